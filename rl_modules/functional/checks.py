@@ -1,0 +1,69 @@
+"""Checks and conversions that every function of this package makes before any arithmetic.
+
+They look at shapes, dtypes and Python numbers only, never at a tensor's contents: reading a value off a GPU
+would stall it, and would break a graph under ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) -> None:
+    """Refuse a tensor that would broadcast silently, such as (B, 1) against (B,).
+
+    Args:
+        name: The argument to be named in the error.
+        tensor: Its value.
+        expected: The shape that it must have.
+        like: Where that shape comes from, for instance ``"log_prob"``.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if tensor.shape != expected:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}, the shape of {like}.")
+
+
+def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
+    """Refuse a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {ndim} dimensions {layout}.")
+
+
+def require_in(name: str, value: float, low: float, high: float) -> None:
+    """Refuse a number outside the closed interval [low, high], and NaN with it."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}.")
+
+
+def require_nonnegative(name: str, value: float) -> None:
+    """Refuse a negative number, infinity and NaN."""
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse zero, a negative number, infinity and NaN."""
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not among ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def as_float(x: Tensor) -> Tensor:
+    """``x`` in float32, or unchanged when it is float32 or float64: sums over bfloat16 lose their small terms."""
+    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
+
+
+def as_constant(x: Tensor) -> Tensor:
+    """Like ``as_float``, and cut off from the graph: for targets, advantages and other policies' log-probs."""
+    # Asking first is cheaper than an unconditional detach(), and these are called for every minibatch.
+    return as_float(x.detach() if x.requires_grad else x)

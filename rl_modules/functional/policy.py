@@ -1,0 +1,169 @@
+"""Policy losses: how an advantage becomes a gradient on the log-probability of an action."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_modules.functional.checks import as_constant, as_float, require_nonnegative, require_positive, require_shape
+from rl_modules.functional.reductions import masked_mean
+
+
+def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The policy gradient as a loss: raise the probability of what went well.
+
+    L = -mean_i w_i log π(a_i|s_i)
+
+    Args:
+        log_prob: log π(a|s) in nats, any shape S. The only input that receives gradient.
+        weight: w, a return (REINFORCE) or an advantage (A2C), in units of reward, shape S.
+        mask: true where an element counts, shape S.
+
+    Returns:
+        Scalar to minimise. Its gradient is the policy gradient, its value says nothing about progress.
+
+    Raises:
+        ValueError: shapes differ (a (B, 1) input would broadcast silently to (B, B)).
+
+    Source: Williams 1992, eq. 11; Sutton & Barto 2018, eq. 13.8, sign flipped.
+    """
+    require_shape("weight", weight, log_prob.shape, "log_prob")
+    return -_mean(as_float(log_prob) * as_constant(weight), mask)
+
+
+def ppo_clip_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float, mask: Tensor | None = None
+) -> Tensor:
+    """PPO's clipped policy loss: no reward for moving an action's probability further than the clip range.
+
+    L = -mean_i min(ρ_i A_i, clip(ρ_i, 1-ε, 1+ε) A_i),   ρ_i = exp(log_prob_i - old_log_prob_i)
+
+    Args:
+        log_prob: log π(a|s) in nats, any shape S. The only input that receives gradient.
+        old_log_prob: the same under the policy that acted, shape S.
+        advantage: A, in units of reward (unit-free once normalised), shape S.
+        clip_range: ε, at least 0; 0 is where a linear schedule ends.
+        mask: true where an element counts, shape S.
+
+    Returns:
+        Scalar to minimise; equals ``-advantage.mean()`` while the policy is unchanged.
+
+    Raises:
+        ValueError: shapes differ (a (B, 1) input would broadcast silently to (B, B)), or clip_range is negative.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7, sign flipped.
+    """
+    require_nonnegative("clip_range", clip_range)
+    ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
+    surrogate = ratio * advantage
+    # min(ρA, clip(ρ)A) = min(ρA, A + ε|A|): only the bound that the advantage's sign points to can be active. This
+    # form needs half the kernels of the clamp, and `where` keeps the whole gradient where the two are equal.
+    bound = torch.add(advantage, advantage.abs(), alpha=clip_range)
+    return -_mean(torch.where(surrogate > bound, bound, surrogate), mask)
+
+
+def ppo_penalty_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, kl: Tensor, beta: float, mask: Tensor | None = None
+) -> Tensor:
+    """PPO's other policy loss: the unclipped surrogate, and a price on the distance from the old policy.
+
+    L = -mean_i (ρ_i A_i - β KL_i),   ρ_i = exp(log_prob_i - old_log_prob_i)
+
+    Args:
+        log_prob: log π(a|s) in nats, any shape S; receives gradient.
+        old_log_prob: the same under the policy that acted, shape S.
+        advantage: A, in units of reward (unit-free once normalised), shape S.
+        kl: KL(π_old(·|s) || π(·|s)) in nats, shape S, or a scalar that is already a mean; receives gradient.
+        beta: β, units of advantage per nat, at least 0; ``adapt_kl_coefficient`` adjusts it once per policy update.
+        mask: true where an element counts, shape S.
+
+    Returns:
+        Scalar to minimise.
+
+    Raises:
+        ValueError: shapes differ, or beta is negative.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 8, sign flipped.
+    """
+    require_nonnegative("beta", beta)
+    ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
+    if kl.ndim == 0:
+        penalty = as_float(kl)
+    else:
+        require_shape("kl", kl, log_prob.shape, "log_prob")
+        penalty = _mean(as_float(kl), mask)
+    return beta * penalty - _mean(ratio * advantage, mask)
+
+
+def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> float:
+    """PPO's rule for the price of KL: halve it when the policy moved too little, double it when too far.
+
+    β ← β / 2   if KL < target / 1.5
+    β ← 2 β     if KL > 1.5 target
+    β           otherwise
+
+    Args:
+        beta: β, at least 0.
+        kl: the mean KL(π_old || π) of the update just made, in nats, a number or a scalar tensor (which is read, so
+            that a GPU waits). Call this once per policy update, not once per minibatch.
+        target: the KL to aim at, in nats, above 0.
+
+    Returns:
+        The β of the next update.
+
+    Raises:
+        ValueError: beta is negative, target is not positive, or kl is NaN.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, section 4.
+    """
+    require_nonnegative("beta", beta)
+    require_positive("target", target)
+    measured = float(kl)
+    if measured != measured:
+        raise ValueError("kl must be a number, got nan: the policy has diverged.")
+    if measured < target / 1.5:
+        return beta / 2
+    if measured > target * 1.5:
+        return beta * 2
+    return beta
+
+
+def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> Tensor:
+    """The share of samples whose ratio has left the clip range: how hard PPO is braking.
+
+    mean_i [ |ρ_i - 1| > ε ],   ρ_i = exp(log_prob_i - old_log_prob_i)
+
+    Args:
+        log_prob: log π(a|s) in nats, any shape S.
+        old_log_prob: the same under the policy that acted, shape S.
+        clip_range: ε, at least 0.
+
+    Returns:
+        Scalar in [0, 1], detached.
+
+    Raises:
+        ValueError: shapes differ, or clip_range is negative.
+
+    Source: the diagnostic of OpenAI Baselines' PPO2, logged by Stable-Baselines3 as ``train/clip_fraction``.
+    """
+    require_nonnegative("clip_range", clip_range)
+    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
+    ratio = (as_constant(log_prob) - as_constant(old_log_prob)).exp()
+    return ((ratio - 1).abs() > clip_range).float().mean()
+
+
+def _ratio_and_advantage(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
+    require_shape("advantage", advantage, log_prob.shape, "log_prob")
+    log_ratio = as_float(log_prob) - as_constant(old_log_prob)
+    if mask is not None:
+        require_shape("mask", mask, log_prob.shape, "log_prob")
+        # Before exp: what stands under padding may overflow there, and 0 * inf in the backward pass is NaN.
+        log_ratio = torch.where(mask.bool(), log_ratio, 0.0)
+    return log_ratio.exp(), as_constant(advantage)
+
+
+def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x.mean() if mask is None else masked_mean(x, mask)

@@ -1,0 +1,64 @@
+"""Means and whitening under a mask, for batches in which padding stands beside what counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_modules.functional.checks import as_float, require_shape
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """The mean of the elements that count.
+
+    mean = Σ_i m_i x_i / Σ_i m_i
+
+    Args:
+        x: values in any unit, any shape S. Receives gradient where the mask is true, exactly 0 elsewhere, even when
+            what stands there is infinite or NaN.
+        mask: true (nonzero) where an element counts, shape S.
+        dim: the dimension to average over; None averages over all.
+
+    Returns:
+        The mean in the unit of x: a scalar, or shape S without ``dim``. Where nothing counts it is 0, with
+        gradient 0.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Source: the definition of a conditional mean; 0 for an empty selection is the convention of TRL's GRPO.
+    """
+    require_shape("mask", mask, x.shape, "x")
+    counts = mask.bool()
+    kept = torch.where(counts, as_float(x), 0.0)
+    if dim is None:
+        return kept.sum() / counts.sum().clamp(min=1)
+    return kept.sum(dim) / counts.sum(dim).clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale the elements that count to unit variance, and shift them to mean zero unless told not to.
+
+    y_i = (x_i - μ) / √(σ² + 1e-8)  [+ μ when the mean is not to be shifted],   σ² with n - 1 in its denominator
+
+    Args:
+        x: values in any unit, any shape S; receives gradient.
+        mask: true (nonzero) where an element counts, shape S.
+        shift_mean: False puts the mean back, for rewards whose sign matters.
+
+    Returns:
+        y, shape S, without unit; 0 where the mask is false.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593 (``whiten`` in its code); Huang et al. 2024, arXiv:2403.17031,
+        details 17 and 18.
+    """
+    require_shape("mask", mask, x.shape, "x")
+    counts = mask.bool()
+    mean = masked_mean(x, mask)
+    centred = torch.where(counts, as_float(x) - mean, 0.0)
+    variance = centred.square().sum() / (counts.sum() - 1).clamp(min=1)
+    whitened = centred * torch.rsqrt(variance + 1e-8)
+    return whitened if shift_mean else torch.where(counts, whitened + mean, 0.0)
