@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_modules.functional.checks import as_constant, require_in, require_shape
 
 # Shorter recurrences run as a plain loop: below this length its one kernel per step beats the scan's bookkeeping.
-_LOOP_LENGTH = 48
+_LOOP_LENGTH = 16
 
 
 def discounted_returns(
@@ -168,9 +168,9 @@ def _backward_recurrence(addend: Tensor, decay: Tensor) -> Tensor:
     """
     length = addend.shape[0]
     if length <= _LOOP_LENGTH:
-        rows = list(addend.unbind())
-        for t, factor in zip(range(length - 2, -1, -1), decay[: max(length - 1, 0)].flip(0).unbind(), strict=True):
-            rows[t] = torch.addcmul(rows[t], factor, rows[t + 1])
+        rows, factors = list(addend.unbind()), decay.unbind()
+        for t in range(length - 2, -1, -1):
+            rows[t] = torch.addcmul(rows[t], factors[t], rows[t + 1])
         return torch.stack(rows) if rows else addend
     odd = length % 2
     # Pairs are counted from the end, so the first row is the one left over when the length is odd.

@@ -1,0 +1,66 @@
+"""Group-relative advantages: other answers to the same prompt take the place of a critic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_modules.functional.checks import as_constant, require_choice, require_ndim
+
+# Keeps the quotient finite where rewards hardly differ; the value of DeepSeek's and TRL's code.
+_STD_FLOOR = 1e-4
+
+
+def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
+    """How much better an answer is than the other answers to its prompt.
+
+    A_i = (r_i - mean_g) / (std + 1e-4)
+
+    with the mean over the scored answers of group g, and std (n - 1 in its denominator) over the same group
+    ("group"), over all scored answers ("batch"), or no division at all ("none").
+
+    Args:
+        reward: one per answer, shape (B,), in units of reward; the G answers to a prompt stand next to each other.
+            NaN says that nothing could score the answer: it counts in no mean and no std.
+        num_generations: G, answers per prompt, at least 2; B is a multiple of it.
+        scale_rewards: "group", "batch" or "none".
+
+    Returns:
+        A, shape (B,), detached, without unit (in units of reward for "none"). Exactly 0 for answers that were not
+        scored, and throughout a group whose scored rewards are all equal, or which has fewer than two: rounding of
+        the mean must not turn into a signal.
+
+    Raises:
+        ValueError: reward is not one-dimensional or no multiple of num_generations, num_generations is below 2, or
+            scale_rewards is unknown.
+
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; "none": Liu et al. 2025, arXiv:2503.20783, section 3.2;
+        "batch": Hu et al. 2025, arXiv:2501.03262, and Liu et al. 2025, arXiv:2508.08221.
+    """
+    require_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
+    require_ndim("reward", reward, 1, "[B]")
+    if num_generations < 2:
+        raise ValueError(f"num_generations must be at least 2, got {num_generations!r}: one answer has no peers.")
+    if len(reward) % num_generations:
+        raise ValueError(
+            f"reward has {len(reward)} elements, expected a multiple of num_generations = {num_generations}."
+        )
+    group = as_constant(reward).view(-1, num_generations)
+    scored = ~group.isnan()
+    highest = torch.where(scored, group, -torch.inf).amax(-1, keepdim=True)
+    lowest = torch.where(scored, group, torch.inf).amin(-1, keepdim=True)
+    centred = torch.where(scored & (highest > lowest), group - _mean(group, scored, -1), 0.0)
+    if scale_rewards == "group":
+        centred = centred / (_std(group, scored, -1) + _STD_FLOOR)
+    elif scale_rewards == "batch":
+        centred = centred / (_std(group.view(1, -1), scored.view(1, -1), -1) + _STD_FLOOR)
+    return centred.view(-1)
+
+
+def _mean(x: Tensor, counts: Tensor, dim: int) -> Tensor:
+    return torch.where(counts, x, 0.0).sum(dim, keepdim=True) / counts.sum(dim, keepdim=True).clamp(min=1)
+
+
+def _std(x: Tensor, counts: Tensor, dim: int) -> Tensor:
+    squares = torch.where(counts, x - _mean(x, counts, dim), 0.0).square().sum(dim, keepdim=True)
+    return (squares / (counts.sum(dim, keepdim=True) - 1).clamp(min=1)).sqrt()

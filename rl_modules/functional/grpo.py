@@ -1,0 +1,163 @@
+"""The loss of GRPO and its relatives: four pieces (ratio, surrogate, KL, reduction) and their composition.
+
+The sum of the token losses is divided
+
+* ``grpo``: by each sequence's own length, then by the number of sequences (DeepSeekMath, arXiv:2402.03300, eq. 3);
+* ``bnpo``: by the counted tokens of this micro-batch (the token mean of most RLHF code);
+* ``dapo``: by the counted tokens of the whole accumulated, global batch (DAPO, arXiv:2503.14476, eq. 8);
+* ``dr_grpo``: by sequences times max_completion_length, a constant (Dr. GRPO, arXiv:2503.20783, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_modules.functional.checks import (
+    as_constant,
+    as_float,
+    require_choice,
+    require_ndim,
+    require_nonnegative,
+    require_positive,
+    require_shape,
+)
+from rl_modules.functional.kl import kl_estimate
+from rl_modules.functional.reductions import masked_mean
+
+_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+
+
+def grpo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    ref_log_prob: Tensor | None = None,
+    kl_estimator: str = "k3",
+    use_bias_correction_kl: bool = False,
+    loss_type: str = "grpo",
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+) -> Tensor:
+    """The policy loss of GRPO, BNPO, DAPO, Dr. GRPO, and with sequence-level ratios of GSPO.
+
+    ℓ_t = -min(min(ρ_t, δ) A, clip(ρ_t, 1 - ε, 1 + ε_high) A) + β KL_t [ρ_t]
+    L   = Σ ℓ_t / normaliser,   the normaliser as listed at the top of this module
+
+    ρ_t = exp(log π - log π_old) per token, or exp of that log-ratio's mean over the sequence's counted tokens.
+
+    Args:
+        log_prob: log π(y_t) in nats, shape (B, L). The only input that receives gradient.
+        old_log_prob: the same under the policy that sampled, shape (B, L).
+        advantage: A, shape (B,), or (B, L) where tokens differ.
+        mask: true (nonzero) where a token counts, shape (B, L). What stands elsewhere may be anything, NaN included.
+        epsilon: ε, the clip range below 1 (and above, unless epsilon_high is given), at least 0.
+        epsilon_high: ε_high, the clip range above 1, at least 0; None: ε.
+        delta: δ, an upper bound on the ratio that also holds for negative advantages, above 0; None: none.
+        beta: β, the price of KL per nat, at least 0. At 0 ref_log_prob is not needed and not read.
+        ref_log_prob: log π_ref(y_t) in nats, shape (B, L).
+        kl_estimator: "k1", "k2" or "k3", see ``kl_estimate`` for what their gradients are.
+        use_bias_correction_kl: multiply the estimate by ρ, gradient included: with k3 its expected gradient is then
+            that of KL(π || π_ref).
+        loss_type: "grpo", "bnpo", "dapo" or "dr_grpo".
+        importance_sampling_level: "token" or "sequence".
+        max_completion_length: tokens; the constant normaliser of "dr_grpo", which needs it. Others ignore it.
+        num_items_in_batch: counted tokens of the whole accumulated batch (per process: divided by their number,
+            since their gradients are averaged), at least 1. Read by "dapo" only: the sum over micro-batches is then
+            the loss of the full batch. None: the tokens of this call.
+
+    Returns:
+        Scalar to minimise. A row without counted tokens is a sequence with loss 0 under "grpo" and "dr_grpo", and
+        nothing under the other two. For "grpo", "bnpo" and "dr_grpo" the caller averages over micro-batches.
+
+    Raises:
+        ValueError: shapes do not fit, a number is out of range, a word is unknown, beta is set without
+            ref_log_prob, or "dr_grpo" comes without max_completion_length.
+
+    Source: the papers listed at the top of this module; ε_high: DAPO, eq. 8; sequence ratios: GSPO, arXiv:2507.18071,
+        eq. 7; δ: INTELLECT-2, arXiv:2505.07291; corrected KL: DeepSeek-V3.2, arXiv:2512.02556. Equals TRL 1.16.
+    """
+    require_choice("loss_type", loss_type, _LOSS_TYPES)
+    require_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    require_choice("kl_estimator", kl_estimator, ("k1", "k2", "k3"))
+    require_nonnegative("epsilon", epsilon)
+    require_nonnegative("beta", beta)
+    require_ndim("log_prob", log_prob, 2, "[B, L]")
+    require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
+    require_shape("mask", mask, log_prob.shape, "log_prob")
+    if advantage.ndim == 1:
+        require_shape("advantage", advantage, log_prob.shape[:1], "log_prob's first dimension")
+        advantage = advantage.unsqueeze(-1)
+    else:
+        require_shape("advantage", advantage, log_prob.shape, "log_prob")
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    require_nonnegative("epsilon_high", epsilon_high)
+    if delta is not None:
+        require_positive("delta", delta)
+    if beta:
+        if ref_log_prob is None:
+            raise ValueError(f"ref_log_prob is None, but beta = {beta} asks for a KL penalty towards the reference.")
+        require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")
+    if loss_type == "dr_grpo" and (max_completion_length is None or max_completion_length < 1):
+        raise ValueError(
+            "max_completion_length must be a number of tokens of at least 1 for loss_type 'dr_grpo', "
+            f"got {max_completion_length!r}."
+        )
+    # A tensor is not looked at: that would wait for the GPU.
+    if isinstance(num_items_in_batch, int | float) and num_items_in_batch < 1:
+        raise ValueError(f"num_items_in_batch must be at least 1, got {num_items_in_batch!r}.")
+
+    counts = mask.bool()
+    # Padding is neutralised before any exp: it may hold anything, and 0 * inf in the backward pass is NaN.
+    log_prob = torch.where(counts, as_float(log_prob), 0.0)
+    old_log_prob = torch.where(counts, as_constant(old_log_prob), 0.0)
+    ratio = _importance_ratio(log_prob - old_log_prob, counts, importance_sampling_level)
+    token_loss = _clipped_surrogate(ratio, as_constant(advantage), epsilon, epsilon_high, delta)
+    if ref_log_prob is not None and beta:
+        kl = kl_estimate(log_prob, torch.where(counts, as_constant(ref_log_prob), 0.0), kl_estimator)
+        token_loss = token_loss + beta * (kl * ratio if use_bias_correction_kl else kl)
+    return _reduce(token_loss.expand(counts.shape), counts, loss_type, max_completion_length, num_items_in_batch)
+
+
+def _importance_ratio(log_ratio: Tensor, counts: Tensor, level: str) -> Tensor:
+    """ρ, shape (B, L) per token or (B, 1) per sequence; exponentials of means, so that long answers do not overflow."""
+    if level == "sequence":
+        log_ratio = masked_mean(log_ratio, counts, dim=-1).unsqueeze(-1)
+    return log_ratio.exp()
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float, delta: float | None
+) -> Tensor:
+    """-min(min(ρ, δ) A, clip(ρ, 1 - ε, 1 + ε_high) A), per element."""
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    return -torch.min(bounded * advantage, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage)
+
+
+def _reduce(
+    token_loss: Tensor,
+    counts: Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items_in_batch: int | Tensor | None,
+) -> Tensor:
+    """The scalar of a (B, L) loss: the one place in which the four loss types differ."""
+    if loss_type == "grpo":
+        return masked_mean(token_loss, counts, dim=-1).mean()
+    if loss_type == "bnpo" or (loss_type == "dapo" and num_items_in_batch is None):
+        return masked_mean(token_loss, counts)
+    total = torch.where(counts, token_loss, 0.0).sum()
+    if loss_type == "dr_grpo":
+        assert max_completion_length is not None, "grpo_loss has refused this already"
+        return total / (len(token_loss) * max_completion_length)
+    items = torch.as_tensor(num_items_in_batch, device=total.device).detach()
+    # A batch without any counted token has loss 0, not 0 / 0.
+    return total / items.clamp(min=1)

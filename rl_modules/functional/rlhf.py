@@ -1,0 +1,42 @@
+"""Rewards of RLHF: one score for a whole answer, and a price per token for leaving the reference model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_modules.functional.checks import as_constant, require_ndim, require_nonnegative, require_shape
+
+
+def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """Spread an answer's score and its distance from the reference model over its tokens.
+
+    r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last counted token] score
+
+    Args:
+        score: the reward model's judgement of the whole answer, shape (B,), in units of reward.
+        log_prob: log π(y_t) in nats under the policy that sampled, shape (B, L).
+        ref_log_prob: log π_ref(y_t) in nats, shape (B, L).
+        mask: true (nonzero) where a token belongs to the answer, shape (B, L). Gaps are allowed: the score goes to
+            the last true position, found in the mask and never by comparing tokens with a padding id.
+        beta: β, units of reward per nat, at least 0.
+
+    Returns:
+        r, shape (B, L), in units of reward, detached; 0 where the mask is false. A row without counted tokens has
+        no place for its score, and is all 0.
+
+    Raises:
+        ValueError: shapes do not fit, or beta is negative.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; per token: Stiennon et al. 2020, arXiv:2009.01325, sec. 3.4.
+    """
+    require_ndim("log_prob", log_prob, 2, "[B, L]")
+    require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")
+    require_shape("mask", mask, log_prob.shape, "log_prob")
+    require_shape("score", score, log_prob.shape[:1], "log_prob's first dimension")
+    require_nonnegative("beta", beta)
+    counts = mask.bool()
+    penalty = torch.where(counts, as_constant(log_prob) - as_constant(ref_log_prob), 0.0) * -beta
+    # Counting from the right, the last counted token is the first at which the count reaches 1.
+    is_last = counts & (counts.flip(-1).cumsum(-1).flip(-1) == 1)
+    return penalty + torch.where(is_last, as_constant(score).unsqueeze(-1), 0.0)

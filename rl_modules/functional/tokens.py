@@ -1,0 +1,188 @@
+"""Log-probabilities and entropies of tokens, without a second tensor of the size of the logits.
+
+With a vocabulary of 150,000 words the logits are by far the largest tensor of a training step, and a log-softmax
+over them would be another one, kept for the backward pass. Both functions here work through the logits in pieces
+that fit into the processor's cache, keep one number per token, and recompute the rest when the gradient is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_modules.functional.checks import as_float, require_positive, require_shape
+
+# Elements per piece. On a CPU: half a megabyte of float32, which stays in the second-level cache from one kernel to
+# the next. On a GPU: 64 MB, enough to keep it busy, little beside the logits of one batch.
+_PIECE_CPU = 2**17
+_PIECE_GPU = 2**24
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """The log-probability of each token under the softmax of its own logits.
+
+    log π(y_t) = z_{t, y_t} - log Σ_v exp(z_{t, v}),   z = logits / T
+
+    Nothing is shifted here: ``tokens[b, t]`` is judged by ``logits[b, t]``. A causal model's logits at position t
+    predict the token at t + 1, so pass ``logits[:, :-1]`` with ``tokens[:, 1:]``; the slice is not copied.
+
+    Args:
+        logits: shape (B, L, V), or (L, V), or with more leading dimensions. Receives gradient; the backward pass
+            allocates that gradient and one piece, nothing else of this size. Logits of -inf are words ruled out.
+        tokens: indices in [0, V), shape (B, L), also under padding, where any valid index will do (mask the result).
+        temperature: T, the one that the tokens were sampled with, above 0.
+
+    Returns:
+        log π(y) in nats, shape (B, L), float32 even for bfloat16 logits (float64 for float64): the ratio of two
+        policies is the exponential of a difference of these, and bfloat16 has only three digits.
+
+    Raises:
+        ValueError: tokens does not have the shape of logits without V, or temperature is not positive.
+
+    Source: the definition of the softmax; temperature in the ratio: Huang et al. 2024, arXiv:2403.17031, detail 3.
+    """
+    require_shape("tokens", tokens, logits.shape[:-1], "logits without its last dimension")
+    require_positive("temperature", temperature)
+    if torch.compiler.is_compiling():  # The compiler fuses this; our pieces would only lengthen its graph.
+        scaled = as_float(logits) / temperature
+        return scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+    return _TokenLogProbs.apply(_three_dimensional(logits), tokens.reshape(-1, tokens.shape[-1]), temperature).view(
+        tokens.shape
+    )
+
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """The entropy of the distribution from which each token was drawn.
+
+    H_t = -Σ_v p_{t, v} log p_{t, v},   p = softmax(logits / T)
+
+    Args:
+        logits: shape (B, L, V), or (L, V), or with more leading dimensions; receives gradient. Logits of -inf are
+            words ruled out and count 0.
+        temperature: T, the one that the tokens were sampled with, above 0.
+
+    Returns:
+        H in nats, in [0, log V], shape (B, L), float32 even for bfloat16 logits (float64 for float64).
+
+    Raises:
+        ValueError: logits has fewer than two dimensions, or temperature is not positive.
+
+    Source: Shannon 1948, section 6; as a bonus for exploration: Williams & Peng 1991.
+    """
+    if logits.ndim < 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}, expected at least 2 dimensions [B, L, V] or [L, V].")
+    require_positive("temperature", temperature)
+    if torch.compiler.is_compiling():
+        log_prob = torch.log_softmax(as_float(logits) / temperature, -1)
+        return -(log_prob.exp() * log_prob.clamp(min=torch.finfo(log_prob.dtype).min)).sum(-1)
+    return _TokenEntropy.apply(_three_dimensional(logits), temperature).view(logits.shape[:-1])
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        total, largest = _per_row(logits), _per_row(logits)
+        for scratch, piece, total_piece, largest_piece in _pieces(logits, total, largest):
+            shifted = _shifted(piece, scratch, largest_piece, temperature)
+            torch.sum(shifted.exp_(), -1, keepdim=True, out=total_piece)
+        normaliser = total.log_().add_(largest.div_(temperature))
+        ctx.save_for_backward(logits, tokens, normaliser)
+        ctx.temperature = temperature
+        chosen = as_float(logits.gather(-1, tokens.unsqueeze(-1)))
+        return (chosen / temperature - normaliser).squeeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """∂ log π(y) / ∂ logits_v = ([v = y] - p_v) / T."""
+        logits, tokens, normaliser = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        factor = (grad / ctx.temperature).unsqueeze(-1)
+        for scratch, piece, result_piece, normaliser_piece, token, weight in _pieces(
+            logits, result, normaliser, tokens.unsqueeze(-1), factor
+        ):
+            probability = _log_softmax(piece, scratch, normaliser_piece, ctx.temperature).exp_()
+            result_piece.copy_(probability.mul_(-weight).scatter_add_(-1, token, weight))
+        return result, None, None
+
+
+class _TokenEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+        total, largest, mean = _per_row(logits), _per_row(logits), _per_row(logits)
+        for scratch, piece, total_piece, largest_piece, mean_piece in _pieces(logits, total, largest, mean):
+            shifted = _shifted(piece, scratch, largest_piece, temperature)
+            # A word that is ruled out has -inf here and weight 0; the smallest finite number makes that 0, not NaN.
+            shifted.clamp_(min=torch.finfo(shifted.dtype).min)
+            weight = shifted.exp()
+            torch.sum(weight, -1, keepdim=True, out=total_piece)
+            torch.sum(weight.mul_(shifted), -1, keepdim=True, out=mean_piece)
+        entropy = total.log() - mean / total
+        ctx.save_for_backward(logits, total.log_().add_(largest.div_(temperature)), entropy)
+        ctx.temperature = temperature
+        return entropy.squeeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """∂H / ∂ logits_v = -p_v (log p_v + H) / T."""
+        logits, normaliser, entropy = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        factor = (grad / -ctx.temperature).unsqueeze(-1)
+        for scratch, piece, result_piece, normaliser_piece, entropy_piece, weight in _pieces(
+            logits, result, normaliser, entropy, factor
+        ):
+            log_prob = _log_softmax(piece, scratch, normaliser_piece, ctx.temperature)
+            log_prob.clamp_(min=torch.finfo(log_prob.dtype).min)
+            probability = log_prob.exp()
+            result_piece.copy_(log_prob.add_(entropy_piece).mul_(weight).mul_(probability))
+        return result, None
+
+
+def _three_dimensional(logits: Tensor) -> Tensor:
+    """Shape (B, L, V), without a copy unless there are more than three dimensions, laid out with gaps."""
+    return logits.reshape(-1, *logits.shape[-2:])
+
+
+def _per_row(logits: Tensor) -> Tensor:
+    """Room for one number per token, shape (B, L, 1), in the precision in which we compute."""
+    return torch.empty((*logits.shape[:-1], 1), dtype=_precision(logits), device=logits.device)
+
+
+def _precision(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+def _pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors of shape (B, L, ...) alike into blocks that are small enough for the logits among them.
+
+    Yields room to compute on such a block of logits, then the blocks: views, also of logits that are not contiguous.
+    """
+    batch, length, words = logits.shape
+    size = _PIECE_CPU if logits.device.type == "cpu" else _PIECE_GPU
+    rows = max(1, size // max(1, length * words))
+    columns = max(1, length if length * words <= size else size // words)
+    room = torch.empty((min(rows, batch), min(columns, length), words), dtype=_precision(logits), device=logits.device)
+    for block in zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True):
+        for piece in zip(*(tensor.split(columns, 1) for tensor in block), strict=True):
+            height, width = piece[0].shape[:2]
+            yield room[:height, :width], *piece
+
+
+def _shifted(logits: Tensor, scratch: Tensor, largest: Tensor, temperature: float) -> Tensor:
+    """Write (logits - max) / T into scratch, and max into largest: exponentials of these cannot overflow."""
+    source = logits if logits.dtype is scratch.dtype else scratch.copy_(logits)
+    torch.amax(source, -1, keepdim=True, out=largest)
+    shifted = torch.sub(source, largest, out=scratch)
+    return shifted if temperature == 1.0 else shifted.div_(temperature)
+
+
+def _log_softmax(logits: Tensor, scratch: Tensor, normaliser: Tensor, temperature: float) -> Tensor:
+    """Write log p = logits / T - log Σ exp(logits / T) into scratch."""
+    if temperature == 1.0 and logits.dtype is scratch.dtype:
+        return torch.sub(logits, normaliser, out=scratch)
+    return scratch.copy_(logits).div_(temperature).sub_(normaliser)
