@@ -69,7 +69,7 @@ def cons_at_k(answers: Tensor | Sequence[Sequence[Hashable]], reference: Tensor 
     Raises:
         ValueError: the numbers of questions differ, or k is below 1 or above the number of answers.
 
-    Source: Wang et al. 2023, arXiv:2203.11171, section 2; the name cons@64: DeepSeek-R1, arXiv:2501.12948, section 3.
+    Source: Wang et al. 2023, arXiv:2203.11171, section 2; the name cons@64: DeepSeek-R1, arXiv:2501.12948.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k!r}.")

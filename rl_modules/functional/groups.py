@@ -34,7 +34,7 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
         ValueError: reward is not one-dimensional or no multiple of num_generations, num_generations is below 2, or
             scale_rewards is unknown.
 
-    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; "none": Liu et al. 2025, arXiv:2503.20783, section 3.2;
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; "none": Liu et al. 2025, arXiv:2503.20783;
         "batch": Hu et al. 2025, arXiv:2501.03262, and Liu et al. 2025, arXiv:2508.08221.
     """
     require_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))

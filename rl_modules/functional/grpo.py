@@ -5,7 +5,7 @@ The sum of the token losses is divided
 * ``grpo``: by each sequence's own length, then by the number of sequences (DeepSeekMath, arXiv:2402.03300, eq. 3);
 * ``bnpo``: by the counted tokens of this micro-batch (the token mean of most RLHF code);
 * ``dapo``: by the counted tokens of the whole accumulated, global batch (DAPO, arXiv:2503.14476, eq. 8);
-* ``dr_grpo``: by sequences times max_completion_length, a constant (Dr. GRPO, arXiv:2503.20783, section 3.2).
+* ``dr_grpo``: by sequences times max_completion_length, a constant (Dr. GRPO, arXiv:2503.20783).
 """
 
 from __future__ import annotations

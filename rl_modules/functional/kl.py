@@ -62,7 +62,7 @@ def approx_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     Raises:
         ValueError: shapes differ.
 
-    Source: Schulman 2020 (as above); the quantity that Stable-Baselines3 logs as ``train/approx_kl`` and tests
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; the quantity that Stable-Baselines3 logs as ``train/approx_kl`` and tests
         against ``target_kl``.
     """
     require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")

@@ -25,7 +25,7 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
     Raises:
         ValueError: shapes differ (a (B, 1) input would broadcast silently to (B, B)).
 
-    Source: Williams 1992, eq. 11; Sutton & Barto 2018, eq. 13.8, sign flipped.
+    Source: Williams 1992; Sutton & Barto 2018, eq. 13.8, sign flipped.
     """
     require_shape("weight", weight, log_prob.shape, "log_prob")
     return -_mean(as_float(log_prob) * as_constant(weight), mask)

@@ -33,7 +33,7 @@ def bradley_terry_loss(
         ValueError: shapes differ, or center_rewards_coefficient is negative.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2;
-        centring: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
+        centring: Eisenstein et al. 2023, arXiv:2312.09244.
     """
     require_shape("rejected_reward", rejected_reward, chosen_reward.shape, "chosen_reward")
     require_nonnegative("center_rewards_coefficient", center_rewards_coefficient)

@@ -53,7 +53,7 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         ValueError: the shapes differ.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (``whiten`` in its code); Huang et al. 2024, arXiv:2403.17031,
-        details 17 and 18.
+        section 7.
     """
     require_shape("mask", mask, x.shape, "x")
     counts = mask.bool()

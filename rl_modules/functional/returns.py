@@ -46,7 +46,7 @@ def discounted_returns(
     Raises:
         ValueError: shapes differ, or gamma is outside [0, 1].
 
-    Source: Sutton & Barto 2018, eq. 3.9; bootstrapping at time limits: Pardo et al. 2018, arXiv:1712.00378, eq. 6.
+    Source: Sutton & Barto 2018, eq. 3.9; bootstrapping at time limits: Pardo et al. 2018, arXiv:1712.00378.
     """
     _check_rollout(reward, next_value, terminated, truncated, gamma)
     reward, next_value = as_constant(reward), as_constant(next_value)
@@ -128,7 +128,7 @@ def gae(
     Raises:
         ValueError: shapes differ, or gamma or gae_lambda is outside [0, 1].
 
-    Source: Schulman et al. 2016, arXiv:1506.02438, eqs. 11-16.
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
     _check_rollout(reward, next_value, terminated, truncated, gamma)
     require_shape("value", value, reward.shape, "reward")

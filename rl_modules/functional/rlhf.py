@@ -28,7 +28,7 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
     Raises:
         ValueError: shapes do not fit, or beta is negative.
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; per token: Stiennon et al. 2020, arXiv:2009.01325, sec. 3.4.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2, with the logarithm of a product as a sum over tokens.
     """
     require_ndim("log_prob", log_prob, 2, "[B, L]")
     require_shape("ref_log_prob", ref_log_prob, log_prob.shape, "log_prob")

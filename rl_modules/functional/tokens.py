@@ -43,7 +43,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
     Raises:
         ValueError: tokens does not have the shape of logits without V, or temperature is not positive.
 
-    Source: the definition of the softmax; temperature in the ratio: Huang et al. 2024, arXiv:2403.17031, detail 3.
+    Source: the definition of the softmax; temperature in the ratio: Huang et al. 2024, arXiv:2403.17031, section 7.
     """
     require_shape("tokens", tokens, logits.shape[:-1], "logits without its last dimension")
     require_positive("temperature", temperature)
@@ -71,7 +71,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     Raises:
         ValueError: logits has fewer than two dimensions, or temperature is not positive.
 
-    Source: Shannon 1948, section 6; as a bonus for exploration: Williams & Peng 1991.
+    Source: Shannon 1948, section 6.
     """
     if logits.ndim < 2:
         raise ValueError(f"logits has shape {tuple(logits.shape)}, expected at least 2 dimensions [B, L, V] or [L, V].")

@@ -128,7 +128,7 @@ def td_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weight: Tenso
     Raises:
         ValueError: shapes differ, or loss is neither of the two words.
 
-    Source: Mnih et al. 2015 (Nature 518), eq. 2 and "error clipping"; weights: Schaul et al. 2016, arXiv:1511.05952.
+    Source: Mnih et al. 2015 (Nature 518), error clipping in its Methods; weights: Schaul et al. 2016, arXiv:1511.05952.
     """
     require_choice("loss", loss, ("mse", "huber"))
     require_shape("target", target, prediction.shape, "prediction")

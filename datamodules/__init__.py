@@ -1,0 +1,26 @@
+"""Experience as LightningDataModules.
+
+Classes are imported when they are first used, so that a control task pays for no language model.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "RolloutDataModule": "datamodules.rollout",
+}
+
+__all__ = ["RolloutDataModule"]
+
+if TYPE_CHECKING:
+    from datamodules.rollout import RolloutDataModule
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

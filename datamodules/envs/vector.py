@@ -1,0 +1,162 @@
+"""Environments by name: Gymnasium ids or importable callables, wrapped, seeded, and in vectors."""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from datamodules.envs.episodes import SeededEpisodes
+from rl_modules.errors import UsageError, did_you_mean
+
+#: Which extra of this project brings what an environment's import asks for.
+EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
+
+AUTORESET = {
+    "same_step": AutoresetMode.SAME_STEP,
+    "next_step": AutoresetMode.NEXT_STEP,
+    "disabled": AutoresetMode.DISABLED,
+}
+VECTORIZATION = ("sync", "async", "vector_entry_point")
+
+
+def environment_name(env_id: str | Callable[..., gym.Env]) -> str:
+    """The name under which an environment stands in checkpoints and logs."""
+    return env_id if isinstance(env_id, str) else f"{env_id.__module__}:{env_id.__qualname__}"
+
+
+def make_env(
+    env_id: str | Callable[..., gym.Env],
+    env_kwargs: dict[str, Any] | None = None,
+    wrappers: Sequence[str | dict[str, Any]] = (),
+) -> gym.Env:
+    """One environment with its wrappers, the first in the list innermost.
+
+    Args:
+        env_id: Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
+        env_kwargs: keyword arguments of ``gymnasium.make`` (``max_episode_steps`` among them) or of the callable.
+        wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
+
+    Raises:
+        UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
+    """
+    env = _make_bare(env_id, env_kwargs or {})
+    for wrapper in wrappers:
+        env = _wrap(env, wrapper)
+    return env
+
+
+def make_vector_env(
+    env_id: str | Callable[..., gym.Env],
+    n_envs: int,
+    vectorization_mode: str = "sync",
+    autoreset_mode: str = "same_step",
+    env_kwargs: dict[str, Any] | None = None,
+    wrappers: Sequence[str | dict[str, Any]] = (),
+) -> VectorEnv:
+    """``n_envs`` environments that step together, each with :class:`SeededEpisodes` outermost.
+
+    Args:
+        env_id: as in :func:`make_env`.
+        n_envs: number of environments, ≥ 1.
+        vectorization_mode: ``sync`` (one process), ``async`` (a process each) or ``vector_entry_point`` (the
+            environment's own vectorised engine, which resets in the step after the end and knows no single episodes).
+        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``, as Gymnasium defines them; an engine's own mode
+            is kept.
+        env_kwargs: as in :func:`make_env`.
+        wrappers: as in :func:`make_env`.
+
+    Raises:
+        UsageError: as in :func:`make_env`, an unknown mode, or wrappers around a vectorised engine.
+    """
+    if vectorization_mode == "vector_entry_point":
+        return _make_engine(env_id, n_envs, env_kwargs or {}, wrappers)
+    make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers))
+    mode = AUTORESET[autoreset_mode]
+    if vectorization_mode == "sync":
+        return SyncVectorEnv([make] * n_envs, autoreset_mode=mode)
+    # A mistake in the arguments is reported by this process, not by a worker's traceback.
+    make().close()
+    return AsyncVectorEnv([make] * n_envs, autoreset_mode=mode)
+
+
+def _make_seeded(
+    env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]]
+) -> gym.Env:
+    return SeededEpisodes(make_env(env_id, env_kwargs, wrappers))
+
+
+def _make_bare(env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any]) -> gym.Env:
+    factory = _callable_of(env_id)
+    name = environment_name(env_id)
+    try:
+        if factory is not None:
+            return factory(**env_kwargs)
+        return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
+    except gym.error.UnregisteredEnv as error:
+        raise UsageError(f"env_id={name!r} is not a known environment{did_you_mean(name, gym.registry)}") from error
+    except gym.error.DependencyNotInstalled as error:
+        raise UsageError(_missing_extra(name, str(error))) from error
+    except ModuleNotFoundError as error:
+        raise UsageError(_missing_extra(name, str(error))) from error
+    except TypeError as error:
+        raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
+
+
+def _make_engine(
+    env_id: str | Callable[..., gym.Env], n_envs: int, env_kwargs: dict[str, Any], wrappers: Sequence[Any]
+) -> VectorEnv:
+    if wrappers:
+        raise UsageError("wrappers are for single environments; with vectorization_mode='vector_entry_point' leave "
+                         "them out, or use 'sync'")  # fmt: skip
+    spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
+    if spec is None or spec.vector_entry_point is None:
+        with_engine = sorted(name for name, spec in gym.registry.items() if spec.vector_entry_point is not None)
+        raise UsageError(f"env_id={environment_name(env_id)!r} has no vectorised engine; those that have are "
+                         f"{', '.join(with_engine)}; use vectorization_mode='sync' or 'async'")  # fmt: skip
+    return gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+
+
+def _callable_of(env_id: str | Callable[..., gym.Env]) -> Callable[..., gym.Env] | None:
+    """The callable behind ``package.module:name``; None for Gymnasium ids, ``module:Id-v0`` included."""
+    if not isinstance(env_id, str):
+        return env_id
+    module, _, attribute = env_id.partition(":")
+    if not attribute:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"env_id={env_id!r} names the module {module!r}, which can't be imported: {error}") from error
+    if found is None and attribute not in gym.registry:
+        raise UsageError(f"env_id={env_id!r}: the module {module!r} has no {attribute!r}")
+    return found
+
+
+def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
+    path, arguments = wrapper, {}
+    if isinstance(wrapper, dict):
+        path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
+    assert isinstance(path, str)
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or "gymnasium.wrappers"), name, None)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"wrappers: {path!r} can't be imported: {error}") from error
+    if found is None:
+        near = did_you_mean(name, gym.wrappers.__all__)
+        raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
+    try:
+        return found(env, **arguments)
+    except TypeError as error:
+        raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
+
+
+def _missing_extra(name: str, message: str) -> str:
+    folded = message.lower()
+    for mark, extra in EXTRAS.items():
+        if mark in folded:
+            return f"the environment {name} needs a package that is not installed: pip install 'lightning-rl-recipes[{extra}]'"
+    return f"the environment {name} needs a package that is not installed: {message}"

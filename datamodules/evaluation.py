@@ -1,0 +1,64 @@
+"""Whole episodes of a policy, in environments of their own."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+
+from datamodules.envs.episodes import episode_seed
+
+
+class Predicts(Protocol):
+    """What can be evaluated: Stable-Baselines3's ``predict``."""
+
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+    ) -> tuple[np.ndarray, Any]: ...
+
+
+def run_episodes(
+    policy: Predicts, envs: VectorEnv, streams: list[int], n_episodes: int, deterministic: bool = True
+) -> dict[str, Tensor]:
+    """Play ``n_episodes`` whole episodes.
+
+    Every environment plays a number fixed beforehand, so that short episodes are not counted more often than long
+    ones. The same streams give the same episodes.
+
+    Args:
+        policy: has ``predict``.
+        envs: a same-step-resetting vector of :class:`~datamodules.envs.episodes.SeededEpisodes`.
+        streams: one seed per environment.
+        n_episodes: how many.
+        deterministic: the policy's most likely actions instead of samples.
+
+    Returns:
+        ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions), ``seed`` [E] int64
+        (``env.reset(seed=...)`` repeats the episode's start).
+    """
+    n_envs = envs.num_envs
+    quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
+    played = np.zeros(n_envs, np.int64)
+    total, length = np.zeros(n_envs), np.zeros(n_envs, np.int64)
+    episodes: dict[tuple[int, int], tuple[float, int, int]] = {}
+    observation, _ = envs.reset(seed=streams)  # type: ignore[arg-type]
+    state: Any = None
+    start = np.ones(n_envs, bool)
+    while (played < quota).any():
+        action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
+        observation, reward, terminated, truncated, _ = envs.step(action)
+        start = terminated | truncated
+        total += reward
+        length += 1
+        for i in np.flatnonzero(start):
+            if played[i] < quota[i]:
+                episodes[played[i], i] = (total[i], length[i], episode_seed(streams[i], int(played[i])))
+            played[i] += 1
+            total[i], length[i] = 0.0, 0
+    rows = [episodes[key] for key in sorted(episodes)]
+    return {
+        "return": torch.tensor([row[0] for row in rows], dtype=torch.float32),
+        "length": torch.tensor([row[1] for row in rows]),
+        "seed": torch.tensor([row[2] for row in rows]),
+    }

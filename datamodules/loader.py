@@ -1,0 +1,26 @@
+"""The one kind of loader that Lightning neither prefetches nor runs ahead of time."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class LazyLoader:
+    """A sized iterable whose batches are made when they are asked for.
+
+    Lightning prefetches one batch of an iterable without a length, which for experience means acting with the policy
+    before its last update.
+
+    Args:
+        length: number of batches.
+        make_batches: returns a fresh iterator over them.
+    """
+
+    def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:
+        self._length = length
+        self._make_batches = make_batches
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make_batches()

@@ -1,0 +1,126 @@
+"""Running statistics of observations and returns."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rl_modules.errors import UsageError
+from rl_modules.spaces import normalize, tree_leaves, tree_map
+
+
+class RunningMeanStd:
+    """Mean and variance of everything seen so far, merged batch by batch in float64.
+
+    Args:
+        shape: shape of one sample.
+        epsilon: weight of the prior (mean 0, variance 1), as in SB3 and Gymnasium.
+
+    Source: Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    def __init__(self, shape: tuple[int, ...], epsilon: float = 1e-4) -> None:
+        self.mean = np.zeros(shape, np.float64)
+        self.var = np.ones(shape, np.float64)
+        self.count = epsilon
+
+    def update(self, batch: np.ndarray) -> None:
+        """Merge a batch, [B, *shape]."""
+        if len(batch) == 0:
+            return
+        batch = batch.astype(np.float64)
+        mean, var, count = batch.mean(0), batch.var(0), len(batch)
+        delta = mean - self.mean
+        total = self.count + count
+        squares = self.var * self.count + var * count + delta**2 * self.count * count / total
+        self.mean = self.mean + delta * count / total
+        self.var = squares / total
+        self.count = total
+
+    def scale(self) -> np.ndarray:
+        """Standard deviation, kept away from 0."""
+        return np.sqrt(self.var + 1e-8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": torch.from_numpy(self.mean.copy()), "var": torch.from_numpy(self.var.copy()),
+                "count": float(self.count)}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean, self.var = state["mean"].numpy().copy(), state["var"].numpy().copy()
+        self.count = state["count"]
+
+
+class ObservationNormalizer:
+    """Observations in units of their running standard deviation; integers and images are left as they are.
+
+    Args:
+        space: space of one observation.
+        clip: bound on the result, in standard deviations.
+
+    Raises:
+        UsageError: the space has no float Box to normalise.
+    """
+
+    def __init__(self, space: spaces.Space, clip: float = 10.0) -> None:
+        self.clip = clip
+        self.running = self._build(space)
+        if all(leaf is None for leaf in tree_leaves(self.running)):
+            raise UsageError(f"norm_obs: the observation space {space} has no real numbers to normalise")
+
+    def _build(self, space: spaces.Space) -> Any:
+        if isinstance(space, spaces.Dict):
+            return {name: self._build(part) for name, part in space.items()}
+        if isinstance(space, spaces.Tuple):
+            return {str(i): self._build(part) for i, part in enumerate(space)}
+        real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+        return RunningMeanStd(space.shape) if real and space.shape is not None else None
+
+    def update(self, observation: Any) -> None:
+        """Merge a batch of observations, [B, *obs]."""
+        tree_map(lambda running, x: running and running.update(x), self.running, observation)
+
+    def statistics(self) -> Any:
+        """What :func:`rl_modules.spaces.normalize` takes, for each part of the observation."""
+        return tree_map(lambda running: running and (running.mean, running.scale(), self.clip), self.running)
+
+    def __call__(self, observation: Any) -> Any:
+        return tree_map(normalize, observation, self.statistics())
+
+    def state_dict(self) -> Any:
+        return tree_map(lambda running: running and running.state_dict(), self.running)
+
+    def load_state_dict(self, state: Any) -> None:
+        tree_map(lambda running, saved: running and running.load_state_dict(saved), self.running, state)
+
+
+class RewardNormalizer:
+    """Rewards divided by the running standard deviation of the discounted return; their mean stays.
+
+    Args:
+        n_envs: number of environments.
+        gamma: discount of the return.
+        clip: bound on the result.
+
+    Source: the original PPO code's VecNormalize; Engstrom et al. 2020, arXiv:2005.12729, section 3.
+    """
+
+    def __init__(self, n_envs: int, gamma: float, clip: float = 10.0) -> None:
+        self.gamma = gamma
+        self.clip = clip
+        self.running = RunningMeanStd(())
+        self.returns = np.zeros(n_envs, np.float64)
+
+    def __call__(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """Merge a step's rewards, [N], and return them scaled; the return starts anew where ``done``."""
+        self.returns = np.where(valid, self.returns * self.gamma + reward, self.returns)
+        self.running.update(self.returns[valid])
+        self.returns[done] = 0.0
+        return np.clip(reward / self.running.scale(), -self.clip, self.clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"running": self.running.state_dict(), "returns": torch.from_numpy(self.returns.copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.running.load_state_dict(state["running"])
+        self.returns = state["returns"].numpy().copy()

@@ -1,0 +1,141 @@
+"""The ``rl`` command: Lightning's CLI with configs found by name, errors in one sentence, and a summary at the end.
+
+rl fit --config ppo/cartpole.yaml
+rl validate --config ppo/cartpole.yaml --ckpt_path logs/.../last.ckpt
+"""
+
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+from recipes import configs
+from rl_modules.errors import UsageError
+
+HELP = """\
+usage: rl <command> [options]
+
+Reinforcement learning on PyTorch Lightning.
+
+commands:
+  fit        train:                 rl fit --config ppo/cartpole.yaml
+  validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
+  test       the same, on other seeds and more episodes
+  predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
+  list       every installed config with its one-line description
+  copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
+
+options of fit, validate, test and predict:
+  --config NAME            a YAML file, or the name of an installed config; several are layered
+  --model CLASS            an algorithm by name (PPO) or import path (my_package.MyPPO)
+  --data CLASS             a datamodule by name (RolloutDataModule) or import path
+  --model.X, --data.X, --trainer.X
+                           any argument of the model, the datamodule or Lightning's Trainer
+  --seed_everything N      seed of environments, actions, minibatches and weights
+  --print_config           print the complete resolved config and stop
+  --help                   every option; --model.help PPO explains one class's
+
+Any recipe also runs by itself, with its own default config: python -m recipes.ppo fit
+"""
+
+COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def main(args: list[str] | None = None, default_config: str | None = None) -> None:
+    """Run one command.
+
+    Args:
+        args: the command line without the program's name; None: ``sys.argv``.
+        default_config: installed config to use where the arguments name none.
+
+    Raises:
+        SystemExit: with 0 after help, 1 after an error at run time, 2 after an error in the arguments.
+    """
+    args = sys.argv[1:] if args is None else args
+    try:
+        _dispatch(args, default_config)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _dispatch(args: list[str], default_config: str | None) -> None:
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in ("--help", "-h", "help"):
+        print(HELP)
+    elif command == "list":
+        width = max(len(name) for name in configs.names())
+        for name in configs.names():
+            print(f"{name:{width}}  {configs.describe(name)}")
+    elif command == "copy":
+        if len(rest) != 2:
+            raise UsageError(
+                f"copy takes a config and a target, as in `rl copy ppo/cartpole.yaml mine.yaml`; got {rest}"
+            )
+        print(f"copied to {configs.copy(*rest)}")
+    elif command in COMMANDS:
+        _run(command, _with_configs_found(rest, default_config))
+    else:
+        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, list and copy")
+
+
+def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:
+    """Replace every ``--config NAME`` by the file it stands for."""
+    found, given = [], False
+    pending = iter(args)
+    for arg in pending:
+        if arg in ("--config", "-c"):
+            value = next(pending, None)
+            if value is None:
+                raise UsageError("--config needs a file or the name of an installed config")
+            found += ["--config", str(configs.find(value))]
+            given = True
+        elif arg.startswith("--config="):
+            found += ["--config", str(configs.find(arg.removeprefix("--config=")))]
+            given = True
+        else:
+            found.append(arg)
+    if default_config is not None and not given:
+        found = ["--config", str(configs.find(default_config)), *found]
+    return found
+
+
+def _run(command: str, args: list[str]) -> None:
+    # A user's own modules are found from where the command is run, as with `python -m`.
+    sys.path.insert(0, os.getcwd())
+    _quiet()
+    from recipes.lightning_cli import RLCLI
+
+    # LightningCLI warns when it is given arguments beside those in sys.argv.
+    sys.argv = [sys.argv[0]]
+    RLCLI(command, args)
+
+
+def _quiet() -> None:
+    """Leave out messages that are not for the person at the terminal."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*is deprecated, use `isinstance.treespec, TreeSpec.*",  # Lightning calls torch's old name
+        ".*smaller than the logging interval.*",  # metrics are written once per epoch, not every n steps
+        ".*does not have many workers.*",
+        ".*Total length of .* across ranks is zero.*",  # evaluation is off
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*treespec.*",
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def show(text: Any) -> None:
+    """Print to standard output through rich, without its line wrapping where that is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(text, soft_wrap=not console.is_terminal, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

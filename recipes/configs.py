@@ -1,0 +1,51 @@
+"""The installed configs: found by name, listed, copied. Imports nothing heavy."""
+
+import shutil
+from pathlib import Path
+
+from rl_modules.errors import UsageError, did_you_mean
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def names() -> list[str]:
+    """Every config, as ``recipe/task.yaml``."""
+    return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("*/*.yaml"))
+
+
+def find(name: str) -> Path:
+    """The file behind ``--config name``: a path, or the name of an installed config.
+
+    Raises:
+        UsageError: neither exists.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    for candidate in (name, f"{name}.yaml"):
+        if (CONFIGS / candidate).is_file():
+            return CONFIGS / candidate
+    raise UsageError(f"config {name!r} is neither a file nor an installed config{did_you_mean(name, names())} "
+                     "(`rl list` shows all)")  # fmt: skip
+
+
+def describe(name: str) -> str:
+    """A config's one-line description: its first comment line."""
+    with (CONFIGS / name).open(encoding="utf-8") as file:
+        return file.readline().lstrip("# ").rstrip()
+
+
+def copy(name: str, target: str) -> Path:
+    """Copy an installed config to ``target``, a file or an existing folder.
+
+    Raises:
+        UsageError: no such config, or the target exists already.
+    """
+    source, path = find(name), Path(target)
+    if path.is_dir():
+        path = path / source.name
+    if path.exists():
+        raise UsageError(f"{path} exists already; choose another name, or remove it first")
+    if not path.parent.is_dir():
+        raise UsageError(f"the folder {path.parent} does not exist")
+    shutil.copyfile(source, path)
+    return path

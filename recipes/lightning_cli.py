@@ -1,0 +1,185 @@
+"""LightningCLI with this project's defaults: imported only when a run starts, for it imports Lightning."""
+
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import datamodules
+import rl_modules
+from recipes.callbacks import ConfigRecord, EpisodeWriter, LastCheckpoint, TransitionProgressBar
+from rl_modules.errors import UsageError, did_you_mean
+
+
+class RLParser(LightningArgumentParser):
+    """Lightning's parser; an unknown key is answered with the nearest known one."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        """Raise the parser's complaint as one sentence."""
+        raise UsageError(_one_sentence(message, self)) from ex
+
+
+class RLCLI(LightningCLI):
+    """One subcommand of ``rl``.
+
+    Args:
+        command: ``fit``, ``validate``, ``test`` or ``predict``; only its parser is built, which halves the start.
+        args: the arguments behind it.
+    """
+
+    def __init__(self, command: str, args: list[str]) -> None:
+        self.command = command
+        # Short names (`--model PPO`) are looked up among the classes that are imported.
+        for package in (rl_modules, datamodules):
+            for name in package.__all__:
+                getattr(package, name)
+        self.started_s = time.monotonic()
+        super().__init__(
+            parser_class=RLParser,
+            save_config_callback=ConfigRecord,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=False,
+            trainer_defaults={
+                "max_epochs": -1,  # total_timesteps ends the training
+                "enable_model_summary": False,
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                    "init_args": {"save_dir": "logs", "name": None, "default_hp_metric": False},
+                },
+            },
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=[command, *args],
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        return {self.command: LightningCLI.subcommands()[self.command]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self.command == "predict":
+            parser.add_argument(
+                "--output", type=str, default="episodes.csv", help="File for the episodes: .csv or .jsonl."
+            )
+        if self.command == "fit":
+            parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
+            parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; small networks want 1.")
+
+    def _parse_ckpt_path(self) -> None:
+        """Do not let the checkpoint's hyperparameters replace what the command line says."""
+
+    def _set_seed(self) -> None:
+        """Every stream of randomness is private and comes from ``data.seed``: set that, not the global generators."""
+        config = self.config[self.command]
+        seed = config.get("seed_everything")
+        if seed is not False and config.get("data") is not None and "seed" in config["data"]["init_args"]:
+            config["data"]["init_args"]["seed"] = int(torch.seed() % 2**31) if seed is True else seed
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.command]
+        if config.get("model") is None or config.get("data") is None:
+            missing = "model" if config.get("model") is None else "data"
+            raise UsageError(
+                f"nothing says which {missing} to use; give --config (`rl list` shows them) or --{missing} CLASS"
+            )
+        if self.command == "fit":
+            torch.set_num_threads(config["threads"])
+        logger = config["trainer"]["logger"]
+        if hasattr(logger, "init_args") and logger.init_args.get("name", "") is None:
+            algorithm = config["model"]["class_path"].rpartition(".")[2]
+            task = config["data"]["init_args"].get("env_id") or config["data"]["class_path"].rpartition(".")[2]
+            logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
+        if self.command == "predict":
+            callbacks.append(EpisodeWriter(self._get(self.config, "output")))
+            config["logger"] = False
+        if self.command in ("validate", "test"):
+            config["logger"] = False
+        if self.command == "fit":
+            if config.get("enable_progress_bar") is not False:
+                callbacks.append(TransitionProgressBar())
+            callbacks.append(
+                ModelCheckpoint(monitor="eval/mean_reward", mode="max", filename="best", enable_version_counter=False)
+            )
+        elif config.get("enable_progress_bar") is None:
+            config["enable_progress_bar"] = False
+        return super()._instantiate_trainer(config, callbacks)
+
+    # ---------------------------------------------------------------- after training
+
+    def after_fit(self) -> None:
+        """Evaluate the final policy on fresh seeds, write hyperparameters with the result, and say what happened."""
+        trained_s = time.monotonic() - self.started_s
+        metrics = self.datamodule.metrics()
+        step = self.datamodule.num_timesteps
+        loggers, self.trainer.loggers = self.trainer.loggers, []
+        result = self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+        self.trainer.loggers = loggers
+        final = {"final/mean_reward": self.trainer.callback_metrics["test/mean_reward"].item(),
+                 "final/std_reward": self.trainer.callback_metrics["test/std_reward"].item()}  # fmt: skip
+        del result
+        settings = {**_flat(self.model.hparams), **_flat(self.datamodule.hparams)}
+        for logger in loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_hyperparams(settings, final, step=step)
+                logger.save()
+        if self.trainer.is_global_zero:
+            self._summarize(final, metrics, trained_s)
+
+    def _summarize(self, final: dict[str, float], metrics: dict[str, float], trained_s: float) -> None:
+        from rich.table import Table
+
+        from recipes.cli import show
+
+        last = next(c for c in self.trainer.callbacks if isinstance(c, LastCheckpoint))  # type: ignore[attr-defined]
+        best = self.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        folder = self.trainer.log_dir or "logs"
+        table = Table.grid(padding=(0, 2))
+        name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
+        episodes = self.datamodule.hparams.n_test_episodes
+        rows = {
+            name: f"mean return {final['final/mean_reward']:.1f} ± {final['final/std_reward']:.1f} over {episodes} episodes",
+            "transitions": f"{metrics['time/total_timesteps']:,.0f} in {metrics['time/time_elapsed']:.1f} s "
+            f"({metrics['time/fps']:,.0f} per second)",
+            "last checkpoint": str(last.path),
+            "best checkpoint": _relative(best) if best else "none (no evaluation)",
+            "curves": f"tensorboard --logdir {folder}",
+        }
+        for left, right in rows.items():
+            table.add_row(left, right)
+        show(table)
+
+
+def _relative(path: str) -> str:
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
+    """Hyperparameters as TensorBoard takes them: numbers, strings and booleans under dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in hparams.items():
+        if key in ("observation_space", "action_space"):
+            continue
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            known = isinstance(value, int | float | str | bool) and not (isinstance(value, float) and math.isnan(value))
+            flat[f"{prefix}{key}"] = value if known else str(value)
+    return flat
+
+
+def _one_sentence(message: str, parser: LightningArgumentParser) -> str:
+    """Jsonargparse's message without its nesting, with the nearest known key appended."""
+    return " ".join(message.split())
+
+
+__all__ = ["RLCLI", "did_you_mean"]

@@ -1,0 +1,334 @@
+"""What every control algorithm shares: spaces, ``predict``, schedules, metrics, the optimizer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules.errors import UsageError
+from rl_modules.schedules import parse_schedule, schedule_value
+from rl_modules.spaces import (
+    normalize,
+    observation_arrays,
+    space_from_dict,
+    space_to_dict,
+    to_environment,
+    tree_leaves,
+    tree_map,
+)
+
+OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class ControlModule(L.LightningModule):
+    """Base of the control algorithms; an algorithm adds ``build_network``, ``act``, ``prepare``, ``training_step``.
+
+    Args:
+        learning_rate: step size; a number, ``lin_<number>`` for linear decay to 0 over ``total_timesteps``, or None
+            for the rate that ``optimizer`` brings.
+        optimizer: callable from parameters to an optimizer.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a
+            decaying ``learning_rate``.
+        log_every: epochs between two points of the ``train/*`` and ``rollout/*`` curves; ≥ 1.
+        observation_space: description of the space, see :func:`rl_modules.spaces.space_to_dict`; None takes the
+            datamodule's.
+        action_space: likewise.
+    """
+
+    #: Gymnasium action spaces that the algorithm can act in.
+    supported_action_spaces: tuple[type[spaces.Space], ...] = (
+        spaces.Discrete,
+        spaces.Box,
+        spaces.MultiDiscrete,
+        spaces.MultiBinary,
+    )
+
+    def __init__(
+        self,
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        # Callables are code, which a checkpoint must not hold.
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
+        if log_every < 1:
+            raise UsageError(f"log_every={log_every} must be at least 1 epoch")
+        self.log_every = log_every
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = lr_scheduler
+        self.learning_rate = None if learning_rate is None else parse_schedule(learning_rate, "learning_rate")
+        if self.learning_rate and self.learning_rate[1] and lr_scheduler:
+            raise UsageError(
+                f"learning_rate={learning_rate!r} and lr_scheduler both change the learning rate; give one"
+            )
+        self.network: torch.nn.Module | None = None
+        self.observation_space: spaces.Space | None = None
+        self.action_space: spaces.Space | None = None
+        self.logs_this_epoch = True
+        self._scheduled_at = -1
+        self._sums: list[Tensor] = []
+        self._sum_names: tuple[str, ...] = ()
+        self._metrics: dict[str, float] = {}
+        self._observation_statistics: Any = None
+        self._observation_ndim = 0
+        self._predict_generator = torch.Generator()
+
+    # ---------------------------------------------------------------- spaces and network
+
+    def configure_model(self) -> None:
+        """Build the network once the spaces are known: from the hyperparameters, or from the datamodule."""
+        if self.network is not None:
+            return
+        if self.hparams.get("observation_space") is None or self.hparams.get("action_space") is None:
+            datamodule = getattr(self._trainer, "datamodule", None)
+            if datamodule is None:
+                raise UsageError(f"{type(self).__name__} knows no spaces: train it with a datamodule, or give "
+                                 "observation_space and action_space")  # fmt: skip
+            self.hparams["observation_space"] = space_to_dict(datamodule.observation_space)
+            self.hparams["action_space"] = space_to_dict(datamodule.action_space)
+        self.observation_space = space_from_dict(self.hparams["observation_space"])
+        self.action_space = space_from_dict(self.hparams["action_space"])
+        self.check_spaces()
+        example = observation_arrays(self.observation_space, self.observation_space.sample())
+        self._observation_ndim = tree_leaves(example)[0].ndim
+        # Weights come from the datamodule's seed and leave the global generator as it was.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
+            self.build_network()
+
+    def check_spaces(self) -> None:
+        """Refuse an action space that the algorithm can't act in.
+
+        Raises:
+            UsageError: names the space and the algorithm.
+        """
+        if not isinstance(self.action_space, self.supported_action_spaces):
+            fitting = ", ".join(space.__name__ for space in self.supported_action_spaces)
+            raise UsageError(f"{type(self).__name__} can't act in the action space {self.action_space}; it does "
+                             f"{fitting}")  # fmt: skip
+
+    def build_network(self) -> None:
+        """Set ``self.network`` from ``self.observation_space`` and ``self.action_space``."""
+        raise UsageError(f"{type(self).__name__} must define build_network")
+
+    # ---------------------------------------------------------------- acting
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Choose actions for a batch of observations.
+
+        Args:
+            observation: [N, *obs] tensor, or nested dictionary of such.
+            generator: source of the randomness.
+            deterministic: the most likely action instead of a sample.
+
+        Returns:
+            ``action`` [N, *act], and whatever else the loss wants to find beside the transition.
+        """
+        raise UsageError(f"{type(self).__name__} must define act")
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, Any]:
+        """Choose actions in NumPy, with the signature that Stable-Baselines3's ``evaluate_policy`` calls.
+
+        Args:
+            observation: one observation or a batch of them, as the environment returns it (not normalised).
+            state: passed through; the policies here have no memory.
+            episode_start: ignored, for the same reason.
+            deterministic: the most likely action instead of a sample.
+
+        Returns:
+            The actions as the environment takes them (Box actions clipped to their bounds), and ``state``.
+        """
+        if self.observation_space is None or self.action_space is None:
+            self.configure_model()
+        assert self.observation_space is not None
+        arrays = observation_arrays(self.observation_space, observation)
+        single = tree_leaves(arrays)[0].ndim == self._observation_ndim
+        if single:
+            arrays = tree_map(lambda x: np.asarray(x)[None], arrays)
+        statistics = self.observation_statistics()
+        if statistics is not None:
+            arrays = tree_map(normalize, arrays, statistics)
+        tensors = tree_map(lambda x: torch.as_tensor(x).to(self.device), arrays)
+        if self._predict_generator.device != self.device:
+            self._predict_generator = torch.Generator(self.device)
+        was_training = self.training
+        self.eval()
+        action = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)["action"]
+        self.train(was_training)
+        action = action.cpu().numpy()
+        action = to_environment(self.action_space, action)
+        return (action[0] if single else action), state
+
+    def observation_statistics(self) -> Any:
+        """What :func:`rl_modules.spaces.normalize` takes: the attached datamodule's, else the checkpoint's."""
+        datamodule = getattr(self._trainer, "datamodule", None)
+        current = getattr(datamodule, "observation_statistics", None)
+        return current() if current is not None else self._observation_statistics
+
+    # ---------------------------------------------------------------- schedules
+
+    @property
+    def progress_remaining(self) -> float:
+        """Share of ``total_timesteps`` still to come, from 1 down to 0."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        return 1.0 - datamodule.num_timesteps / datamodule.total_timesteps
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        """Set every scheduled value; called when new experience has arrived, before it is learned from."""
+        if self.learning_rate is not None:
+            value = schedule_value(self.learning_rate, progress_remaining)
+            for group in self._optimizer().param_groups:
+                group["lr"] = value
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        timesteps = self.trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
+        if timesteps != self._scheduled_at:
+            self._scheduled_at = timesteps
+            self.update_schedules(self.progress_remaining)
+
+    # ---------------------------------------------------------------- metrics
+
+    def on_train_epoch_start(self) -> None:
+        # Diagnostics cost kernels: they are computed only in the epochs that are written.
+        self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
+
+    def record(self, **metrics: Tensor) -> None:
+        """Remember scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
+
+        Does nothing in epochs that are not logged. Costs one kernel and never waits for the device.
+        """
+        if self.logs_this_epoch:
+            self._sum_names = tuple(metrics)
+            self._sums.append(torch.stack([value.detach().float() for value in metrics.values()]))
+
+    def record_now(self, **metrics: float) -> None:
+        """Remember numbers that stand once per epoch, such as a coefficient; the last value is logged."""
+        self._metrics.update({f"train/{name}": value for name, value in metrics.items()})
+
+    def on_train_epoch_end(self) -> None:
+        if not self.logs_this_epoch:
+            return
+        if self._sums:
+            means = torch.stack(self._sums).mean(0).tolist()
+            self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means, strict=True)})
+            self._sums = []
+        if self.trainer.optimizers:
+            self._metrics["train/learning_rate"] = self._optimizer().param_groups[0]["lr"]
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        rollout = datamodule.metrics()
+        for logger in self.trainer.loggers:
+            logger.log_metrics({**rollout, **self._metrics}, step=datamodule.num_timesteps)
+        self._metrics = {}
+        if "rollout/ep_rew_mean" in rollout:
+            # For EarlyStopping and ModelCheckpoint; the curve was written above, over the right axis.
+            self.log("rollout/ep_rew_mean", rollout["rollout/ep_rew_mean"], logger=False)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation(batch, "eval")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation(batch, "test")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return batch
+
+    def _log_evaluation(self, batch: dict[str, Tensor], prefix: str) -> None:
+        reward, length = batch["return"], batch["length"]
+        metrics = {
+            f"{prefix}/mean_reward": reward.mean(),
+            f"{prefix}/std_reward": reward.std(correction=0),
+            f"{prefix}/mean_ep_length": length.float().mean(),
+        }
+        fitting = self.trainer.state.fn == "fit"
+        self.log_dict(metrics, logger=not fitting, batch_size=len(reward), sync_dist=True)
+        if fitting and not self.trainer.sanity_checking:
+            step = self.trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
+            for logger in self.trainer.loggers:
+                logger.log_metrics({name: value.item() for name, value in metrics.items()}, step=step)
+
+    # ---------------------------------------------------------------- optimizer
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """The optimizer when none is given: Adam at 3e-4 with eps 1e-5, as the original PPO."""
+        # Lightning refuses to clip under mixed precision when the optimizer is fused.
+        fused = self.trainer.precision in ("32-true", "64-true")
+        return torch.optim.Adam(parameters, lr=3e-4, eps=1e-5, fused=fused)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = (self.optimizer_factory or self.default_optimizer)(self.trainable_parameters())
+        if self.learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate[0]
+        if self.scheduler_factory is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
+
+    def trainable_parameters(self) -> Iterable:
+        """What the optimizer updates; an algorithm with a target network leaves that out."""
+        return self.parameters()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["algorithm"] = type(self).__name__
+        datamodule = getattr(self._trainer, "datamodule", None)
+        checkpoint["env_id"] = getattr(datamodule, "env_name", None)
+        checkpoint["observation_statistics"] = _to_tensors(self.observation_statistics())
+        checkpoint["unlogged"] = {
+            "names": list(self._sum_names),
+            "values": list(self._sums),
+            "now": dict(self._metrics),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._check_checkpoint(checkpoint)
+        self._observation_statistics = _to_arrays(checkpoint.get("observation_statistics"))
+        unlogged = checkpoint["unlogged"]
+        self._sum_names, self._sums, self._metrics = tuple(unlogged["names"]), unlogged["values"], unlogged["now"]
+        if self.network is None:
+            self.configure_model()
+
+    def _check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved, here = checkpoint.get("algorithm"), type(self).__name__
+        if saved != here:
+            raise UsageError(f"the checkpoint holds {saved or 'no control algorithm'}, not {here}; load it with that "
+                             "class")  # fmt: skip
+        if self._trainer is None:
+            return
+        for name in ("observation_space", "action_space"):
+            saved, here = checkpoint["hyper_parameters"].get(name), self.hparams[name]
+            if saved != here:
+                raise UsageError(f"the checkpoint is of another environment ({checkpoint['env_id']}): its {name} is "
+                                 f"{space_from_dict(saved)}, here it is {space_from_dict(here)}")  # fmt: skip
+        env_id = getattr(self.trainer.datamodule, "env_name", None)  # type: ignore[attr-defined]
+        if self.trainer.state.fn == "fit" and checkpoint["env_id"] != env_id:
+            raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
+                             f"this run is on {env_id}; training can only go on where it was")  # fmt: skip
+
+
+def _to_tensors(tree: Any) -> Any:
+    """Statistics as a checkpoint may hold them: lists of tensors and numbers."""
+    return tree_map(lambda s: s and [torch.from_numpy(s[0].copy()), torch.from_numpy(s[1].copy()), s[2]], tree)
+
+
+def _to_arrays(tree: Any) -> Any:
+    return tree_map(lambda s: s and (s[0].cpu().numpy(), s[1].cpu().numpy(), s[2]), tree)

@@ -1,0 +1,214 @@
+"""Action distributions with private random generators.
+
+`torch.distributions` has no ``generator`` argument, and its checks cost more than the arithmetic of a small policy.
+These are the same densities (the tests compare them), with the few methods that policy gradients need. ``S`` below
+is the batch shape; every distribution is over one action per batch element, so ``log_prob``, ``entropy`` and ``kl``
+have shape S, summed over the action's components.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from rl_modules.errors import UsageError
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+class Distribution(Protocol):
+    """What the algorithms ask of a policy's action distribution."""
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """One action per batch element, without gradient."""
+
+    def mode(self) -> Tensor:
+        """The most likely action, shape as :meth:`sample`."""
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Log π(a|s) in nats, shape S."""
+
+    def entropy(self) -> Tensor:
+        """Entropy in nats, shape S (differential for continuous actions)."""
+
+    def kl(self, other: "Distribution") -> Tensor:
+        """KL(self || other) in nats, shape S; ``other`` is of the same class."""
+
+    def detach(self) -> "Distribution":
+        """The same distribution without gradient."""
+
+
+class Categorical:
+    """One of A actions.
+
+    Args:
+        logits: unnormalised log-probabilities, shape [*S, A].
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.log_p = torch.log_softmax(logits, dim=-1)
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        # Gumbel-max in its exponential form: argmax p / E with E ~ Exp(1) is distributed as p.
+        noise = torch.empty_like(self.log_p).exponential_(generator=generator)
+        return (self.log_p.detach() - noise.log()).argmax(-1)
+
+    def mode(self) -> Tensor:
+        return self.log_p.argmax(-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return self.log_p.gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.log_p.exp() * self.log_p).sum(-1)
+
+    def kl(self, other: "Categorical") -> Tensor:  # type: ignore[override]
+        return (self.log_p.exp() * (self.log_p - other.log_p)).sum(-1)
+
+    def detach(self) -> "Categorical":
+        # log_softmax of log-probabilities is the identity.
+        return Categorical(self.log_p.detach())
+
+
+class MultiCategorical:
+    """K independent choices, the k-th among ``nvec[k]``.
+
+    Args:
+        logits: the choices' logits side by side, shape [*S, sum(nvec)].
+        nvec: number of options of each choice.
+    """
+
+    def __init__(self, logits: Tensor, nvec: list[int]) -> None:
+        self.nvec = nvec
+        self.parts = [Categorical(part) for part in logits.split(nvec, dim=-1)]
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        return torch.stack([part.sample(generator) for part in self.parts], dim=-1)
+
+    def mode(self) -> Tensor:
+        return torch.stack([part.mode() for part in self.parts], dim=-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        each = [part.log_prob(choice) for part, choice in zip(self.parts, action.unbind(-1), strict=True)]
+        return torch.stack(each).sum(0)
+
+    def entropy(self) -> Tensor:
+        return torch.stack([part.entropy() for part in self.parts]).sum(0)
+
+    def kl(self, other: "MultiCategorical") -> Tensor:  # type: ignore[override]
+        return torch.stack([p.kl(q) for p, q in zip(self.parts, other.parts, strict=True)]).sum(0)
+
+    def detach(self) -> "MultiCategorical":
+        return MultiCategorical(torch.cat([part.log_p.detach() for part in self.parts], dim=-1), self.nvec)
+
+
+class Bernoulli:
+    """K independent switches, for MultiBinary actions.
+
+    Args:
+        logits: log-odds of each switch being 1, shape [*S, K].
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        uniform = torch.empty_like(self.logits).uniform_(generator=generator)
+        return (uniform < self.logits.detach().sigmoid()).long()
+
+    def mode(self) -> Tensor:
+        return (self.logits > 0).long()
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        # log σ(z) for ones, log σ(-z) for zeros.
+        return nnf.logsigmoid(torch.where(action.bool(), self.logits, -self.logits)).sum(-1)
+
+    def entropy(self) -> Tensor:
+        z = self.logits
+        return -(z.sigmoid() * nnf.logsigmoid(z) + (-z).sigmoid() * nnf.logsigmoid(-z)).sum(-1)
+
+    def kl(self, other: "Bernoulli") -> Tensor:  # type: ignore[override]
+        z, w = self.logits, other.logits
+        ones = z.sigmoid() * (nnf.logsigmoid(z) - nnf.logsigmoid(w))
+        zeros = (-z).sigmoid() * (nnf.logsigmoid(-z) - nnf.logsigmoid(-w))
+        return (ones + zeros).sum(-1)
+
+    def detach(self) -> "Bernoulli":
+        return Bernoulli(self.logits.detach())
+
+
+class DiagGaussian:
+    """Independent normals, for Box actions; densities of the unclipped action.
+
+    Args:
+        mean: shape [*S, D], in the action's units.
+        log_std: log of the standard deviation, shape [D], the same in every state.
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+        self.mean = mean
+        self.log_std = log_std
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.empty_like(self.mean).normal_(generator=generator)
+        return self.mean.detach() + self.log_std.detach().exp() * noise
+
+    def mode(self) -> Tensor:
+        return self.mean.detach()
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        z = (action - self.mean) * torch.exp(-self.log_std)
+        return -0.5 * (z * z).sum(-1) - self.log_std.sum(-1) - 0.5 * LOG_2PI * self.mean.shape[-1]
+
+    def entropy(self) -> Tensor:
+        per_state = self.log_std.sum(-1) + 0.5 * (1 + LOG_2PI) * self.mean.shape[-1]
+        return per_state.expand(self.mean.shape[:-1])
+
+    def kl(self, other: "DiagGaussian") -> Tensor:  # type: ignore[override]
+        variance_ratio = torch.exp(2 * (self.log_std - other.log_std))
+        distance = ((self.mean - other.mean) * torch.exp(-other.log_std)) ** 2
+        return 0.5 * (variance_ratio + distance - 1).sum(-1) + (other.log_std - self.log_std).sum(-1)
+
+    def detach(self) -> "DiagGaussian":
+        return DiagGaussian(self.mean.detach(), self.log_std.detach())
+
+
+def parameter_count(space: spaces.Space) -> int:
+    """How many numbers per state a policy must output for this action space.
+
+    Raises:
+        UsageError: the space has no distribution here.
+    """
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        return int(space.nvec.sum())
+    if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
+        return int(space.shape[0])
+    if isinstance(space, spaces.Box) and len(space.shape) == 1:
+        return int(space.shape[0])
+    raise UsageError(
+        f"the action space {space} has no action distribution; it must be Discrete, a vector Box, a vector "
+        "MultiDiscrete or a vector MultiBinary"
+    )
+
+
+def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None) -> Distribution:
+    """The distribution over ``space`` with a policy's outputs as its parameters.
+
+    Args:
+        space: the action space.
+        parameters: shape [*S, parameter_count(space)]; means for Box, logits otherwise.
+        log_std: shape [D], needed for Box only.
+    """
+    if isinstance(space, spaces.Box):
+        assert log_std is not None, "a Box policy has a log_std parameter"
+        return DiagGaussian(parameters, log_std)
+    if isinstance(space, spaces.MultiDiscrete):
+        return MultiCategorical(parameters, space.nvec.tolist())
+    if isinstance(space, spaces.MultiBinary):
+        return Bernoulli(parameters)
+    return Categorical(parameters)

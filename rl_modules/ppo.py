@@ -1,0 +1,229 @@
+"""Proximal policy optimization."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.errors import UsageError
+from rl_modules.networks import ActorCritic
+from rl_modules.schedules import parse_schedule, schedule_value
+
+
+class PPO(ControlModule):
+    """Proximal policy optimization with the clipped objective.
+
+    Schulman et al. 2017, arXiv:1707.06347. Per rollout: advantages by GAE, then several epochs of minibatches on
+
+        L = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)] + vf_coef·E[(V - R)²] - ent_coef·E[H(π)],   ρ = π(a|s) / π_old(a|s)
+
+    The names and defaults are Stable-Baselines3's. Departures from it: the learning rate comes with the optimizer
+    unless given here, and after ``target_kl`` the rest of the rollout's minibatches pass without an update (the
+    epoch keeps its length, which Lightning's validation and schedulers count on).
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        gae_lambda: λ of generalized advantage estimation, in [0, 1].
+        clip_range: ε, how far the ratio may move from 1; a number or ``lin_<number>``.
+        clip_range_vf: the same for the value, in units of return; None: no value clipping.
+        normalize_advantage: whiten advantages within each minibatch.
+        ent_coef: weight of the entropy bonus, in units of advantage per nat.
+        vf_coef: weight of the mean squared value error.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        target_kl: stop updating on a rollout once approx_kl exceeds 1.5 × this, in nats; None: never.
+        net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
+            behind a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        log_std_init: initial log standard deviation of Box actions.
+        ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 3e-4).
+        optimizer: callable from parameters to an optimizer; None: Adam with eps 1e-5.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        gae_lambda: float = 0.95,
+        clip_range: float | str = 0.2,
+        clip_range_vf: float | str | None = None,
+        normalize_advantage: bool = True,
+        ent_coef: float = 0.0,
+        vf_coef: float = 0.5,
+        max_grad_norm: float | None = 0.5,
+        target_kl: float | None = None,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: str = "tanh",
+        log_std_init: float = 0.0,
+        ortho_init: bool = True,
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
+        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name}={value} must lie in [0, 1]")
+        self.gamma = gamma
+        self.gae_lambda = gae_lambda
+        self.clip_schedule = parse_schedule(clip_range, "clip_range")
+        self.clip_range = self.clip_schedule[0]
+        self.clip_vf_schedule = None if clip_range_vf is None else parse_schedule(clip_range_vf, "clip_range_vf")
+        self.clip_range_vf = None if self.clip_vf_schedule is None else self.clip_vf_schedule[0]
+        self.normalize_advantage = normalize_advantage
+        self.ent_coef = ent_coef
+        self.vf_coef = vf_coef
+        self.max_grad_norm = max_grad_norm
+        self.target_kl = target_kl
+        self.kl_exceeded = False
+
+    def build_network(self) -> None:
+        hp = self.hparams
+        assert self.observation_space is not None and self.action_space is not None
+        self.network = ActorCritic(
+            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init
+        )
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Actions with their log-probability and the state's value, each [N]."""
+        assert self.network is not None
+        policy, value = self.network(observation)
+        action = policy.mode() if deterministic else policy.sample(generator)
+        return {"action": action, "log_prob": policy.log_prob(action), "value": value}
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
+
+        Returns:
+            What :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns.
+        """
+        advantage = self.advantages(rollout)
+        returns = advantage + rollout["value"]
+        self.kl_exceeded = False
+        if self.logs_this_epoch:
+            valid = rollout["valid"]
+            self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
+        kept = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
+        return {**kept, "advantage": advantage, "returns": returns}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        if self.kl_exceeded:
+            return self.no_update()
+        assert self.network is not None
+        policy, value = self.network(batch["observation"])
+        log_prob = policy.log_prob(batch["action"])
+        policy_loss = self.policy_loss(log_prob, batch)
+        value_loss = self.value_loss(value, batch)
+        entropy = policy.entropy().mean()
+        loss = policy_loss + self.vf_coef * value_loss
+        if self.ent_coef:
+            loss = loss - self.ent_coef * entropy
+        if self.logs_this_epoch or self.target_kl is not None:
+            self._diagnose(policy_loss, value_loss, entropy, loss, log_prob, batch)
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def advantages(self, rollout: dict[str, Any]) -> Tensor:
+        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
+        return F.gae(
+            rollout["reward"],
+            rollout["value"],
+            rollout["next_value"],
+            rollout["terminated"],
+            rollout["truncated"],
+            self.gamma,
+            self.gae_lambda,
+        )
+
+    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The clipped surrogate (eq. 7), a scalar."""
+        advantage = batch["advantage"]
+        if self.normalize_advantage and len(advantage) > 1:
+            std, mean = torch.std_mean(advantage)
+            advantage = (advantage - mean) / (std + 1e-8)
+        return F.ppo_clip_loss(log_prob, batch["log_prob"], advantage, self.clip_range)
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
+        if self.clip_range_vf is None:
+            return 2 * F.value_loss(value, batch["returns"])
+        return 2 * F.value_loss(value, batch["returns"], batch["value"], self.clip_range_vf)
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        super().update_schedules(progress_remaining)
+        # With ε = 0 nothing could be learned: the last rollout of a linear schedule keeps a sliver.
+        self.clip_range = max(schedule_value(self.clip_schedule, progress_remaining), 1e-8)
+        if self.clip_vf_schedule is not None:
+            self.clip_range_vf = max(schedule_value(self.clip_vf_schedule, progress_remaining), 1e-8)
+        self.record_now(clip_range=self.clip_range)
+
+    # ---------------------------------------------------------------- early stop on KL
+
+    def _diagnose(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor, loss: Tensor, log_prob: Tensor,
+                  batch: dict[str, Any]) -> None:  # fmt: skip
+        approx_kl = F.approx_kl(log_prob.detach(), batch["log_prob"])
+        self.record(
+            policy_gradient_loss=policy_loss,
+            value_loss=value_loss,
+            entropy_loss=-entropy,
+            loss=loss,
+            approx_kl=approx_kl,
+            clip_fraction=F.clip_fraction(log_prob.detach(), batch["log_prob"], self.clip_range),
+        )
+        if self.target_kl is not None:
+            # Every rank must come to the same decision, or they would wait for each other for ever.
+            approx_kl = self.trainer.strategy.reduce(approx_kl, reduce_op="mean")
+            self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
+
+    def no_update(self) -> Tensor:
+        """A loss for minibatches that are passed over; :meth:`optimizer_step` discards its gradient."""
+        return sum((p.sum() for p in self.parameters() if p.requires_grad), torch.zeros((), device=self.device)) * 0.0
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Lightning's step, without effect once the policy has moved further than ``target_kl``."""
+        if self.target_kl is None or optimizer_closure is None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            if self.kl_exceeded:
+                # Parameters without gradient are passed over by every torch optimizer: no step, no moment decays.
+                optimizer.zero_grad(set_to_none=True)
+            return loss
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["kl_exceeded"] = self.kl_exceeded
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.kl_exceeded = checkpoint["kl_exceeded"]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        value = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
+        self.clip_gradients(optimizer, value, gradient_clip_algorithm or "norm")
