@@ -92,12 +92,12 @@ class Collector:
             any_done = done.any()
             if any_done and self.mode == AutoresetMode.SAME_STEP:
                 for i in np.flatnonzero(done):
-                    final_rows.append((t, i))
+                    final_rows.append((t, int(i)))
                     finals.append(observation_arrays(self.space, info["final_obs"][i]))
             elif any_done and self.mode == AutoresetMode.DISABLED:
                 ended = observation_arrays(self.space, raw)
                 for i in np.flatnonzero(done):
-                    final_rows.append((t, i))
+                    final_rows.append((t, int(i)))
                     finals.append(tree_map(lambda x: x[i].copy(), ended))  # noqa: B023
                 raw, _ = self._guarded(self.envs.reset, options={"reset_mask": done})
             elif self.mode == AutoresetMode.NEXT_STEP:
@@ -175,7 +175,7 @@ class Collector:
 
     def _reset_seed(self) -> Any:
         # Engines are one environment with one stream; vectors of single ones have a stream each.
-        return self.streams if hasattr(self.envs, "get_attr") else self.streams[0]
+        return list(self.streams) if hasattr(self.envs, "get_attr") else self.streams[0]
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the environments; a process that died is named instead of its broken pipe."""
@@ -264,7 +264,7 @@ class Collector:
         self._repeat(state["episodes"], saved)
 
     def _repeat(self, episodes: list[dict[str, Any]], saved: Any) -> None:
-        self.envs.reset(seed=self.streams)
+        self.envs.reset(seed=self._reset_seed())
         replays = [{**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy())} for e in episodes]
         self.envs.set_attr("episode_state", replays)  # type: ignore[attr-defined]
         if self.mode == AutoresetMode.NEXT_STEP and hasattr(self.envs, "_autoreset_envs"):
@@ -284,7 +284,7 @@ class Collector:
         rank_zero_warn(f"{self.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because {why};"
                        " from here on the run differs from one that was never stopped.")  # fmt: skip
         if not hasattr(self.envs, "get_attr"):
-            raw, _ = self.envs.reset(seed=self.streams[0])
+            raw, _ = self.envs.reset(seed=self._reset_seed())
             self._observation = self._arrays(raw)
             self._resets_next[:] = False
         else:

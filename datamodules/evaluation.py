@@ -53,7 +53,7 @@ def run_episodes(
         length += 1
         for i in np.flatnonzero(start):
             if played[i] < quota[i]:
-                episodes[played[i], i] = (total[i], length[i], episode_seed(streams[i], int(played[i])))
+                episodes[int(played[i]), int(i)] = (total[i], length[i], episode_seed(streams[i], int(played[i])))
             played[i] += 1
             total[i], length[i] = 0.0, 0
     rows = [episodes[key] for key in sorted(episodes)]

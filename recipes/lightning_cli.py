@@ -144,7 +144,8 @@ class RLCLI(LightningCLI):
         name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
         episodes = self.datamodule.hparams.n_test_episodes
         rows = {
-            name: f"mean return {final['final/mean_reward']:.1f} ± {final['final/std_reward']:.1f} over {episodes} episodes",
+            name: f"mean return {final['final/mean_reward']:.1f} ± {final['final/std_reward']:.1f} over {episodes} "
+            "episodes",
             "transitions": f"{metrics['time/total_timesteps']:,.0f} in {metrics['time/time_elapsed']:.1f} s "
             f"({metrics['time/fps']:,.0f} per second)",
             "last checkpoint": str(last.path),

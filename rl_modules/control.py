@@ -156,7 +156,7 @@ class ControlModule(L.LightningModule):
         """
         if self.observation_space is None or self.action_space is None:
             self.configure_model()
-        assert self.observation_space is not None
+        assert self.observation_space is not None and self.action_space is not None
         arrays = observation_arrays(self.observation_space, observation)
         single = tree_leaves(arrays)[0].ndim == self._observation_ndim
         if single:
@@ -177,9 +177,13 @@ class ControlModule(L.LightningModule):
 
     def observation_statistics(self) -> Any:
         """What :func:`rl_modules.spaces.normalize` takes: the attached datamodule's, else the checkpoint's."""
-        datamodule = getattr(self._trainer, "datamodule", None)
-        current = getattr(datamodule, "observation_statistics", None)
-        return current() if current is not None else self._observation_statistics
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            return self._trainer.datamodule.observation_statistics()  # type: ignore[attr-defined]
+        return self._observation_statistics
+
+    def on_train_end(self) -> None:
+        # From here on the statistics stand still, for `test` after `fit` and for `predict`.
+        self._observation_statistics = self.observation_statistics()
 
     # ---------------------------------------------------------------- schedules
 

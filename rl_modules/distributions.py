@@ -7,7 +7,7 @@ have shape S, summed over the action's components.
 """
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from gymnasium import spaces
@@ -34,7 +34,7 @@ class Distribution(Protocol):
     def entropy(self) -> Tensor:
         """Entropy in nats, shape S (differential for continuous actions)."""
 
-    def kl(self, other: "Distribution") -> Tensor:
+    def kl(self, other: Any) -> Tensor:
         """KL(self || other) in nats, shape S; ``other`` is of the same class."""
 
     def detach(self) -> "Distribution":
@@ -65,7 +65,7 @@ class Categorical:
     def entropy(self) -> Tensor:
         return -(self.log_p.exp() * self.log_p).sum(-1)
 
-    def kl(self, other: "Categorical") -> Tensor:  # type: ignore[override]
+    def kl(self, other: Any) -> Tensor:
         return (self.log_p.exp() * (self.log_p - other.log_p)).sum(-1)
 
     def detach(self) -> "Categorical":
@@ -98,7 +98,7 @@ class MultiCategorical:
     def entropy(self) -> Tensor:
         return torch.stack([part.entropy() for part in self.parts]).sum(0)
 
-    def kl(self, other: "MultiCategorical") -> Tensor:  # type: ignore[override]
+    def kl(self, other: Any) -> Tensor:
         return torch.stack([p.kl(q) for p, q in zip(self.parts, other.parts, strict=True)]).sum(0)
 
     def detach(self) -> "MultiCategorical":
@@ -130,7 +130,7 @@ class Bernoulli:
         z = self.logits
         return -(z.sigmoid() * nnf.logsigmoid(z) + (-z).sigmoid() * nnf.logsigmoid(-z)).sum(-1)
 
-    def kl(self, other: "Bernoulli") -> Tensor:  # type: ignore[override]
+    def kl(self, other: Any) -> Tensor:
         z, w = self.logits, other.logits
         ones = z.sigmoid() * (nnf.logsigmoid(z) - nnf.logsigmoid(w))
         zeros = (-z).sigmoid() * (nnf.logsigmoid(-z) - nnf.logsigmoid(-w))
@@ -167,7 +167,7 @@ class DiagGaussian:
         per_state = self.log_std.sum(-1) + 0.5 * (1 + LOG_2PI) * self.mean.shape[-1]
         return per_state.expand(self.mean.shape[:-1])
 
-    def kl(self, other: "DiagGaussian") -> Tensor:  # type: ignore[override]
+    def kl(self, other: Any) -> Tensor:
         variance_ratio = torch.exp(2 * (self.log_std - other.log_std))
         distance = ((self.mean - other.mean) * torch.exp(-other.log_std)) ** 2
         return 0.5 * (variance_ratio + distance - 1).sum(-1) + (other.log_std - self.log_std).sum(-1)

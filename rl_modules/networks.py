@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -171,7 +170,7 @@ class VectorEncoder(nn.Module):
             self.options = [int(space.n)]
         elif isinstance(space, spaces.MultiDiscrete):
             self.options = [int(n) for n in space.nvec.reshape(-1)]
-        self.out_features = sum(self.options) or int(np.prod(space.shape, dtype=int))
+        self.out_features = sum(self.options) or math.prod(space.shape or ())
 
     def forward(self, observation: Tensor) -> Tensor:
         if not self.options:
@@ -199,11 +198,17 @@ class CombinedEncoder(nn.Module):
         for key, part in parts:
             self.keys.append(key)
             self.encoders.append(build_encoder(part, features_dim))
-        self.out_features = sum(int(encoder.out_features) for encoder in self.encoders)  # type: ignore[arg-type]
+        self.out_features = sum(_width(encoder) for encoder in self.encoders)
 
     def forward(self, observation: dict[str, Any]) -> Tensor:
         encoded = [encoder(observation[key]) for key, encoder in zip(self.keys, self.encoders, strict=True)]
         return torch.cat(encoded, dim=1)
+
+
+def _width(encoder: nn.Module) -> int:
+    width = encoder.out_features
+    assert isinstance(width, int)
+    return width
 
 
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
@@ -243,7 +248,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.action_space = action_space
         self.encoder = build_encoder(observation_space)
-        width = int(self.encoder.out_features)  # type: ignore[arg-type]
+        width = _width(self.encoder)
         if net_arch is None:
             net_arch = [] if is_image(observation_space) else [64, 64]
         pi, vf = (net_arch["pi"], net_arch["vf"]) if isinstance(net_arch, dict) else (net_arch, net_arch)

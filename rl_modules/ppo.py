@@ -88,7 +88,7 @@ class PPO(ControlModule):
         self.kl_exceeded = False
 
     def build_network(self) -> None:
-        hp = self.hparams
+        hp: Any = self.hparams
         assert self.observation_space is not None and self.action_space is not None
         self.network = ActorCritic(
             self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init

@@ -136,10 +136,10 @@ def _callable_of(env_id: str | Callable[..., gym.Env]) -> Callable[..., gym.Env]
 
 
 def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
-    path, arguments = wrapper, {}
+    path: Any = wrapper
+    arguments: dict[str, Any] = {}
     if isinstance(wrapper, dict):
         path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
-    assert isinstance(path, str)
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "gymnasium.wrappers"), name, None)
@@ -158,5 +158,6 @@ def _missing_extra(name: str, message: str) -> str:
     folded = message.lower()
     for mark, extra in EXTRAS.items():
         if mark in folded:
-            return f"the environment {name} needs a package that is not installed: pip install 'lightning-rl-recipes[{extra}]'"
+            install = f"pip install 'lightning-rl-recipes[{extra}]'"
+            return f"the environment {name} needs a package that is not installed: {install}"
     return f"the environment {name} needs a package that is not installed: {message}"

@@ -1,0 +1,275 @@
+"""What every control datamodule shares: environments, seeds, evaluation, counters, metrics."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium as gym
+import lightning as L
+import numpy as np
+import torch
+
+from datamodules.collector import Collector
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, environment_name, make_env, make_vector_env
+from datamodules.evaluation import run_episodes
+from datamodules.loader import LazyLoader
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.spaces import observation_arrays
+
+Batch = dict[str, Any]
+
+
+class ControlDataModule(L.LightningDataModule):
+    """Base of the control datamodules; one of them adds ``train_dataloader`` and what it stores.
+
+    Args:
+        env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
+        n_envs: environments that step together, per rank.
+        total_timesteps: transitions, over all environments and ranks, after which training ends; the last rollout is
+            finished.
+        seed: the source of every stream of randomness: environments, actions, minibatches, weights.
+        vectorization_mode: ``sync``, ``async`` (a process per environment) or ``vector_entry_point`` (the
+            environment's own engine).
+        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``; the valid transitions are the same.
+        env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``.
+        wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
+            ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
+        norm_obs: normalise observations by their running mean and standard deviation.
+        norm_reward: divide rewards by the running standard deviation of their discounted sum.
+        norm_gamma: discount of that sum; the algorithm's γ.
+        clip_obs: bound on normalised observations, in standard deviations.
+        clip_reward: bound on normalised rewards.
+        eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation.
+        n_eval_episodes: episodes per evaluation, and of ``validate``.
+        n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
+        eval_deterministic: evaluate the policy's most likely actions instead of samples.
+        stats_window_size: finished episodes in ``rollout/ep_rew_mean``.
+
+    Raises:
+        UsageError: an argument that can't be used, in one sentence.
+    """
+
+    def __init__(
+        self,
+        env_id: str | Callable[..., gym.Env] = "CartPole-v1",
+        n_envs: int = 8,
+        total_timesteps: int = 100_000,
+        seed: int = 0,
+        vectorization_mode: str = "sync",
+        autoreset_mode: str = "same_step",
+        env_kwargs: dict[str, Any] | None = None,
+        wrappers: list[str | dict[str, Any]] | None = None,
+        norm_obs: bool = False,
+        norm_reward: bool = False,
+        norm_gamma: float = 0.99,
+        clip_obs: float = 10.0,
+        clip_reward: float = 10.0,
+        eval_freq: int = 10_000,
+        n_eval_episodes: int = 10,
+        n_test_episodes: int = 50,
+        eval_deterministic: bool = True,
+        stats_window_size: int = 100,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["env_id"], logger=False)
+        self.env_id = env_id
+        self.env_name = environment_name(env_id)
+        self.hparams["env_id"] = self.env_name
+        self.n_envs = n_envs
+        self.total_timesteps = total_timesteps
+        self.seed = seed
+        self.vectorization_mode = vectorization_mode
+        self.autoreset_mode = autoreset_mode
+        self.env_kwargs = env_kwargs
+        self.wrappers = wrappers or []
+        self.eval_freq = eval_freq
+        self.n_eval_episodes = n_eval_episodes
+        self.n_test_episodes = n_test_episodes
+        self.eval_deterministic = eval_deterministic
+        self._normalization = (norm_obs, norm_reward, norm_gamma, clip_obs, clip_reward)
+        self._stats_window_size = stats_window_size
+        self.require_at_least_one("n_envs", "total_timesteps", "n_eval_episodes", "n_test_episodes",
+                                  "stats_window_size")  # fmt: skip
+        for name in ("eval_freq", "seed"):
+            if self.hparams[name] < 0:
+                raise UsageError(f"{name}={self.hparams[name]} must not be negative")
+        for name, known in (("vectorization_mode", VECTORIZATION), ("autoreset_mode", tuple(AUTORESET))):
+            value = self.hparams[name]
+            if value not in known:
+                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}")
+        self.num_timesteps = 0
+        self.collector: Collector | None = None
+        self._example_env: gym.Env | None = None
+        self._started_s = time.monotonic()
+        self._started_at = 0
+
+    def require_at_least_one(self, *names: str) -> None:
+        """Refuse counts below 1.
+
+        Raises:
+            UsageError: names the first such argument.
+        """
+        for name in names:
+            if self.hparams[name] < 1:
+                raise UsageError(f"{name}={self.hparams[name]} must be at least 1")
+
+    # ---------------------------------------------------------------- environments
+
+    def setup(self, stage: str) -> None:
+        if self._example_env is None:
+            self._example_env = make_env(self.env_id, self.env_kwargs, self.wrappers)
+            observation_arrays(self.observation_space, self.observation_space.sample())
+        if stage == "fit":
+            self.collector = self._make_collector()
+            self.num_timesteps = self._started_at = 0
+            self._started_s = time.monotonic()
+            self._schedule_evaluation()
+
+    def teardown(self, stage: str) -> None:
+        if stage == "fit" and self.collector is not None:
+            self.collector.envs.close()
+        if self._example_env is not None:
+            self._example_env.close()
+            self._example_env = None
+
+    @property
+    def transitions_per_epoch(self) -> int:
+        """Transitions that one epoch adds, over all ranks."""
+        raise NotImplementedError  # each datamodule's own
+
+    @property
+    def observation_space(self) -> gym.Space:
+        """The space of one observation; known from ``setup`` on."""
+        assert self._example_env is not None, "setup comes first"
+        return self._example_env.observation_space
+
+    @property
+    def action_space(self) -> gym.Space:
+        """The space of one action; known from ``setup`` on."""
+        assert self._example_env is not None, "setup comes first"
+        return self._example_env.action_space
+
+    def observation_statistics(self) -> Any:
+        """What :func:`rl_modules.spaces.normalize` takes; None where nothing is normalised."""
+        assert self.collector is not None, "statistics are gathered by training"
+        normalizer = self.collector.observation_normalizer
+        return None if normalizer is None else normalizer.statistics()
+
+    def _make_collector(self) -> Collector:
+        norm_obs, norm_reward, gamma, clip_obs, clip_reward = self._normalization
+        return Collector(
+            self._make_vector(self.n_envs, self.vectorization_mode, self.autoreset_mode),
+            streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
+            generator_seed=stream_seed(self.seed, self._rank, "actions"),
+            name=self.env_name,
+            observation_normalizer=ObservationNormalizer(self.observation_space, clip_obs) if norm_obs else None,
+            reward_normalizer=RewardNormalizer(self.n_envs, gamma, clip_reward) if norm_reward else None,
+            stats_window_size=self._stats_window_size,
+        )
+
+    def _make_vector(self, n_envs: int, vectorization_mode: str, autoreset_mode: str) -> gym.vector.VectorEnv:
+        return make_vector_env(self.env_id, n_envs, vectorization_mode, autoreset_mode, self.env_kwargs, self.wrappers)
+
+    def _schedule_evaluation(self) -> None:
+        if self.trainer is None:
+            return
+        # Evaluation is counted in transitions; Lightning counts epochs. Its sanity check would play episodes of the
+        # untrained policy and learn nothing from them.
+        self.trainer.num_sanity_val_steps = 0
+        if self.eval_freq:
+            self.trainer.check_val_every_n_epoch = max(1, round(self.eval_freq / self.transitions_per_epoch))
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Nothing to move: experience is made where the policy is."""
+        return batch
+
+    # ---------------------------------------------------------------- evaluation
+
+    def val_dataloader(self) -> Any:
+        if not self.eval_freq and self.trainer is not None and self.trainer.state.fn == "fit":
+            return []
+        return self._episodes("eval", self.n_eval_episodes)
+
+    def test_dataloader(self) -> LazyLoader:
+        return self._episodes("test", self.n_test_episodes)
+
+    def predict_dataloader(self) -> LazyLoader:
+        return self._episodes("test", self.n_test_episodes)
+
+    def _episodes(self, purpose: str, n_episodes: int) -> LazyLoader:
+        """One batch of whole episodes, played when asked for: {return, length, seed}, [n_episodes]."""
+
+        def play() -> Iterator[Batch]:
+            assert self.trainer is not None
+            policy: Any = self.trainer.lightning_module
+            n_envs = min(n_episodes, 25)
+            envs = self._make_vector(n_envs, "sync", "same_step")
+            streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(n_envs)]
+            try:
+                yield run_episodes(policy, envs, streams, n_episodes, self.eval_deterministic)
+            finally:
+                envs.close()
+
+        return LazyLoader(1, play)
+
+    # ---------------------------------------------------------------- metrics and state
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` over the last finished episodes, and ``time/*``."""
+        assert self.collector is not None
+        elapsed_s = time.monotonic() - self._started_s
+        metrics = {
+            "time/fps": (self.num_timesteps - self._started_at) / max(elapsed_s, 1e-9),
+            "time/time_elapsed": elapsed_s,
+            "time/total_timesteps": float(self.num_timesteps),
+        }
+        if self.collector.recent_returns:
+            metrics["rollout/ep_rew_mean"] = float(np.mean(self.collector.recent_returns))
+            metrics["rollout/ep_len_mean"] = float(np.mean(self.collector.recent_lengths))
+        return metrics
+
+    def rank_state(self) -> dict[str, Any]:
+        """This rank's part of the checkpoint; a datamodule adds what it stores."""
+        assert self.collector is not None
+        return {"collector": self.collector.state_dict()}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`rank_state`."""
+        assert self.collector is not None and self.trainer is not None
+        self.collector.load_state_dict(state["collector"], self.trainer.strategy.root_device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly, of every rank (Lightning keeps rank 0's alone)."""
+        if self.collector is None:
+            return {}
+        own = self.rank_state()
+        ranks: list[Any] = [own]
+        if self._world_size > 1:
+            ranks = [None] * self._world_size
+            torch.distributed.all_gather_object(ranks, own)
+        return {"num_timesteps": self.num_timesteps, "ranks": ranks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.collector is None:
+            # `validate`, `test` and `predict` play episodes of their own.
+            return
+        if len(state_dict["ranks"]) != self._world_size:
+            raise UsageError(f"the checkpoint was written by {len(state_dict['ranks'])} ranks, this run has "
+                             f"{self._world_size}; resume with as many")  # fmt: skip
+        own = state_dict["ranks"][self._rank]
+        n_envs = len(own["collector"]["episode_return"])
+        if n_envs != self.n_envs:
+            raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {n_envs}; resume with as many")
+        self.num_timesteps = self._started_at = state_dict["num_timesteps"]
+        self.load_rank_state(own)
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else int(os.environ.get("RANK", 0))
+
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self.trainer is not None else 1
