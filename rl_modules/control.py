@@ -47,6 +47,8 @@ class ControlModule(L.LightningModule):
         spaces.MultiDiscrete,
         spaces.MultiBinary,
     )
+    #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
+    max_grad_norm: float | None = None
 
     def __init__(
         self,
@@ -115,6 +117,21 @@ class ControlModule(L.LightningModule):
             fitting = ", ".join(space.__name__ for space in self.supported_action_spaces)
             raise UsageError(f"{type(self).__name__} can't act in the action space {self.action_space}; it does "
                              f"{fitting}")  # fmt: skip
+
+    def require_whole_rollouts(self) -> None:
+        """Refuse a datamodule that cuts rollouts into minibatches or goes over them again; called in ``setup``.
+
+        For algorithms whose gradient holds only for the policy that acted: after one step that is another.
+
+        Raises:
+            UsageError: names the datamodule's arguments.
+        """
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        size = datamodule.n_envs * datamodule.n_steps
+        if datamodule.n_epochs != 1 or datamodule.batch_size != size:
+            raise UsageError(f"{type(self).__name__} takes one step on a whole rollout; the datamodule has "
+                             f"n_epochs={datamodule.n_epochs} and batch_size={datamodule.batch_size}, give it "
+                             f"n_epochs=1 and batch_size=None (that is {size} transitions)")  # fmt: skip
 
     def build_network(self) -> None:
         """Set ``self.network`` from ``self.observation_space`` and ``self.action_space``."""
@@ -286,6 +303,16 @@ class ControlModule(L.LightningModule):
     def trainable_parameters(self) -> Iterable:
         """What the optimizer updates; an algorithm with a target network leaves that out."""
         return self.parameters()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip to the Trainer's ``gradient_clip_val``, or to the algorithm's ``max_grad_norm`` where it sets none."""
+        value = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
+        self.clip_gradients(optimizer, value, gradient_clip_algorithm or "norm")
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return self.trainer.optimizers[0]

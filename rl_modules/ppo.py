@@ -218,12 +218,3 @@ class PPO(ControlModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.kl_exceeded = checkpoint["kl_exceeded"]
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        value = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
-        self.clip_gradients(optimizer, value, gradient_clip_algorithm or "norm")
