@@ -31,3 +31,18 @@ def schedule_value(schedule: tuple[float, bool], progress_remaining: float) -> f
     """The schedule's value when ``progress_remaining`` (1 at the start, 0 at the end) of training is left."""
     initial, linear = schedule
     return initial * max(progress_remaining, 0.0) if linear else initial
+
+
+def exploration_rate(progress_remaining: float, fraction: float, initial: float, final: float) -> float:
+    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction`` of training, then constant.
+
+    Args:
+        progress_remaining: 1 at the start of training, 0 at its end.
+        fraction: in [0, 1]; with 0 it is ``final`` from the start.
+        initial: ε at the start, in [0, 1].
+        final: ε after the decay, in [0, 1].
+    """
+    done = 1.0 - max(progress_remaining, 0.0)
+    if done >= fraction:
+        return final
+    return initial + (final - initial) * done / fraction
