@@ -129,7 +129,7 @@ class ControlModule(L.LightningModule):
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         size = datamodule.n_envs * datamodule.n_steps
         if datamodule.n_epochs != 1 or datamodule.batch_size != size:
-            raise UsageError(f"{type(self).__name__} takes one step on a whole rollout; the datamodule has "
+            raise UsageError(f"{type(self).__name__} learns once from each whole rollout; the datamodule has "
                              f"n_epochs={datamodule.n_epochs} and batch_size={datamodule.batch_size}, give it "
                              f"n_epochs=1 and batch_size=None (that is {size} transitions)")  # fmt: skip
 
