@@ -1,6 +1,11 @@
 """The mathematics of reinforcement learning as pure functions of tensors, one equation each."""
 
-from rl_modules.functional.dynamic_programming import policy_evaluation, value_iteration
+from rl_modules.functional.dynamic_programming import (
+    finite_horizon_evaluation,
+    finite_horizon_value_iteration,
+    policy_evaluation,
+    value_iteration,
+)
 from rl_modules.functional.evaluation import cons_at_k, pass_at_k
 from rl_modules.functional.groups import group_advantages
 from rl_modules.functional.grpo import grpo_loss
@@ -30,6 +35,8 @@ __all__ = [
     "discounted_returns",
     "dqn_target",
     "explained_variance",
+    "finite_horizon_evaluation",
+    "finite_horizon_value_iteration",
     "gae",
     "group_advantages",
     "grpo_loss",

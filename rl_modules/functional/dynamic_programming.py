@@ -12,7 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_in, require_ndim, require_positive, require_shape
+from rl_modules.functional.checks import (
+    as_constant,
+    require_in,
+    require_ndim,
+    require_nonnegative,
+    require_positive,
+    require_shape,
+)
 
 # Undiscounted problems have no a-priori bound on the number of sweeps; one that needs more than this never ends.
 _MAX_UNDISCOUNTED_SWEEPS = 100_000
@@ -101,6 +108,73 @@ def value_iteration(transition: Tensor, reward: Tensor, gamma: float, tolerance:
             "discount, or give every state a way to an absorbing state without reward."
         )
     return q.to(result_dtype)
+
+
+def finite_horizon_evaluation(
+    transition: Tensor, reward: Tensor, policy: Tensor, horizon: int, gamma: float = 1.0
+) -> Tensor:
+    """The expected return of a policy over a number of steps: what an episode with a time limit pays.
+
+    V_0 = 0,   V_k(s) = Σ_a π(a|s) [r(s, a) + γ Σ_s' P(s'|s, a) V_{k-1}(s')],   k = 1 … horizon
+
+    Args:
+        transition: P(s'|s, a), shape (S, A, S); rows sum to 1.
+        reward: expected r(s, a), shape (S, A), in units of reward.
+        policy: π(a|s), shape (S, A), the same at every step; rows sum to 1.
+        horizon: number of steps, ≥ 0.
+        gamma: discount γ per step, in [0, 1].
+
+    Returns:
+        V_horizon, shape (S,), in units of reward, detached; float64 if an input is, else float32.
+
+    Raises:
+        ValueError: shapes do not fit, a row is no distribution, or a number is out of range.
+
+    Source: Puterman 1994, section 4.2.
+    """
+    _check_mdp(transition, reward, gamma)
+    require_shape("policy", policy, reward.shape, "reward")
+    _check_distribution("policy", policy)
+    require_nonnegative("horizon", horizon)
+    result_dtype = _result_dtype(transition, reward, policy)
+    transition, reward, policy = _widen(transition), _widen(reward), _widen(policy)
+    state_transition = torch.einsum("sa,sat->st", policy, transition)
+    state_reward = (policy * reward).sum(-1)
+    value = torch.zeros_like(state_reward)
+    for _ in range(horizon):
+        value = state_reward + gamma * (state_transition @ value)
+    return value.to(result_dtype)
+
+
+def finite_horizon_value_iteration(transition: Tensor, reward: Tensor, horizon: int, gamma: float = 1.0) -> Tensor:
+    """The best expected return over a number of steps, by backward induction.
+
+    V_0 = 0,   V_k(s) = max_a [r(s, a) + γ Σ_s' P(s'|s, a) V_{k-1}(s')],   k = 1 … horizon
+
+    The policy that reaches it may look at the clock, so that a policy of the state alone can fall short of it.
+
+    Args:
+        transition: P(s'|s, a), shape (S, A, S); rows sum to 1.
+        reward: expected r(s, a), shape (S, A), in units of reward.
+        horizon: number of steps, ≥ 0.
+        gamma: discount γ per step, in [0, 1].
+
+    Returns:
+        V_horizon, shape (S,), in units of reward, detached; float64 if an input is, else float32.
+
+    Raises:
+        ValueError: shapes do not fit, a row is no distribution, or a number is out of range.
+
+    Source: Puterman 1994, section 4.5.
+    """
+    _check_mdp(transition, reward, gamma)
+    require_nonnegative("horizon", horizon)
+    result_dtype = _result_dtype(transition, reward)
+    transition, reward = _widen(transition), _widen(reward)
+    value = torch.zeros(len(reward), dtype=reward.dtype, device=reward.device)
+    for _ in range(horizon):
+        value = (reward + gamma * (transition @ value)).amax(-1)
+    return value.to(result_dtype)
 
 
 def _sweeps_until_rounding(gamma: float, rounding: float) -> int:
