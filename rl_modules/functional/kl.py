@@ -62,8 +62,8 @@ def approx_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     Raises:
         ValueError: shapes differ.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; the quantity that Stable-Baselines3 logs as ``train/approx_kl`` and tests
-        against ``target_kl``.
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Stable-Baselines3 logs it as ``train/approx_kl`` and
+        compares it with ``target_kl``.
     """
     require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
     return kl_estimate(as_constant(old_log_prob), as_constant(log_prob), "k3").mean()

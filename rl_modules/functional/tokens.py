@@ -41,18 +41,19 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
         policies is the exponential of a difference of these, and bfloat16 has only three digits.
 
     Raises:
-        ValueError: tokens does not have the shape of logits without V, or temperature is not positive.
+        ValueError: logits has fewer than two dimensions, tokens does not have the shape of logits without V, or
+            temperature is not positive.
 
     Source: the definition of the softmax; temperature in the ratio: Huang et al. 2024, arXiv:2403.17031, section 7.
     """
+    _check_logits(logits)
     require_shape("tokens", tokens, logits.shape[:-1], "logits without its last dimension")
     require_positive("temperature", temperature)
     if torch.compiler.is_compiling():  # The compiler fuses this; our pieces would only lengthen its graph.
         scaled = as_float(logits) / temperature
         return scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
-    return _TokenLogProbs.apply(_three_dimensional(logits), tokens.reshape(-1, tokens.shape[-1]), temperature).view(
-        tokens.shape
-    )
+    logits = _three_dimensional(logits)
+    return _TokenLogProbs.apply(logits, tokens.reshape(logits.shape[:-1]), temperature).view(tokens.shape)
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -73,8 +74,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     Source: Shannon 1948, section 6.
     """
-    if logits.ndim < 2:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}, expected at least 2 dimensions [B, L, V] or [L, V].")
+    _check_logits(logits)
     require_positive("temperature", temperature)
     if torch.compiler.is_compiling():
         log_prob = torch.log_softmax(as_float(logits) / temperature, -1)
@@ -85,15 +85,16 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        total, largest = _per_row(logits), _per_row(logits)
+        total, largest = _room(logits), _room(logits)
         for scratch, piece, total_piece, largest_piece in _pieces(logits, total, largest):
             shifted = _shifted(piece, scratch, largest_piece, temperature)
             torch.sum(shifted.exp_(), -1, keepdim=True, out=total_piece)
-        normaliser = total.log_().add_(largest.div_(temperature))
-        ctx.save_for_backward(logits, tokens, normaliser)
+        log_total = total.log_()
+        # The maximum goes first: beside large logits the logarithm of the sum would lose its digits.
+        chosen = as_float(logits.gather(-1, tokens.unsqueeze(-1))) - largest
+        ctx.save_for_backward(logits, tokens, log_total + largest / temperature)
         ctx.temperature = temperature
-        chosen = as_float(logits.gather(-1, tokens.unsqueeze(-1)))
-        return (chosen / temperature - normaliser).squeeze(-1)
+        return (chosen / temperature - log_total).squeeze(-1)
 
     @staticmethod
     @once_differentiable
@@ -113,7 +114,7 @@ class _TokenLogProbs(torch.autograd.Function):
 class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
-        total, largest, mean = _per_row(logits), _per_row(logits), _per_row(logits)
+        total, largest, mean = _room(logits), _room(logits), _room(logits)
         for scratch, piece, total_piece, largest_piece, mean_piece in _pieces(logits, total, largest, mean):
             shifted = _shifted(piece, scratch, largest_piece, temperature)
             # A word that is ruled out has -inf here and weight 0; the smallest finite number makes that 0, not NaN.
@@ -143,12 +144,19 @@ class _TokenEntropy(torch.autograd.Function):
         return result, None
 
 
+def _check_logits(logits: Tensor) -> None:
+    if logits.ndim < 2:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)}, expected at least 2 dimensions, [B, L, V] or [L, V]."
+        )
+
+
 def _three_dimensional(logits: Tensor) -> Tensor:
     """Shape (B, L, V), without a copy unless there are more than three dimensions, laid out with gaps."""
-    return logits.reshape(-1, *logits.shape[-2:])
+    return logits.unsqueeze(0) if logits.ndim == 2 else logits.flatten(0, -3)
 
 
-def _per_row(logits: Tensor) -> Tensor:
+def _room(logits: Tensor) -> Tensor:
     """Room for one number per token, shape (B, L, 1), in the precision in which we compute."""
     return torch.empty((*logits.shape[:-1], 1), dtype=_precision(logits), device=logits.device)
 
