@@ -6,6 +6,8 @@ Classes are imported when they are first used, so that a control task pays for n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gymnasium.envs.registration import register, registry
+
 _EXPORTS = {
     "RolloutDataModule": "datamodules.rollout",
 }
@@ -14,6 +16,10 @@ __all__ = ["RolloutDataModule"]
 
 if TYPE_CHECKING:
     from datamodules.rollout import RolloutDataModule
+
+# Registered by name alone: the environment is imported when it is made.
+if "Maze-v0" not in registry:
+    register("Maze-v0", entry_point="datamodules.envs.maze:Maze", max_episode_steps=100)
 
 
 def __getattr__(name: str) -> Any:

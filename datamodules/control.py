@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from datamodules.collector import Collector
+from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, environment_name, make_env, make_vector_env
 from datamodules.evaluation import run_episodes
 from datamodules.loader import LazyLoader
@@ -151,6 +152,11 @@ class ControlDataModule(L.LightningDataModule):
         """The space of one action; known from ``setup`` on."""
         assert self._example_env is not None, "setup comes first"
         return self._example_env.action_space
+
+    def transition_model(self) -> TransitionModel | None:
+        """The environment's own transition table as tensors; None where it has none."""
+        assert self._example_env is not None, "setup comes first"
+        return transition_model(self._example_env)
 
     def observation_statistics(self) -> Any:
         """What :func:`rl_modules.spaces.normalize` takes; None where nothing is normalised."""

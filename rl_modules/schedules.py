@@ -34,7 +34,7 @@ def schedule_value(schedule: tuple[float, bool], progress_remaining: float) -> f
 
 
 def exploration_rate(progress_remaining: float, fraction: float, initial: float, final: float) -> float:
-    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction`` of training, then constant.
+    """Stable-Baselines3's ε: linear from ``initial`` to ``final`` over the first ``fraction`` of training, then flat.
 
     Args:
         progress_remaining: 1 at the start of training, 0 at its end.

@@ -1,0 +1,144 @@
+"""What an environment does, as tensors: for environments that carry their own transition table."""
+
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces, wrappers
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from datamodules.envs.episodes import SeededEpisodes
+from rl_modules import functional as F
+
+#: Wrappers that change neither what happens nor what is seen of it.
+_TRANSPARENT = (
+    SeededEpisodes,
+    wrappers.OrderEnforcing,
+    wrappers.PassiveEnvChecker,
+    wrappers.RecordEpisodeStatistics,
+    wrappers.RecordVideo,
+    wrappers.RenderCollection,
+    wrappers.TimeLimit,
+)
+_MOST_BYTES = 2 * 1024**3
+
+
+@dataclass(frozen=True)
+class TransitionModel:
+    """A known Markov decision process.
+
+    The end of an episode is one more state, the last, in which nothing happens any more; so S is the environment's
+    number of states plus 1.
+
+    Args:
+        transition: P(s'|s, a), [S, A, S] float64.
+        reward: expected r(s, a), [S, A] float64.
+        start: distribution of the first state, [S] float64.
+        horizon: the environment's time limit in steps; None: episodes end by themselves alone.
+    """
+
+    transition: Tensor
+    reward: Tensor
+    start: Tensor
+    horizon: int | None
+
+    @property
+    def states(self) -> int:
+        """The environment's states, without the end."""
+        return len(self.reward) - 1
+
+    def expected_return(self, policy: Tensor) -> float:
+        """The exact mean of an episode's undiscounted return, within the time limit where there is one.
+
+        Args:
+            policy: π(a|s) of the environment's states, [states, A].
+
+        Raises:
+            ValueError: no time limit, and the policy need not end.
+        """
+        anything = policy.new_full((1, policy.shape[1]), 1 / policy.shape[1])
+        policy = torch.cat([policy, anything]).double()
+        if self.horizon is None:
+            value = F.policy_evaluation(self.transition, self.reward, policy, gamma=1.0)
+        else:
+            value = F.finite_horizon_evaluation(self.transition, self.reward, policy, self.horizon)
+        return float(self.start @ value)
+
+    def optimal_return(self) -> float:
+        """The best mean return that any policy has, one that looks at the clock included."""
+        if self.horizon is None:
+            value = F.value_iteration(self.transition, self.reward, gamma=1.0).amax(-1)
+        else:
+            value = F.finite_horizon_value_iteration(self.transition, self.reward, self.horizon)
+        return float(self.start @ value)
+
+    def may_never_end(self) -> bool:
+        """True where some policy can go on for ever from a state where episodes start."""
+        forever = torch.ones(len(self.reward), dtype=torch.bool)
+        forever[-1] = False
+        while True:
+            # A state stays in the set while some action leads nowhere but into the set.
+            outside = self.transition[:, :, ~forever].sum(-1)
+            smaller = forever & (outside <= 0).any(-1)
+            if torch.equal(smaller, forever):
+                break
+            forever = smaller
+        return bool((forever & self._reachable()).any())
+
+    def _reachable(self) -> Tensor:
+        reached = self.start > 0
+        leads_to = (self.transition > 0).any(1)
+        while True:
+            grown = reached | leads_to[reached].any(0)
+            if torch.equal(grown, reached):
+                return reached
+            reached = grown
+
+
+def transition_model(env: gym.Env) -> TransitionModel | None:
+    """Read an environment's table ``env.unwrapped.P``, as FrozenLake, CliffWalking, Taxi and Maze have one.
+
+    ``P[s][a]`` is a list of (probability, s', reward, terminated); ``initial_state_distrib`` says where episodes
+    start. The horizon is the shortest TimeLimit among the wrappers.
+
+    Args:
+        env: an environment, wrapped or not.
+
+    Returns:
+        None where there is no such table, where a wrapper might change rewards or observations, or (with a warning)
+        where the tensors would take more than 2 GiB.
+    """
+    table = getattr(env.unwrapped, "P", None)
+    start = getattr(env.unwrapped, "initial_state_distrib", None)
+    state_space, action_space = env.observation_space, env.action_space
+    discrete = isinstance(state_space, spaces.Discrete) and isinstance(action_space, spaces.Discrete)
+    if table is None or start is None or not discrete:
+        return None
+    horizon: int | None = None
+    layer = env
+    while isinstance(layer, gym.Wrapper):
+        if not isinstance(layer, _TRANSPARENT):
+            return None
+        if isinstance(layer, wrappers.TimeLimit):
+            limit = layer._max_episode_steps
+            horizon = limit if horizon is None else min(horizon, limit)
+        layer = layer.env
+    assert isinstance(state_space, spaces.Discrete) and isinstance(action_space, spaces.Discrete)
+    n_states, n_actions = int(state_space.n), int(action_space.n)
+    size = 8 * (n_states + 1) ** 2 * n_actions
+    if size > _MOST_BYTES:
+        rank_zero_warn(f"{env}: its transition table would take {size / 1024**3:.1f} GiB, so that nothing is "
+                       "evaluated exactly")  # fmt: skip
+        return None
+    transition = torch.zeros(n_states + 1, n_actions, n_states + 1, dtype=torch.float64)
+    reward = torch.zeros(n_states + 1, n_actions, dtype=torch.float64)
+    transition[n_states, :, n_states] = 1.0
+    for s in range(n_states):
+        for a in range(n_actions):
+            for probability, successor, r, terminated in table[s + state_space.start][a + action_space.start]:
+                reward[s, a] += probability * float(r)
+                transition[s, a, n_states if terminated else int(successor) - state_space.start] += probability
+    first = torch.from_numpy(np.append(np.asarray(start, np.float64), 0.0))
+    return TransitionModel(transition, reward, first, horizon)
