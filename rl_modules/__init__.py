@@ -7,13 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "A2C": "rl_modules.a2c",
+    "REINFORCE": "rl_modules.reinforce",
+    "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
 }
 
-__all__ = ["PPO"]
+__all__ = ["A2C", "PPO", "REINFORCE", "TRPO"]
 
 if TYPE_CHECKING:
+    from rl_modules.a2c import A2C
     from rl_modules.ppo import PPO
+    from rl_modules.reinforce import REINFORCE
+    from rl_modules.trpo import TRPO
 
 
 def __getattr__(name: str) -> Any:

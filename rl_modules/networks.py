@@ -290,3 +290,38 @@ class ActorCritic(nn.Module):
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
         return policy, self.value_head(latents[1]).squeeze(-1).float()
+
+
+class ValueNetwork(nn.Module):
+    """V(s) on an encoder of its own.
+
+    Args:
+        observation_space: space of one observation.
+        net_arch: widths of the hidden layers; None: [64, 64], and none behind a convolutional encoder.
+        activation_fn: ``tanh``, ``relu``, …
+        ortho_init: orthogonal initialisation with gains √2 (hidden) and 1 (output).
+
+    Shape: [B, *obs] → [B].
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        net_arch: Sequence[int] | None = None,
+        activation_fn: str = "tanh",
+        ortho_init: bool = True,
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        if net_arch is None:
+            net_arch = [] if is_image(observation_space) else [64, 64]
+        sizes = [_width(self.encoder), *net_arch]
+        self.tower = mlp(sizes, activation_fn)
+        self.head = nn.Linear(sizes[-1], 1)
+        if ortho_init:
+            orthogonal(self.encoder)
+            orthogonal(self.tower)
+            orthogonal(self.head, gain=1.0)
+
+    def forward(self, observation: Any) -> Tensor:
+        return self.head(self.tower(self.encoder(observation))).squeeze(-1).float()

@@ -1,0 +1,167 @@
+"""Advantage actor-critic."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.errors import UsageError
+from rl_modules.networks import ActorCritic
+from rl_modules.optimizers import RMSpropTFLike
+
+
+class A2C(ControlModule):
+    """Synchronous advantage actor-critic.
+
+    Mnih et al. 2016, arXiv:1602.01783, with all actors in step. Per rollout, one step on
+
+        L = -E[A log π(a|s)] + vf_coef·E[(V - R)²] - ent_coef·E[H(π)],   R = A + V(s)
+
+    With ``gae_lambda=1``, R is the n-step return of the paper: the rewards to the end of the rollout, then V. The
+    names and defaults are Stable-Baselines3's. Departure from it: RMSprop is TensorFlow's kind, which SB3 recommends
+    for A2C and leaves to be asked for.
+
+    Rollouts are tiny: give the datamodule ``n_steps=5, batch_size=None, n_epochs=1``, and some hundred
+    ``rollouts_per_epoch``, so that what Lightning does once per epoch costs nothing.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        gae_lambda: λ of generalized advantage estimation, in [0, 1]; 1: n-step returns.
+        ent_coef: weight of the entropy bonus, in units of advantage per nat.
+        vf_coef: weight of the mean squared value error.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        normalize_advantage: whiten the advantages of each rollout.
+        use_rms_prop: RMSprop (α 0.99, eps inside the root); false: Adam with eps 1e-5. Where ``optimizer`` is given,
+            neither.
+        rms_prop_eps: RMSprop's eps.
+        net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
+            behind a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        log_std_init: initial log standard deviation of Box actions.
+        ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (7e-4 where
+            none is given).
+        optimizer: callable from parameters to an optimizer.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        gae_lambda: float = 1.0,
+        ent_coef: float = 0.0,
+        vf_coef: float = 0.5,
+        max_grad_norm: float | None = 0.5,
+        normalize_advantage: bool = False,
+        use_rms_prop: bool = True,
+        rms_prop_eps: float = 1e-5,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: str = "tanh",
+        log_std_init: float = 0.0,
+        ortho_init: bool = True,
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
+        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name}={value} must lie in [0, 1]")
+        self.gamma = gamma
+        self.gae_lambda = gae_lambda
+        self.ent_coef = ent_coef
+        self.vf_coef = vf_coef
+        self.max_grad_norm = max_grad_norm
+        self.normalize_advantage = normalize_advantage
+        self.use_rms_prop = use_rms_prop
+        self.rms_prop_eps = rms_prop_eps
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.require_whole_rollouts()
+
+    def build_network(self) -> None:
+        hp: Any = self.hparams
+        assert self.observation_space is not None and self.action_space is not None
+        self.network = ActorCritic(
+            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init
+        )
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Actions and the state's value, each [N]."""
+        assert self.network is not None
+        policy, value = self.network(observation)
+        return {"action": policy.mode() if deterministic else policy.sample(generator), "value": value}
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
+
+        Returns:
+            What :meth:`training_step` reads: observation, action, advantage, returns.
+        """
+        advantage = self.advantages(rollout)
+        returns = advantage + rollout["value"]
+        if self.logs_this_epoch:
+            valid = rollout["valid"]
+            self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
+        kept = {name: rollout[name] for name in ("observation", "action")}
+        return {**kept, "advantage": advantage, "returns": returns}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert self.network is not None
+        policy, value = self.network(batch["observation"])
+        policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
+        value_loss = self.value_loss(value, batch)
+        loss = policy_loss + self.vf_coef * value_loss
+        if self.ent_coef:
+            loss = loss - self.ent_coef * policy.entropy().mean()
+        if self.logs_this_epoch:
+            self.record(
+                policy_gradient_loss=policy_loss,
+                value_loss=value_loss,
+                entropy_loss=-policy.entropy().detach().mean(),
+                loss=loss,
+            )
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def advantages(self, rollout: dict[str, Any]) -> Tensor:
+        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
+        return F.gae(
+            rollout["reward"],
+            rollout["value"],
+            rollout["next_value"],
+            rollout["terminated"],
+            rollout["truncated"],
+            self.gamma,
+            self.gae_lambda,
+        )
+
+    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The policy gradient as a loss, a scalar."""
+        advantage = batch["advantage"]
+        if self.normalize_advantage and len(advantage) > 1:
+            std, mean = torch.std_mean(advantage)
+            advantage = (advantage - mean) / (std + 1e-8)
+        return F.policy_gradient_loss(log_prob, advantage)
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
+        return 2 * F.value_loss(value, batch["returns"])
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """RMSprop as TensorFlow has it, or Adam, at 7e-4."""
+        if self.use_rms_prop:
+            return RMSpropTFLike(parameters, lr=7e-4, alpha=0.99, eps=self.rms_prop_eps)
+        return torch.optim.Adam(parameters, lr=7e-4, eps=1e-5)

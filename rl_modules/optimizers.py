@@ -1,0 +1,69 @@
+"""Optimizers that torch does not have."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from rl_modules.errors import UsageError
+
+
+class RMSpropTFLike(torch.optim.Optimizer):
+    """RMSprop as TensorFlow computes it, with which A2C's published settings were found.
+
+    v ← α v + (1 - α) g²,   θ ← θ - lr · g / √(v + eps),   v starts at 1
+
+    torch's own adds eps behind the root and starts v at 0, so that its first steps are some √(1 / (1 - α)) times
+    longer: small gradients at the start then move the policy far.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, ≥ 0.
+        alpha: α, how much of the running mean of squared gradients is kept per step, in [0, 1).
+        eps: added to that mean under the root, in squared units of the gradient, > 0.
+
+    Raises:
+        UsageError: a number outside its range.
+
+    Source: Tieleman & Hinton 2012, lecture 6.5; TensorFlow 1's ``RMSPropOptimizer``; Stable-Baselines3's
+        ``RMSpropTFLike``, to which this is equal.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 7e-4, alpha: float = 0.99, eps: float = 1e-5) -> None:
+        if not lr >= 0:
+            raise UsageError(f"lr={lr} must not be negative")
+        if not 0 <= alpha < 1:
+            raise UsageError(f"alpha={alpha} must lie in [0, 1)")
+        if not eps > 0:
+            raise UsageError(f"eps={eps} must be positive")
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, all parameters of a group at once.
+
+        Args:
+            closure: computes the gradients anew and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            gradients = [p.grad for p in parameters]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["square_avg"] = torch.ones_like(p)
+            squares = [self.state[p]["square_avg"] for p in parameters]
+            torch._foreach_mul_(squares, group["alpha"])
+            torch._foreach_addcmul_(squares, gradients, gradients, 1 - group["alpha"])
+            roots = torch._foreach_add(squares, group["eps"])
+            torch._foreach_sqrt_(roots)
+            torch._foreach_addcdiv_(parameters, gradients, roots, -group["lr"])
+        return loss

@@ -1,0 +1,188 @@
+"""REINFORCE, and what became of it when the return was replaced by an advantage."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.errors import UsageError
+from rl_modules.networks import ActorCritic
+
+PSI = ("return", "reward_to_go", "baseline", "advantage")
+
+
+class REINFORCE(ControlModule):
+    """The policy gradient with a choice of what weighs the log-probabilities.
+
+    Williams 1992; the choices are those of Schulman et al. 2016, arXiv:1506.02438, eq. 1. Per rollout, one step on
+
+        L = -E[Ψ_t log π(a_t|s_t)] - ent_coef·E[H(π)]  (+ vf_coef·E[(V - R)²] where Ψ needs V)
+
+        Ψ_t = G_0                           "return"        the whole episode's return
+        Ψ_t = G_t                           "reward_to_go"  what came after the action: a_t can't change the past
+        Ψ_t = G_t - V(s_t)                  "baseline"      less what was to be expected in s_t
+        Ψ_t = Σ_k (γλ)^k δ_{t+k}            "advantage"     GAE; the vanilla policy gradient (VPG)
+
+    A rollout has a fixed length and cuts the episodes that are still running. To leave those out would be wrong: it is
+    the long episodes that are cut, so that near the end of a rollout only failures would count. Instead a rollout is a
+    task of its own, that ends when it ends. Where there is no V ("return", "reward_to_go") what lies beyond the
+    rollout or a time limit counts as nothing, and G_0 starts at the episode's first transition *in the rollout*: the
+    gradient is unbiased for the reward earned within the rollout. So let rollouts be long beside 1 / (1 - γ) or the
+    episodes (the datamodule's ``n_steps``). Where there is a V ("baseline", "advantage") it stands for what lies
+    beyond, and rollouts can be short.
+
+    The factor γ^t of the exact gradient of the discounted return is left out, as everywhere in practice.
+
+    Args:
+        psi: what weighs log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``.
+        gamma: discount γ per transition, in [0, 1].
+        gae_lambda: λ of generalized advantage estimation, in [0, 1]; read by ``advantage`` only.
+        normalize_advantage: whiten Ψ over each rollout; its mean is then a baseline, though a constant one.
+        ent_coef: weight of the entropy bonus, in units of Ψ per nat.
+        vf_coef: weight of the mean squared value error, where there is a V.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
+            behind a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        log_std_init: initial log standard deviation of Box actions.
+        ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 3e-4).
+        optimizer: callable from parameters to an optimizer; None: Adam with eps 1e-5.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    def __init__(
+        self,
+        psi: str = "reward_to_go",
+        gamma: float = 0.99,
+        gae_lambda: float = 0.95,
+        normalize_advantage: bool = False,
+        ent_coef: float = 0.0,
+        vf_coef: float = 0.5,
+        max_grad_norm: float | None = None,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: str = "tanh",
+        log_std_init: float = 0.0,
+        ortho_init: bool = True,
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
+        if psi not in PSI:
+            raise UsageError(f"psi={psi!r} must be one of {', '.join(PSI)}")
+        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name}={value} must lie in [0, 1]")
+        self.psi = psi
+        self.has_critic = psi in ("baseline", "advantage")
+        self.gamma = gamma
+        self.gae_lambda = gae_lambda
+        self.normalize_advantage = normalize_advantage
+        self.ent_coef = ent_coef
+        self.vf_coef = vf_coef
+        self.max_grad_norm = max_grad_norm
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.require_whole_rollouts()
+
+    def build_network(self) -> None:
+        hp: Any = self.hparams
+        assert self.observation_space is not None and self.action_space is not None
+        self.network = ActorCritic(
+            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
+            critic=self.has_critic,
+        )  # fmt: skip
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Actions, and the state's value where there is one, each [N]."""
+        assert self.network is not None
+        policy, value = self.network(observation)
+        action = policy.mode() if deterministic else policy.sample(generator)
+        return {"action": action, "value": value} if self.has_critic else {"action": action}
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """Weights, and returns where there is a critic; see DESIGN's table for the rollout's fields, [T, N] each.
+
+        Returns:
+            What :meth:`training_step` reads: observation, action, weight, and returns.
+        """
+        prepared = {"observation": rollout["observation"], "action": rollout["action"]}
+        prepared["weight"] = self.weights(rollout)
+        if self.has_critic:
+            # Both differences have V(s) taken off; adding it gives the λ-return, or the reward-to-go.
+            returns = prepared["returns"] = prepared["weight"] + rollout["value"]
+            if self.logs_this_epoch:
+                valid = rollout["valid"]
+                self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
+        return prepared
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert self.network is not None
+        policy, value = self.network(batch["observation"])
+        policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
+        loss, metrics = policy_loss, {"policy_gradient_loss": policy_loss}
+        if self.has_critic:
+            metrics["value_loss"] = value_loss = self.value_loss(value, batch)
+            loss = loss + self.vf_coef * value_loss
+        if self.ent_coef:
+            loss = loss - self.ent_coef * policy.entropy().mean()
+        if self.logs_this_epoch:
+            self.record(**metrics, entropy_loss=-policy.entropy().detach().mean(), loss=loss)
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def weights(self, rollout: dict[str, Any]) -> Tensor:
+        """Ψ of every transition, [T, N]."""
+        reward, terminated, truncated = rollout["reward"], rollout["terminated"], rollout["truncated"]
+        next_value = rollout["next_value"] if self.has_critic else torch.zeros_like(reward)
+        if self.psi == "advantage":
+            value = rollout["value"]
+            return F.gae(reward, value, next_value, terminated, truncated, self.gamma, self.gae_lambda)
+        reward_to_go = F.discounted_returns(reward, next_value, terminated, truncated, self.gamma)
+        if self.psi == "baseline":
+            return reward_to_go - rollout["value"]
+        if self.psi == "return":
+            return at_first_transition(reward_to_go, terminated | truncated, rollout["valid"])
+        return reward_to_go
+
+    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The policy gradient as a loss, a scalar."""
+        weight = batch["weight"]
+        if self.normalize_advantage and len(weight) > 1:
+            std, mean = torch.std_mean(weight)
+            weight = (weight - mean) / (std + 1e-8)
+        return F.policy_gradient_loss(log_prob, weight)
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
+        return 2 * F.value_loss(value, batch["returns"])
+
+
+def at_first_transition(x: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
+    """For every transition, what ``x`` is at the first transition of its episode in the rollout.
+
+    Args:
+        x: [T, N].
+        ended: true in an episode's last transition, [T, N].
+        valid: false in rows that only reset, [T, N]; these belong to no episode.
+
+    Returns:
+        [T, N].
+    """
+    time = torch.arange(len(x), device=x.device).unsqueeze(1).expand_as(x)
+    begins = torch.ones_like(ended)
+    begins[1:] = ended[:-1] | ~valid[:-1]
+    first = torch.where(begins, time, 0).cummax(0).values
+    return x.gather(0, first)

@@ -1,0 +1,323 @@
+"""Trust region policy optimization."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.distributions import Distribution
+from rl_modules.errors import UsageError
+from rl_modules.networks import ActorCritic, ValueNetwork
+from rl_modules.spaces import tree_map
+
+
+class TRPO(ControlModule):
+    """Trust region policy optimization.
+
+    Schulman et al. 2015, arXiv:1502.05477. Per rollout, one step of the policy to
+
+        max_θ E[ρ A]   subject to   E[KL(π_old || π)] ≤ target_kl,   ρ = π(a|s) / π_old(a|s)
+
+    1. g is the gradient of the surrogate E[ρ A], F the Fisher matrix: the Hessian of the KL at π_old.
+    2. Conjugate gradient solves (F + cg_damping) x = g by products with F alone, each a second backward pass.
+    3. The step √(2 target_kl / xᵀ(F + cg_damping)x) · x reaches the trust region's edge where the KL is quadratic. It
+       is shortened until the KL holds and the surrogate improves, or the old policy is put back.
+
+    Then the critic, a network of its own, is fitted to the λ-returns by ``n_critic_updates`` passes of Adam over the
+    rollout in minibatches. The names and defaults are those of Stable-Baselines3's contrib package; departures from
+    it: the KL is KL(π_old || π), the paper's direction, and policy and critic never share an encoder.
+
+    Optimization is manual, which for Lightning means: the Trainer takes no ``gradient_clip_val``, and ``global_step``
+    counts the critic's steps. Give the datamodule ``batch_size=None, n_epochs=1``; the ``batch_size`` here is the
+    critic's.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        gae_lambda: λ of generalized advantage estimation, in [0, 1].
+        target_kl: the trust region's size, in nats, > 0.
+        cg_max_steps: iterations of conjugate gradient, ≥ 1.
+        cg_damping: added to the Fisher matrix's diagonal, ≥ 0.
+        line_search_shrinking_factor: what a step that fails is multiplied with, in (0, 1).
+        line_search_max_iter: step lengths that are tried, ≥ 1.
+        n_critic_updates: passes of the critic over each rollout, ≥ 1.
+        batch_size: transitions per minibatch of the critic; the last one takes what is left.
+        normalize_advantage: whiten the advantages of each rollout.
+        net_arch: hidden widths of policy and value network, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and
+            none behind a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        log_std_init: initial log standard deviation of Box actions.
+        ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
+        learning_rate: of the critic; a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's
+            own (Adam: 1e-3).
+        optimizer: callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        gae_lambda: float = 0.95,
+        target_kl: float = 0.01,
+        cg_max_steps: int = 15,
+        cg_damping: float = 0.1,
+        line_search_shrinking_factor: float = 0.8,
+        line_search_max_iter: int = 10,
+        n_critic_updates: int = 10,
+        batch_size: int = 128,
+        normalize_advantage: bool = True,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: str = "tanh",
+        log_std_init: float = 0.0,
+        ortho_init: bool = True,
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
+        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name}={value} must lie in [0, 1]")
+        for name, count in (("cg_max_steps", cg_max_steps), ("line_search_max_iter", line_search_max_iter),
+                            ("n_critic_updates", n_critic_updates), ("batch_size", batch_size)):  # fmt: skip
+            if count < 1:
+                raise UsageError(f"{name}={count} must be at least 1")
+        if not target_kl > 0:
+            raise UsageError(f"target_kl={target_kl} must be positive")
+        if not cg_damping >= 0:
+            raise UsageError(f"cg_damping={cg_damping} must not be negative")
+        if not 0 < line_search_shrinking_factor < 1:
+            raise UsageError(f"line_search_shrinking_factor={line_search_shrinking_factor} must lie between 0 and 1")
+        self.automatic_optimization = False
+        self.gamma = gamma
+        self.gae_lambda = gae_lambda
+        self.target_kl = target_kl
+        self.cg_max_steps = cg_max_steps
+        self.cg_damping = cg_damping
+        self.line_search_shrinking_factor = line_search_shrinking_factor
+        self.line_search_max_iter = line_search_max_iter
+        self.n_critic_updates = n_critic_updates
+        self.batch_size = batch_size
+        self.normalize_advantage = normalize_advantage
+        self.value_network: ValueNetwork | None = None
+        self.rejected_updates = 0
+        self._shuffler = torch.Generator()
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.require_whole_rollouts()
+
+    def build_network(self) -> None:
+        hp: Any = self.hparams
+        assert self.observation_space is not None and self.action_space is not None
+        self.network = ActorCritic(
+            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
+            critic=False,
+        )  # fmt: skip
+        vf = hp.net_arch["vf"] if isinstance(hp.net_arch, dict) else hp.net_arch
+        self.value_network = ValueNetwork(self.observation_space, vf, hp.activation_fn, hp.ortho_init)
+        # Drawn here, where the weights are: it follows from the datamodule's seed.
+        self._shuffler.manual_seed(int(torch.randint(2**63 - 1, ())))
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Actions with their log-probability and the state's value, each [N]."""
+        policy = self.policy(observation)
+        assert self.value_network is not None
+        action = policy.mode() if deterministic else policy.sample(generator)
+        return {"action": action, "log_prob": policy.log_prob(action), "value": self.value_network(observation)}
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
+
+        Returns:
+            What :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
+        """
+        advantage = self.advantages(rollout)
+        returns = advantage + rollout["value"]
+        if self.logs_this_epoch:
+            valid = rollout["valid"]
+            self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
+        kept = {name: rollout[name] for name in ("observation", "action", "log_prob")}
+        return {**kept, "advantage": advantage, "returns": returns}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        step = self.update_policy(batch)
+        value_loss = self.update_critic(batch)
+        self.record(**step, value_loss=value_loss)
+
+    # ---------------------------------------------------------------- the policy
+
+    def update_policy(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """One step of the policy within the trust region, or none.
+
+        Args:
+            batch: a whole rollout, flat: observation, action, log_prob, advantage, [B] each.
+
+        Returns:
+            Scalars to log: policy_objective (the surrogate's improvement), approx_kl (the exact KL, in nats),
+            line_search_steps (step lengths tried), is_line_search_success (0 or 1), entropy_loss.
+        """
+        assert self.network is not None
+        if self.normalize_advantage:
+            std, mean = torch.std_mean(batch["advantage"])
+            batch = {**batch, "advantage": (batch["advantage"] - mean) / (std + 1e-8)}
+        parameters = list(self.network.parameters())
+        policy = self.policy(batch["observation"])
+        old = policy.detach()
+        surrogate = self.surrogate(policy, batch)
+        gradient = self.over_ranks(_flat(torch.autograd.grad(surrogate, parameters, retain_graph=True)))
+        kl_gradient = _flat(torch.autograd.grad(old.kl(policy).mean(), parameters, create_graph=True))
+
+        def fisher(vector: Tensor) -> Tensor:
+            product = torch.autograd.grad(kl_gradient.dot(vector), parameters, retain_graph=True)
+            return self.over_ranks(_flat(product)) + self.cg_damping * vector
+
+        direction = F.conjugate_gradient(fisher, gradient, self.cg_max_steps)
+        curvature = direction.dot(fisher(direction))
+        # No gradient, no direction: the step is 0 and will be rejected, for it improves nothing.
+        length = torch.where(curvature > 0, (2 * self.target_kl / curvature).sqrt(), 0.0)
+        found = self.line_search(length * direction, parameters, old, surrogate, batch)
+        self.rejected_updates += int(not found["is_line_search_success"])
+        self.record_now(rejected_updates=self.rejected_updates)
+        return {**found, "entropy_loss": -old.entropy().mean()}
+
+    @torch.no_grad()
+    def line_search(
+        self, step: Tensor, parameters: Sequence[Tensor], old: Distribution, surrogate: Tensor, batch: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Shorten the step until the KL holds and the surrogate improves; where it never does, take none.
+
+        Args:
+            step: full step, one number per parameter.
+            parameters: the policy's, which are changed.
+            old: π_old in every state of the batch.
+            surrogate: E[ρ A] of the old policy.
+            batch: as in :meth:`update_policy`.
+
+        Returns:
+            The first four scalars of :meth:`update_policy`.
+        """
+        start = [p.clone() for p in parameters]
+        before = self.over_ranks(surrogate.detach())
+        for tried in range(1, self.line_search_max_iter + 1):
+            share = self.line_search_shrinking_factor ** (tried - 1)
+            pieces = (share * step).split([p.numel() for p in parameters])
+            for p, origin, piece in zip(parameters, start, pieces, strict=True):
+                p.copy_(origin + piece.view_as(p))
+            policy = self.policy(batch["observation"])
+            improvement = self.over_ranks(self.surrogate(policy, batch)) - before
+            kl = self.over_ranks(old.kl(policy).mean())
+            if kl <= self.target_kl and improvement > 0:
+                return _scalars(improvement, kl, tried, success=True)
+        for p, origin in zip(parameters, start, strict=True):
+            p.copy_(origin)
+        return _scalars(torch.zeros_like(before), torch.zeros_like(before), self.line_search_max_iter, success=False)
+
+    # ---------------------------------------------------------------- the critic
+
+    def update_critic(self, batch: dict[str, Any]) -> Tensor:
+        """Fit the critic to the returns: ``n_critic_updates`` passes in shuffled minibatches.
+
+        Args:
+            batch: a whole rollout, flat: observation, returns, [B] each.
+
+        Returns:
+            The mean loss, a scalar in squared units of return.
+        """
+        assert self.value_network is not None
+        optimizer: Any = self.optimizers()
+        parameters = list(self.value_network.parameters())
+        returns = batch["returns"]
+        losses = []
+        for _ in range(self.n_critic_updates):
+            order = torch.randperm(len(returns), generator=self._shuffler).to(returns.device)
+            for rows in order.split(self.batch_size):
+                value = self.value_network(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
+                loss = self.value_loss(value, {"returns": returns[rows]})
+                # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
+                gradients = torch.autograd.grad(loss, parameters)
+                for p, gradient in zip(parameters, gradients, strict=True):
+                    p.grad = self.over_ranks(gradient)
+                optimizer.step()
+                losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def policy(self, observation: Any) -> Distribution:
+        """π(·|s) for a batch of observations."""
+        assert self.network is not None
+        return self.network(observation)[0]
+
+    def advantages(self, rollout: dict[str, Any]) -> Tensor:
+        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
+        return F.gae(
+            rollout["reward"],
+            rollout["value"],
+            rollout["next_value"],
+            rollout["terminated"],
+            rollout["truncated"],
+            self.gamma,
+            self.gae_lambda,
+        )
+
+    def surrogate(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
+        """E[ρ A] (eq. 14), a scalar to maximise."""
+        ratio = (policy.log_prob(batch["action"]) - batch["log_prob"]).exp()
+        return (ratio * batch["advantage"]).mean()
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Mean squared error to the returns, a scalar."""
+        return 2 * F.value_loss(value, batch["returns"])
+
+    # ---------------------------------------------------------------- optimizer and state
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Adam at 1e-3 with eps 1e-5, for the critic."""
+        return torch.optim.Adam(parameters, lr=1e-3, eps=1e-5, fused=True)
+
+    def trainable_parameters(self) -> Iterable:
+        """The critic's: the policy moves by steps of its own."""
+        assert self.value_network is not None
+        return self.value_network.parameters()
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:
+            scheduler.step()
+
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """The mean over all processes, so that all take the same step."""
+        return self.trainer.strategy.reduce(x, reduce_op="mean") if self.trainer.world_size > 1 else x
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["shuffler"] = self._shuffler.get_state()
+        checkpoint["rejected_updates"] = self.rejected_updates
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._shuffler.set_state(checkpoint["shuffler"].cpu())
+        self.rejected_updates = checkpoint["rejected_updates"]
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _scalars(improvement: Tensor, kl: Tensor, tried: int, success: bool) -> dict[str, Tensor]:
+    return {
+        "policy_objective": improvement,
+        "approx_kl": kl,
+        "line_search_steps": improvement.new_tensor(tried),
+        "is_line_search_success": improvement.new_tensor(success),
+    }
