@@ -125,6 +125,9 @@ def _quiet() -> None:
         ".*Total length of .* across ranks is zero.*",  # evaluation is off
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*treespec.*",
+        ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation writes no checkpoints
+        ".*Couldn't infer the batch indices.*",
+        ".*but have no logger configured.*",  # `test` after `fit` reports in the summary
     ):
         warnings.filterwarnings("ignore", message)
 

@@ -1,5 +1,6 @@
 """LightningCLI with this project's defaults: imported only when a run starts, for it imports Lightning."""
 
+import inspect
 import math
 import re
 import time
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import datamodules
 import rl_modules
@@ -22,7 +25,8 @@ class RLParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
         """Raise the parser's complaint as one sentence."""
-        raise UsageError(_one_sentence(message, self)) from ex
+        argument = getattr(ex, "argument_name", None)
+        raise UsageError(f"{argument}: {_one_sentence(message)}" if argument else _one_sentence(message)) from ex
 
 
 class RLCLI(LightningCLI):
@@ -87,6 +91,9 @@ class RLCLI(LightningCLI):
             raise UsageError(
                 f"nothing says which {missing} to use; give --config (`rl list` shows them) or --{missing} CLASS"
             )
+        checkpoint = config.get("ckpt_path")
+        if checkpoint is not None and not Path(checkpoint).is_file():
+            raise UsageError(f"ckpt_path={checkpoint!r} is no file; give the path of a .ckpt file")
         if self.command == "fit":
             torch.set_num_threads(config["threads"])
         logger = config["trainer"]["logger"]
@@ -94,6 +101,18 @@ class RLCLI(LightningCLI):
             algorithm = config["model"]["class_path"].rpartition(".")[2]
             task = config["data"]["init_args"].get("env_id") or config["data"]["class_path"].rpartition(".")[2]
             logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # The parser wraps what a class says about its arguments into its own account of the types it tried.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UsageError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or UsageError(" ".join(str(error).split())) from error
+        except MisconfigurationException as error:
+            raise UsageError(" ".join(str(error).split())) from error
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         if self.command == "predict":
@@ -111,6 +130,10 @@ class RLCLI(LightningCLI):
             config["enable_progress_bar"] = False
         return super()._instantiate_trainer(config, callbacks)
 
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        # A checkpoint is data from outside: nothing in it may run.
+        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
     # ---------------------------------------------------------------- after training
 
     def after_fit(self) -> None:
@@ -119,11 +142,10 @@ class RLCLI(LightningCLI):
         metrics = self.datamodule.metrics()
         step = self.datamodule.num_timesteps
         loggers, self.trainer.loggers = self.trainer.loggers, []
-        result = self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+        self.trainer.test(self.model, datamodule=self.datamodule, verbose=False, weights_only=True)
         self.trainer.loggers = loggers
         final = {"final/mean_reward": self.trainer.callback_metrics["test/mean_reward"].item(),
                  "final/std_reward": self.trainer.callback_metrics["test/std_reward"].item()}  # fmt: skip
-        del result
         settings = {**_flat(self.model.hparams), **_flat(self.datamodule.hparams)}
         for logger in loggers:
             if isinstance(logger, TensorBoardLogger):
@@ -178,9 +200,56 @@ def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _one_sentence(message: str, parser: LightningArgumentParser) -> str:
-    """Jsonargparse's message without its nesting, with the nearest known key appended."""
-    return " ".join(message.split())
+def _one_sentence(message: str) -> str:
+    """jsonargparse's message as one sentence: what was given, where, and the nearest that is known."""
+    text = " ".join(message.split())
+    group = re.search(r'Parser key "(?:\w+\.)*?(model|data|trainer)\b', text)
+    where = group.group(1) if group else ""
+    # What a class can be is a union with None; the part about the class is the one that matters.
+    union = re.search(r"Errors: - (.+?) (?:- Expected a <class 'NoneType'>|Given value type)", text)
+    if union and not union.group(1).startswith("Expected a dot import path"):
+        inner = union.group(1)
+        plain = re.search(r'Parser key "([\w.]+)".*?Errors: - Expected an? (.+?) - Expected.*Given value: (\S+)$', text)
+        if plain and inner.startswith("Expected a"):
+            key, expected, got = plain.groups()
+            return f"{key}={got!r} can't be used; it must be of type {_plain_types(expected)}"
+        if own := re.search(r"(?:unknown option '|^)([\w.]+)(?:'|=\S+ can't be used)", inner):
+            name = own.group(1)
+            if "unknown option" in inner and name in _known_options(where):
+                return f"{where}.{name} is given, but not whose it is; say which class with --{where} CLASS or --config"
+            if "unknown option" in inner:
+                return f"unknown option '{where}.{name}'{did_you_mean(name, _known_options(where))}"
+            return f"{where}.{inner}"
+        return inner
+    unknown = (
+        re.search(r"Option '([\w.]+)' is not accepted", text)
+        or re.search(r"[Uu]nrecognized arguments: (?:--)?([\w.]+)", text)
+        or re.search(r"does not accept option '([\w.]+)'", text)
+    )
+    if unknown:
+        first, _, rest = unknown.group(1).partition(".")
+        known = _known_options(first) if rest else {"model", "data", "trainer", "seed_everything", "ckpt_path"}
+        return f"unknown option {unknown.group(1)!r}{did_you_mean(rest or first, known)}"
+    if klass := re.search(r"Expected a dot import path string: (\S+)", text):
+        classes = rl_modules.__all__ if where == "model" else datamodules.__all__
+        name = klass.group(1).rpartition(".")[2]
+        return f"{where} class {name!r} is unknown; known are {', '.join(classes)}{did_you_mean(name, classes)}"
+    if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\.? Got value: (.+?)(?: - |$)', text):
+        key, expected, got = wrong.groups()
+        return f"{key}={got!r} can't be used; it must be of type {_plain_types(expected)}"
+    return text
 
 
-__all__ = ["RLCLI", "did_you_mean"]
+def _plain_types(text: str) -> str:
+    return re.sub(r"<class '([\w.]+)'>", r"\1", text)
+
+
+def _known_options(where: str) -> set[str]:
+    """Every option that the classes of a group take."""
+    classes: list[Any] = [Trainer] if where == "trainer" else []
+    for package, group in ((rl_modules, "model"), (datamodules, "data")):
+        if where in (group, ""):
+            classes += [getattr(package, name) for name in package.__all__]
+    bases = {base for cls in classes for base in cls.__mro__ if "__init__" in vars(base)}
+    names = {name for base in bases for name in inspect.signature(base.__init__).parameters}
+    return names - {"self", "args", "kwargs"}

@@ -348,12 +348,17 @@ class ControlModule(L.LightningModule):
         for name in ("observation_space", "action_space"):
             saved, here = checkpoint["hyper_parameters"].get(name), self.hparams[name]
             if saved != here:
-                raise UsageError(f"the checkpoint is of another environment ({checkpoint['env_id']}): its {name} is "
-                                 f"{space_from_dict(saved)}, here it is {space_from_dict(here)}")  # fmt: skip
+                raise UsageError(f"the checkpoint is of another environment, {checkpoint['env_id']}: its {name} is "
+                                 f"{_brief(saved)}, here it is {_brief(here)}")  # fmt: skip
         env_id = getattr(self.trainer.datamodule, "env_name", None)  # type: ignore[attr-defined]
         if self.trainer.state.fn == "fit" and checkpoint["env_id"] != env_id:
             raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
                              f"this run is on {env_id}; training can only go on where it was")  # fmt: skip
+
+
+def _brief(space: dict[str, Any]) -> str:
+    """A space without its bounds, for one line."""
+    return f"Box{tuple(space['shape'])}" if space["type"] == "Box" else str(space_from_dict(space))
 
 
 def _to_tensors(tree: Any) -> Any:

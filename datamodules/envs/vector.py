@@ -95,12 +95,13 @@ def _make_bare(env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any])
         if factory is not None:
             return factory(**env_kwargs)
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
-    except gym.error.UnregisteredEnv as error:
+    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        raise UsageError(_missing_extra(name, str(error))) from error
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         raise UsageError(f"env_id={name!r} is not a known environment{did_you_mean(name, gym.registry)}") from error
-    except gym.error.DependencyNotInstalled as error:
-        raise UsageError(_missing_extra(name, str(error))) from error
-    except ModuleNotFoundError as error:
-        raise UsageError(_missing_extra(name, str(error))) from error
+    except gym.error.Error as error:
+        # Deprecated and missing versions: Gymnasium names the right one.
+        raise UsageError(f"env_id={name!r} can't be made: {error}") from error
     except TypeError as error:
         raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
 
