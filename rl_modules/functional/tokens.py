@@ -85,11 +85,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        total, largest = _room(logits), _room(logits)
-        for scratch, piece, total_piece, largest_piece in _pieces(logits, total, largest):
-            shifted = _shifted(piece, scratch, largest_piece, temperature)
-            torch.sum(shifted.exp_(), -1, keepdim=True, out=total_piece)
-        log_total = total.log_()
+        largest, log_total = _log_total(logits, temperature)
         # The maximum goes first: beside large logits the logarithm of the sum would lose its digits.
         chosen = as_float(logits.gather(-1, tokens.unsqueeze(-1))) - largest
         ctx.save_for_backward(logits, tokens, log_total + largest / temperature)
@@ -179,6 +175,34 @@ def _pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         for piece in zip(*(tensor.split(columns, 1) for tensor in block), strict=True):
             height, width = piece[0].shape[:2]
             yield room[:height, :width], *piece
+
+
+def _log_total(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A bound m on the logits of each row, and log Σ exp((logits - m) / T), both of shape (B, L, 1).
+
+    Taking the maximum for m keeps every exponential below 1, but finding and subtracting it are two passes of five.
+    Logits of a model hardly ever need it. On a CPU, where a look at the result costs nothing, we first do without.
+    """
+    total, largest = _room(logits), _room(logits)
+    if logits.device.type == "cpu":
+        for scratch, piece, total_piece in _pieces(logits, total):
+            torch.sum(_exponential(piece, scratch, temperature), -1, keepdim=True, out=total_piece)
+        # Neither overflow, nor lost small terms, nor a logarithm so large that float32 rounds it by more than 3e-6.
+        if bool(((total > 1e-20) & (total < 1e20)).all()):
+            return largest.zero_(), total.log_()
+    for scratch, piece, total_piece, largest_piece in _pieces(logits, total, largest):
+        shifted = _shifted(piece, scratch, largest_piece, temperature)
+        torch.sum(shifted.exp_(), -1, keepdim=True, out=total_piece)
+    return largest, total.log_()
+
+
+def _exponential(logits: Tensor, scratch: Tensor, temperature: float) -> Tensor:
+    """Write exp(logits / T) into scratch."""
+    if logits.dtype is not scratch.dtype:
+        logits = scratch.copy_(logits)
+    if temperature != 1.0:
+        logits = torch.div(logits, temperature, out=scratch)
+    return torch.exp(logits, out=scratch)
 
 
 def _shifted(logits: Tensor, scratch: Tensor, largest: Tensor, temperature: float) -> Tensor:

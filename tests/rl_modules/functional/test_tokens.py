@@ -108,11 +108,30 @@ def test_words_that_are_ruled_out_count_nothing():
         assert (gradient[..., 4:] == 0).all()
 
 
-def test_large_logits_do_not_overflow():
-    logits = torch.tensor([[[3e4, 3e4 - 1.0, -3e4]]])
-    expected = torch.tensor([[-math.log(1 + math.exp(-1))]])
-    torch.testing.assert_close(token_log_probs(logits, torch.tensor([[0]])), expected)
-    assert token_entropy(logits).isfinite().all()
+@pytest.mark.parametrize("size", [60.0, 3e4, -60.0, -3e4])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_large_logits_neither_overflow_nor_lose_digits(size, temperature):
+    # The second row is harmless: it must not be spoilt by, nor hide, the first.
+    logits = torch.tensor([[[size, size - 1.0, size - 2e4], [1.0, 2.0, 3.0]]], requires_grad=True)
+    exact = logits.detach().double().requires_grad_()
+    tokens = torch.tensor([[1, 0]])
+    log_prob, expected = token_log_probs(logits, tokens, temperature), reference_log_probs(exact, tokens, temperature)
+    torch.testing.assert_close(log_prob.double(), expected, atol=1e-6, rtol=0)
+    entropy, expected_entropy = token_entropy(logits, temperature), reference_entropy(exact, temperature)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-6, rtol=0)
+    for ours, reference in ((log_prob, expected), (entropy, expected_entropy)):
+        (gradient,) = torch.autograd.grad(ours.sum(), logits)
+        (expected_gradient,) = torch.autograd.grad(reference.sum(), exact)
+        # Beside 1e5 the saved logarithm is rounded to 4e-3.
+        torch.testing.assert_close(gradient.double(), expected_gradient, atol=abs(size) / temperature * 1e-7, rtol=0)
+
+
+def test_a_row_of_nan_stays_one():
+    logits = torch.randn(1, 2, 3)
+    logits[0, 0, 1] = torch.nan
+    result = token_log_probs(logits, torch.zeros(1, 2, dtype=torch.long))
+    assert result[0, 0].isnan()
+    assert result[0, 1].isfinite()
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
