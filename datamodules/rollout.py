@@ -83,6 +83,16 @@ class RolloutDataModule(ControlDataModule):
         return LazyLoader(self.rollouts_per_epoch * self._batches_per_rollout, self._minibatches)
 
     @property
+    def rollout(self) -> Batch | None:
+        """The prepared rollout that is being handed out, flat over its valid rows; None before the first."""
+        return self._fields
+
+    @property
+    def rollout_is_used_up(self) -> bool:
+        """True from the last minibatch of a rollout on, until the next rollout is collected."""
+        return self._position % self._batches_per_rollout == 0
+
+    @property
     def _batches_per_rollout(self) -> int:
         return self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
 
