@@ -201,7 +201,7 @@ def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _one_sentence(message: str) -> str:
-    """jsonargparse's message as one sentence: what was given, where, and the nearest that is known."""
+    """What jsonargparse says, as one sentence: what was given, where, and the nearest that is known."""
     text = " ".join(message.split())
     group = re.search(r'Parser key "(?:\w+\.)*?(model|data|trainer)\b', text)
     where = group.group(1) if group else ""

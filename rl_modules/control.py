@@ -47,6 +47,8 @@ class ControlModule(L.LightningModule):
         spaces.MultiDiscrete,
         spaces.MultiBinary,
     )
+    #: What the algorithm learns from: ``rollouts`` of its current policy, or the ``replay`` of all so far.
+    experience = "rollouts"
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
 
@@ -83,6 +85,14 @@ class ControlModule(L.LightningModule):
         self._observation_statistics: Any = None
         self._observation_ndim = 0
         self._predict_generator = torch.Generator()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the name of the running hook here some forty times per batch; torch's bookkeeping of
+        # parameters and submodules would cost a twentieth of the run for it.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     # ---------------------------------------------------------------- spaces and network
 
@@ -185,9 +195,11 @@ class ControlModule(L.LightningModule):
         if self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
         was_training = self.training
-        self.eval()
+        if was_training:
+            self.eval()
         action = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)["action"]
-        self.train(was_training)
+        if was_training:
+            self.train()
         action = action.cpu().numpy()
         action = to_environment(self.action_space, action)
         return (action[0] if single else action), state

@@ -1,0 +1,1 @@
+"""Side-by-side runs; none of them is a test."""

@@ -1,0 +1,121 @@
+"""Steps per second beside Stable-Baselines3 and a bare torch loop: the same work, in one process, alternating.
+
+    python -m benchmarks.control --algorithm ppo --pairs 5 --json ppo.json
+
+Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings; evaluation and progress bars are off, logging
+is each library's default. Ratios are taken within a round and their median is reported, for machines are noisy.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ZOO_PPO = {"n_steps": 32, "batch_size": 256, "n_epochs": 20}
+
+
+def ours_ppo(total_timesteps: int) -> None:
+    from datamodules import RolloutDataModule
+    from rl_modules import PPO
+
+    data = RolloutDataModule("CartPole-v1", n_envs=8, total_timesteps=total_timesteps, eval_freq=0, **ZOO_PPO)
+    model = PPO(gamma=0.98, gae_lambda=0.8, learning_rate="lin_1e-3", clip_range="lin_0.2", log_every=4)
+    _fit(model, data)
+
+
+def sb3_ppo(total_timesteps: int) -> None:
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    def linear(initial: float) -> Callable[[float], float]:
+        return lambda remaining: remaining * initial
+
+    envs = make_vec_env("CartPole-v1", n_envs=8, seed=0)
+    PPO("MlpPolicy", envs, gamma=0.98, gae_lambda=0.8, learning_rate=linear(1e-3), clip_range=linear(0.2), device="cpu",
+        **ZOO_PPO).learn(total_timesteps)  # fmt: skip
+    envs.close()
+
+
+def bare_ppo(total_timesteps: int) -> None:
+    from benchmarks.bare import bare_ppo
+
+    bare_ppo(total_timesteps)
+
+
+def _fit(model: object, data: object) -> None:
+    import lightning as L
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_epochs=-1, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False
+        )  # fmt: skip
+        trainer.fit(model, datamodule=data)
+
+
+CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
+    "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
+}
+TIMESTEPS = {"ppo": 20_480}
+
+
+def measure(algorithm: str, pairs: int, total_timesteps: int) -> dict:
+    """Alternate the contestants and compare them round by round."""
+    contestants = CONTESTANTS[algorithm]
+    for run in contestants.values():
+        run(2_048)  # imports, allocator, first-call costs
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(pairs):
+        for name, run in contestants.items():
+            start_s = time.perf_counter()
+            run(total_timesteps)
+            speeds[name].append(total_timesteps / (time.perf_counter() - start_s))
+    ratios = {
+        name: statistics.median(own / other for own, other in zip(speeds["ours"], speeds[name], strict=True))
+        for name in contestants
+    }
+    return {
+        "algorithm": algorithm,
+        "total_timesteps": total_timesteps,
+        "pairs": pairs,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "steps_per_second": {name: statistics.median(values) for name, values in speeds.items()},
+        "ours_over": ratios,
+        "rounds": speeds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithm", choices=[*CONTESTANTS], nargs="+", default=[*CONTESTANTS])
+    parser.add_argument("--pairs", type=int, default=5, help="rounds; the median is reported")
+    parser.add_argument("--timesteps", type=int, help="transitions per run; default: enough for some seconds")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads, for every contestant")
+    parser.add_argument("--json", type=Path, help="where to write the measurements")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    results = [measure(name, args.pairs, args.timesteps or TIMESTEPS[name]) for name in args.algorithm]
+    for result in results:
+        print(f"\n{result['algorithm']}: {result['total_timesteps']:,} transitions, {result['pairs']} rounds, "
+              f"{result['threads']} thread(s)")  # fmt: skip
+        print(f"{'contestant':<20}{'steps/s':>10}{'ours ÷ it':>12}")
+        for name, speed in result["steps_per_second"].items():
+            print(f"{name:<20}{speed:>10,.0f}{result['ours_over'][name]:>12.2f}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
