@@ -130,6 +130,8 @@ class RolloutDataModule(ControlDataModule):
         self.num_timesteps += self._count_valid(valid)
         with torch.no_grad():
             prepared = module.prepare(rollout)
+        # Rows need not be the rollout's own: Monte Carlo control hands on the episodes that have ended.
+        valid = prepared.pop("valid", valid)
         module.train(training)
         if self.collector.envs.metadata["autoreset_mode"] != AUTORESET["next_step"]:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
@@ -150,12 +152,6 @@ class RolloutDataModule(ControlDataModule):
             return [fields]
         shuffled = tree_map(lambda x: x[order.to(x.device)], fields)
         return [tree_map(lambda x, i=i: x.tensor_split(n_minibatches)[i], shuffled) for i in range(n_minibatches)]
-
-    def _count_valid(self, valid: Tensor) -> int:
-        count = valid.sum()
-        if self._world_size > 1:
-            count = self.trainer.strategy.reduce(count, reduce_op="sum")  # type: ignore[union-attr]
-        return int(count)
 
     # ---------------------------------------------------------------- state
 

@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
+    "DQN": "rl_modules.dqn",
     "REINFORCE": "rl_modules.reinforce",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
+    "MonteCarlo": "rl_modules.tabular",
+    "SARSA": "rl_modules.tabular",
+    "QLearning": "rl_modules.tabular",
 }
 
-__all__ = ["A2C", "PPO", "REINFORCE", "TRPO"]
+__all__ = ["A2C", "DQN", "PPO", "REINFORCE", "SARSA", "TRPO", "MonteCarlo", "QLearning"]
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
+    from rl_modules.dqn import DQN
     from rl_modules.ppo import PPO
     from rl_modules.reinforce import REINFORCE
+    from rl_modules.tabular import SARSA, MonteCarlo, QLearning
     from rl_modules.trpo import TRPO
 
 

@@ -1,0 +1,505 @@
+"""Control with a table of action values: Monte Carlo, SARSA, Q-learning.
+
+Nothing here is gradient descent: one batch is one rollout, whose transitions move their entries of the table one after
+the other, in order of time. With ``n_steps=1`` that is the textbook's update after every step.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules.control import ControlModule
+from rl_modules.errors import UsageError
+from rl_modules.schedules import exploration_rate, parse_schedule, schedule_value
+
+
+class ActionValues(torch.nn.Module):
+    """K tables of action values with their counts.
+
+    They stay in main memory, in float64, whatever the module is moved or converted to: entries are read and written one
+    by one, which an accelerator is slow at.
+
+    Args:
+        n_tables: K.
+        n_states: S.
+        n_actions: A.
+        initial_value: what every entry holds at first, in units of return.
+    """
+
+    q: Tensor
+    visits: Tensor
+
+    def __init__(self, n_tables: int, n_states: int, n_actions: int, initial_value: float) -> None:
+        super().__init__()
+        shape = (n_tables, n_states, n_actions)
+        self.register_buffer("q", torch.full(shape, initial_value, dtype=torch.float64))
+        self.register_buffer("visits", torch.zeros(shape, dtype=torch.int64))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "ActionValues":
+        return self
+
+
+class TabularControl(ControlModule):
+    """Base of the tabular agents: the table, ε-greedy actions, step sizes, exact evaluation.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        learning_rate: step size α; a number in (0, 1], ``lin_<number>`` for linear decay to 0 over ``total_timesteps``,
+            or ``1/n`` for the mean of all targets that an entry has seen.
+        exploration_fraction: share of training over which ε falls, in [0, 1].
+        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
+        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    supported_action_spaces = (spaces.Discrete,)
+    n_tables = 1
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        learning_rate: float | str = 0.1,
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        initial_value: float = 0.0,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(log_every=log_every, observation_space=observation_space, action_space=action_space)
+        unit_interval = {
+            "gamma": gamma,
+            "exploration_fraction": exploration_fraction,
+            "exploration_initial_eps": exploration_initial_eps,
+            "exploration_final_eps": exploration_final_eps,
+        }
+        for name, value in unit_interval.items():
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name}={value} must lie in [0, 1]")
+        self.hparams["learning_rate"] = learning_rate
+        self.step_schedule = None if learning_rate == "1/n" else _parse_step_size(learning_rate)
+        self.step_size = 0.0 if self.step_schedule is None else self.step_schedule[0]
+        self.gamma = gamma
+        self.epsilon = self._exploration_rate(1.0)
+        self.automatic_optimization = False
+        self._generator = torch.Generator()
+        self._model: Any = None
+
+    def setup(self, stage: str) -> None:
+        """Refuse what can't work, and read the environment's transition table where it has one.
+
+        Raises:
+            UsageError: spaces that no table fits, several processes, cut rollouts, or episodes that need never end.
+        """
+        self.configure_model()
+        if self.trainer.world_size > 1:
+            raise UsageError(f"{type(self).__name__} keeps one table in one process; use trainer.devices=1, not "
+                             f"{self.trainer.world_size} processes, and raise n_envs instead")  # fmt: skip
+        if stage == "fit":
+            self.require_whole_rollouts()
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        self._model = datamodule.transition_model()
+        if self._model is not None and self._model.horizon is None and self._model.may_never_end():
+            raise UsageError(f"{datamodule.env_name} has no time limit, so that an episode of a policy that goes in "
+                             "circles never ends; give it env_kwargs={'max_episode_steps': 200}")  # fmt: skip
+
+    def check_spaces(self) -> None:
+        """Refuse spaces without a finite table.
+
+        Raises:
+            UsageError: names the space and the algorithms that fit.
+        """
+        name = type(self).__name__
+        if not isinstance(self.observation_space, spaces.Discrete):
+            advice = "DQN, REINFORCE, A2C, TRPO and PPO fit"
+            if isinstance(self.observation_space, spaces.Tuple | spaces.MultiDiscrete | spaces.MultiBinary):
+                advice = "the wrapper datamodules.envs.discrete.FlattenDiscrete numbers tuples of Discrete"
+            raise UsageError(f"{name} looks values up in a table, for which the observation space must be Discrete, "
+                             f"not {self.observation_space}; {advice}")  # fmt: skip
+        if not isinstance(self.action_space, spaces.Discrete):
+            raise UsageError(f"{name} looks values up in a table, for which the action space must be Discrete, not "
+                             f"{self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
+
+    def build_network(self) -> None:
+        assert isinstance(self.observation_space, spaces.Discrete) and isinstance(self.action_space, spaces.Discrete)
+        n_states, n_actions = int(self.observation_space.n), int(self.action_space.n)
+        self.network = ActionValues(self.n_tables, n_states, n_actions, self.hparams["initial_value"])
+        self._generator.manual_seed(int(torch.randint(2**62, ())))
+
+    @property
+    def tables(self) -> ActionValues:
+        """The tables behind :attr:`q`; known from ``configure_model`` on."""
+        assert isinstance(self.network, ActionValues)
+        return self.network
+
+    @property
+    def q(self) -> Tensor:
+        """Q(s, a), [S, A] float64: the table, or the mean of two."""
+        return self.tables.q.mean(0)
+
+    def act(self, observation: Tensor, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """ε-greedy actions [N], ties broken at random; deterministic: the first of the best actions."""
+        return {"action": self.choose(observation, generator, deterministic).to(observation.device)}
+
+    def choose(self, state: Tensor, generator: torch.Generator | None, deterministic: bool = False) -> Tensor:
+        """The ε-greedy choice: [N] int64 from states [N]."""
+        # NumPy: on a handful of numbers its calls cost a third of torch's.
+        q = self.tables.q.numpy()[:, state.cpu().numpy()].mean(0)
+        if deterministic:
+            return torch.from_numpy(q.argmax(-1))
+        device = None if generator is None else generator.device
+        u = torch.rand(len(q), q.shape[1] + 1, generator=generator, device=device).cpu().numpy()
+        explores = u[:, :1] < self.epsilon
+        allowed = explores | (q == q.max(-1, keepdims=True))
+        # The largest of independent uniform numbers is equally likely to be any of them.
+        return torch.from_numpy(np.where(allowed, u[:, 1:], -1.0).argmax(-1))
+
+    def greedy_policy(self) -> Tensor:
+        """π(a|s), [S, A]: what ``predict(..., deterministic=True)`` does."""
+        return torch.nn.functional.one_hot(self.q.argmax(-1), self.q.shape[1]).double()
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """The transitions as they came, [T, N] each."""
+        return {name: rollout[name] for name in ("observation", "action", "reward", "next_observation", "terminated")}
+
+    # ---------------------------------------------------------------- pieces of every update
+
+    def move(self, state: int, action: int, target: float, table: int = 0) -> float:
+        """Q(s, a) ← Q(s, a) + α [target - Q(s, a)]; returns the error in brackets before the move."""
+        q, visits = self.tables.q.numpy(), self.tables.visits.numpy()
+        visits[table, state, action] += 1
+        step_size = self.step_size if self.step_schedule else 1.0 / visits[table, state, action]
+        error = target - float(q[table, state, action])
+        q[table, state, action] += step_size * error
+        return error
+
+    def expected_value(self, state: int) -> float:
+        """Σ_a π(a|s) Q(s, a) under the ε-greedy policy that acts."""
+        q = self.tables.q.numpy()[:, state].mean(0)
+        return float((1.0 - self.epsilon) * q.max() + self.epsilon * q.mean())
+
+    def finish_step(self, errors: list[float]) -> None:
+        """Count the batch as one step of training, which Lightning does only for optimizers, and log its error."""
+        # ModelCheckpoint and max_steps go by this count.
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        progress.increment_ready()
+        progress.increment_completed()
+        if errors and self.logs_this_epoch:
+            self.record(td_error=torch.tensor(sum(map(abs, errors)) / len(errors)))
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        self.epsilon = self._exploration_rate(progress_remaining)
+        self._metrics["rollout/exploration_rate"] = self.epsilon
+        if self.step_schedule is not None:
+            self.step_size = schedule_value(self.step_schedule, progress_remaining)
+            self.record_now(learning_rate=self.step_size)
+
+    def _exploration_rate(self, progress_remaining: float) -> float:
+        hp = self.hparams
+        return exploration_rate(
+            progress_remaining, hp["exploration_fraction"], hp["exploration_initial_eps"], hp["exploration_final_eps"]
+        )
+
+    # ---------------------------------------------------------------- exact evaluation
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_exact("eval")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_exact("test")
+
+    def _log_exact(self, prefix: str) -> None:
+        """The greedy policy's true expected return beside the best possible one, from the environment's own table."""
+        if self._model is None or self.trainer.sanity_checking:
+            return
+        metrics = {
+            f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),
+            f"{prefix}/optimal_return": self._model.optimal_return(),
+        }
+        fitting = self.trainer.state.fn == "fit"
+        self.log_dict(metrics, logger=not fitting)
+        if fitting:
+            step = self.trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step=step)
+
+    # ---------------------------------------------------------------- what Lightning asks for
+
+    def configure_optimizers(self) -> list:
+        """No optimizer: tables have no gradient."""
+        return []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["tabular"] = {"epsilon": self.epsilon, "generator": self._generator.get_state()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.epsilon = checkpoint["tabular"]["epsilon"]
+        self._generator.set_state(checkpoint["tabular"]["generator"].cpu())
+
+
+class MonteCarlo(TabularControl):
+    """On-policy Monte Carlo control for ε-soft policies.
+
+    Sutton & Barto 2018, section 5.4. When an episode has ended, every visited pair moves towards its return:
+
+        G_t = r_t + γ G_{t+1},   Q(s_t, a_t) ← Q(s_t, a_t) + α [G_t - Q(s_t, a_t)]
+
+    Departure from the book: an episode that a time limit cut off goes on in the estimate, with
+    G = Σ_a π(a|s') Q(s', a) of the state that it was cut off in. An episode still running when training ends is not
+    learned from.
+
+    Args:
+        first_visit: count a pair's first visit in each episode alone; false: every visit.
+        gamma: discount γ per transition, in [0, 1].
+        learning_rate: step size α, see :class:`TabularControl`; the default ``1/n`` makes Q the mean of all returns.
+        **table: ``exploration_fraction`` and the other arguments of :class:`TabularControl`.
+    """
+
+    def __init__(
+        self, first_visit: bool = True, gamma: float = 0.99, learning_rate: float | str = "1/n", **table: Any
+    ) -> None:
+        super().__init__(gamma=gamma, learning_rate=learning_rate, **table)
+        self.first_visit = first_visit
+        self._episodes: list[dict[str, list]] = []
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """The visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1] each."""
+        n_envs = rollout["reward"].shape[1]
+        if not self._episodes:
+            self._episodes = [{"observation": [], "action": [], "reward": [], "successor": []} for _ in range(n_envs)]
+        names = ("observation", "action", "reward", "next_observation", "terminated", "truncated", "valid")
+        flat = {name: rollout[name].flatten() for name in names}
+        visits: list[tuple[int, int, float]] = []
+        for i, (state, action, reward, successor, terminated, truncated, valid) in enumerate(rows(flat, *names)):
+            if not valid:
+                continue
+            episode = self._episodes[i % n_envs]
+            if episode["successor"] not in ([], [state]):
+                # A resumed run could not bring this episode back; what is left of it belongs to another.
+                self._forget(episode)
+            episode["observation"].append(state)
+            episode["action"].append(action)
+            episode["reward"].append(reward)
+            episode["successor"][:] = [successor]
+            if terminated or truncated:
+                after = 0.0 if terminated else self.expected_value(successor)
+                visits += self.returns(episode["observation"], episode["action"], episode["reward"], after)
+                self._forget(episode)
+        columns = zip(*visits, strict=True) if visits else ((), (), ())
+        observation, action, returns = (list(column) for column in columns)
+        return {
+            "observation": torch.tensor(observation, dtype=torch.int64)[:, None],
+            "action": torch.tensor(action, dtype=torch.int64)[:, None],
+            "returns": torch.tensor(returns, dtype=torch.float64)[:, None],
+            "valid": torch.ones(len(visits), 1, dtype=torch.bool),
+        }
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        errors = []
+        for state, action, target in rows(batch, "observation", "action", "returns"):
+            errors.append(self.move(state, action, target))
+        self.finish_step(errors)
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def returns(
+        self, states: list[int], actions: list[int], rewards: list[float], after: float
+    ) -> list[tuple[int, int, float]]:
+        """What one episode teaches: (s, a, G), in order of time.
+
+        Args:
+            states: s_t.
+            actions: a_t.
+            rewards: r_t.
+            after: value of what follows the last reward, 0 at a real end.
+        """
+        visits = []
+        for state, action, reward in zip(reversed(states), reversed(actions), reversed(rewards), strict=True):
+            after = reward + self.gamma * after
+            visits.append((state, action, after))
+        visits.reverse()
+        if not self.first_visit:
+            return visits
+        # Written backwards, so that the first visit is the one that stays.
+        first = {(state, action): t for t, (state, action, _) in reversed(list(enumerate(visits)))}
+        return [visits[t] for t in sorted(first.values())]
+
+    @staticmethod
+    def _forget(episode: dict[str, list]) -> None:
+        for column in episode.values():
+            column.clear()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["tabular"]["episodes"] = [{k: list(v) for k, v in episode.items()} for episode in self._episodes]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._episodes = [{k: list(v) for k, v in episode.items()} for episode in checkpoint["tabular"]["episodes"]]
+
+
+class SARSA(TabularControl):
+    """SARSA: on-policy temporal-difference control, and Expected SARSA.
+
+    Sutton & Barto 2018, section 6.4 (Rummery & Niranjan 1994) and section 6.6 (van Seijen et al. 2009):
+
+        Q(s, a) ← Q(s, a) + α [r + γ Q(s', a') - Q(s, a)],   a' the action that is taken in s'
+        Q(s, a) ← Q(s, a) + α [r + γ Σ_a' π(a'|s') Q(s', a') - Q(s, a)]                           with ``expected``
+
+    The last transition of a rollout needs an action that nobody has taken yet: it is drawn before the update and taken
+    first in the next rollout. Where a time limit cuts an episode off, a' is drawn and never taken.
+
+    Args:
+        expected: bootstrap from the policy's mean instead of one action, which removes that action's variance.
+        gamma: discount γ per transition, in [0, 1].
+        learning_rate: step size α, see :class:`TabularControl`.
+        **table: ``exploration_fraction`` and the other arguments of :class:`TabularControl`.
+    """
+
+    def __init__(
+        self, expected: bool = False, gamma: float = 0.99, learning_rate: float | str = 0.1, **table: Any
+    ) -> None:
+        super().__init__(gamma=gamma, learning_rate=learning_rate, **table)
+        self.expected = expected
+        # Per environment the state that comes next and the action drawn for it; -1: none.
+        self._promised: tuple[Tensor, Tensor] | None = None
+
+    def act(self, observation: Tensor, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """ε-greedy actions [N]; where the last update has promised one, that."""
+        action = self.choose(observation, generator, deterministic)
+        if self._promised is not None and not deterministic:
+            state, promised = self._promised
+            action = torch.where(state == observation.cpu(), promised, action)
+            self._promised = None
+        return {"action": action.to(observation.device)}
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, Any]:
+        # What is promised concerns the training environments alone.
+        promised, self._promised = self._promised, None
+        try:
+            return super().predict(observation, state, episode_start, deterministic)
+        finally:
+            self._promised = promised
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """The transitions with ``next_action``, a' of each, [T, N]; -1 where the policy's mean is bootstrapped from."""
+        transitions = super().prepare(rollout)
+        if self.expected:
+            return {**transitions, "next_action": torch.full_like(rollout["action"], -1)}
+        successor = rollout["next_observation"].cpu()
+        ends = (rollout["terminated"] | rollout["truncated"]).cpu()
+        next_action = rollout["action"].cpu().roll(-1, 0)
+        drawn = ends.clone()
+        drawn[-1] = True
+        next_action[drawn] = self.choose(successor[drawn], self._generator)
+        self._promised = torch.where(ends[-1], -1, successor[-1]), next_action[-1].clone()
+        return {**transitions, "next_action": next_action.to(rollout["action"].device)}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        errors = []
+        names = ("observation", "action", "reward", "next_observation", "next_action", "terminated")
+        for state, action, reward, successor, next_action, terminated in rows(batch, *names):
+            target = reward if terminated else reward + self.gamma * self.next_value(successor, next_action)
+            errors.append(self.move(state, action, target))
+        self.finish_step(errors)
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def next_value(self, state: int, action: int) -> float:
+        """What the update bootstraps from: Q(s', a'), or the policy's mean of it."""
+        return self.expected_value(state) if self.expected else float(self.tables.q[0, state, action])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["tabular"]["promised"] = None if self._promised is None else list(self._promised)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        promised = checkpoint["tabular"]["promised"]
+        self._promised = None if promised is None else (promised[0].cpu(), promised[1].cpu())
+
+
+class QLearning(TabularControl):
+    """Q-learning: off-policy temporal-difference control, and Double Q-learning.
+
+    Sutton & Barto 2018, section 6.5 (Watkins 1989) and section 6.7 (van Hasselt 2010):
+
+        Q(s, a) ← Q(s, a) + α [r + γ max_a' Q(s', a') - Q(s, a)]
+        Q₁(s, a) ← Q₁(s, a) + α [r + γ Q₂(s', argmax_a' Q₁(s', a')) - Q₁(s, a)]                    with ``double``
+
+    With ``double`` a fair coin says which of the two tables is moved, and actions are chosen by their mean.
+
+    Args:
+        double: two tables, each evaluating the other's best action, which removes the upward bias of the maximum.
+        gamma: discount γ per transition, in [0, 1].
+        learning_rate: step size α, see :class:`TabularControl`.
+        **table: ``exploration_fraction`` and the other arguments of :class:`TabularControl`.
+    """
+
+    def __init__(
+        self, double: bool = False, gamma: float = 0.99, learning_rate: float | str = 0.1, **table: Any
+    ) -> None:
+        super().__init__(gamma=gamma, learning_rate=learning_rate, **table)
+        self.uses_two_tables = double
+        self.n_tables = 2 if double else 1
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        errors = []
+        coins = (
+            torch.rand(len(batch["reward"]), generator=self._generator).lt(0.5).tolist()
+            if self.uses_two_tables
+            else None
+        )
+        names = ("observation", "action", "reward", "next_observation", "terminated")
+        for i, (state, action, reward, successor, terminated) in enumerate(rows(batch, *names)):
+            table = int(coins[i]) if coins else 0
+            target = reward if terminated else reward + self.gamma * self.next_value(successor, table)
+            errors.append(self.move(state, action, target, table))
+        self.finish_step(errors)
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def next_value(self, state: int, table: int) -> float:
+        """What the update of ``table`` bootstraps from: max_a' Q(s', a'), with ``double`` judged by the other table."""
+        q = self.tables.q.numpy()
+        if not self.uses_two_tables:
+            return float(q[0, state].max())
+        best = np.flatnonzero(q[table, state] == q[table, state].max())
+        if len(best) > 1:
+            best = best[torch.randint(len(best), (1,), generator=self._generator).numpy()]
+        return float(q[1 - table, state, best[0]])
+
+
+def rows(batch: dict[str, Tensor], *names: str) -> Iterator[tuple]:
+    """A batch's transitions one by one, as Python numbers."""
+    return zip(*(batch[name].tolist() for name in names), strict=True)
+
+
+def _parse_step_size(learning_rate: float | str) -> tuple[float, bool]:
+    try:
+        schedule = parse_schedule(learning_rate, "learning_rate")
+    except UsageError:
+        schedule = (0.0, False)
+    if not 0 < schedule[0] <= 1:
+        raise UsageError(f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
+                         "linear decay to 0, or 1/n for the mean of all targets")  # fmt: skip
+    return schedule
+
+
+__all__ = ["SARSA", "ActionValues", "MonteCarlo", "QLearning", "TabularControl"]
