@@ -40,6 +40,9 @@ class Distribution(Protocol):
     def detach(self) -> "Distribution":
         """The same distribution without gradient."""
 
+    def parameters(self) -> Tensor:
+        """What :func:`distribution_from` makes it from again, shape [*S, P], without gradient."""
+
 
 class Categorical:
     """One of A actions.
@@ -72,6 +75,9 @@ class Categorical:
         # log_softmax of log-probabilities is the identity.
         return Categorical(self.log_p.detach())
 
+    def parameters(self) -> Tensor:
+        return self.log_p.detach()
+
 
 class MultiCategorical:
     """K independent choices, the k-th among ``nvec[k]``.
@@ -102,7 +108,10 @@ class MultiCategorical:
         return torch.stack([p.kl(q) for p, q in zip(self.parts, other.parts, strict=True)]).sum(0)
 
     def detach(self) -> "MultiCategorical":
-        return MultiCategorical(torch.cat([part.log_p.detach() for part in self.parts], dim=-1), self.nvec)
+        return MultiCategorical(self.parameters(), self.nvec)
+
+    def parameters(self) -> Tensor:
+        return torch.cat([part.log_p.detach() for part in self.parts], dim=-1)
 
 
 class Bernoulli:
@@ -139,13 +148,16 @@ class Bernoulli:
     def detach(self) -> "Bernoulli":
         return Bernoulli(self.logits.detach())
 
+    def parameters(self) -> Tensor:
+        return self.logits.detach()
+
 
 class DiagGaussian:
     """Independent normals, for Box actions; densities of the unclipped action.
 
     Args:
         mean: shape [*S, D], in the action's units.
-        log_std: log of the standard deviation, shape [D], the same in every state.
+        log_std: log of the standard deviation, shape [D] where it is the same in every state, else [*S, D].
     """
 
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
@@ -174,6 +186,9 @@ class DiagGaussian:
 
     def detach(self) -> "DiagGaussian":
         return DiagGaussian(self.mean.detach(), self.log_std.detach())
+
+    def parameters(self) -> Tensor:
+        return torch.cat([self.mean, self.log_std.expand_as(self.mean)], dim=-1).detach()
 
 
 def parameter_count(space: spaces.Space) -> int:
@@ -212,3 +227,11 @@ def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor |
     if isinstance(space, spaces.MultiBinary):
         return Bernoulli(parameters)
     return Categorical(parameters)
+
+
+def distribution_from(space: spaces.Space, parameters: Tensor) -> Distribution:
+    """The distribution over ``space`` whose :meth:`Distribution.parameters` these are, [*S, P]."""
+    if isinstance(space, spaces.Box):
+        mean, log_std = parameters.chunk(2, dim=-1)
+        return DiagGaussian(mean, log_std)
+    return make_distribution(space, parameters)

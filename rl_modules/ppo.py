@@ -8,17 +8,25 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.distributions import Distribution, distribution_from
 from rl_modules.errors import UsageError
 from rl_modules.networks import ActorCritic
 from rl_modules.schedules import parse_schedule, schedule_value
 
 
 class PPO(ControlModule):
-    """Proximal policy optimization with the clipped objective.
+    """Proximal policy optimization, with the clipped objective or the adaptive KL penalty.
 
     Schulman et al. 2017, arXiv:1707.06347. Per rollout: advantages by GAE, then several epochs of minibatches on
 
-        L = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)] + vf_coef·E[(V - R)²] - ent_coef·E[H(π)],   ρ = π(a|s) / π_old(a|s)
+        L = L_π + vf_coef·E[(V - R)²] - ent_coef·E[H(π)],   ρ = π(a|s) / π_old(a|s)
+
+        L_π = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)]     "clip"
+        L_π = -E[ρA] + β·E[KL(π_old || π)]         "penalty"
+
+    β is ``kl_coef`` at first. After a rollout's last minibatch the KL is measured over the whole rollout, and β halved
+    or doubled where that is under ``target_kl / 1.5`` or over ``1.5 · target_kl``. The KL is the distributions' own,
+    not an estimate from the sampled actions: the parameters of π_old are kept beside each transition.
 
     The names and defaults are Stable-Baselines3's. Departures from it: the learning rate comes with the optimizer
     unless given here, and after ``target_kl`` the rest of the rollout's minibatches pass without an update (the
@@ -34,7 +42,10 @@ class PPO(ControlModule):
         vf_coef: weight of the mean squared value error.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
-        target_kl: stop updating on a rollout once approx_kl exceeds 1.5 × this, in nats; None: never.
+        target_kl: in nats. ``clip``: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never.
+            ``penalty``: the KL to aim at, in every rollout; None: 0.01.
+        policy_objective: ``clip`` or ``penalty``.
+        kl_coef: β of the first rollout, > 0, in units of advantage per nat; only ``penalty`` reads it.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
             behind a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
@@ -59,6 +70,8 @@ class PPO(ControlModule):
         vf_coef: float = 0.5,
         max_grad_norm: float | None = 0.5,
         target_kl: float | None = None,
+        policy_objective: str = "clip",
+        kl_coef: float = 1.0,
         net_arch: list[int] | dict[str, list[int]] | None = None,
         activation_fn: str = "tanh",
         log_std_init: float = 0.0,
@@ -84,7 +97,15 @@ class PPO(ControlModule):
         self.ent_coef = ent_coef
         self.vf_coef = vf_coef
         self.max_grad_norm = max_grad_norm
-        self.target_kl = target_kl
+        if policy_objective not in ("clip", "penalty"):
+            raise UsageError(f"policy_objective={policy_objective!r} must be clip or penalty")
+        for name, positive in (("kl_coef", kl_coef), ("target_kl", target_kl)):
+            if positive is not None and not positive > 0:
+                raise UsageError(f"{name}={positive} must be positive")
+        self.penalizes = policy_objective == "penalty"
+        self.target_kl = 0.01 if target_kl is None else target_kl
+        self.stops_early = target_kl is not None and not self.penalizes
+        self.kl_coef = kl_coef
         self.kl_exceeded = False
 
     def build_network(self) -> None:
@@ -99,13 +120,15 @@ class PPO(ControlModule):
         assert self.network is not None
         policy, value = self.network(observation)
         action = policy.mode() if deterministic else policy.sample(generator)
-        return {"action": action, "log_prob": policy.log_prob(action), "value": value}
+        acted = {"action": action, "log_prob": policy.log_prob(action), "value": value}
+        return {**acted, "policy_parameters": policy.parameters()} if self.penalizes else acted
 
     def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
 
         Returns:
-            What :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns.
+            What :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns, and with the
+            penalty policy_parameters.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
@@ -113,7 +136,8 @@ class PPO(ControlModule):
         if self.logs_this_epoch:
             valid = rollout["valid"]
             self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
-        kept = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
+        names = ["observation", "action", "log_prob", "value", *(["policy_parameters"] if self.penalizes else [])]
+        kept = {name: rollout[name] for name in names}
         return {**kept, "advantage": advantage, "returns": returns}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -122,13 +146,15 @@ class PPO(ControlModule):
         assert self.network is not None
         policy, value = self.network(batch["observation"])
         log_prob = policy.log_prob(batch["action"])
+        if self.penalizes:
+            batch = {**batch, "kl": self.kl_from_old(policy, batch)}
         policy_loss = self.policy_loss(log_prob, batch)
         value_loss = self.value_loss(value, batch)
         entropy = policy.entropy().mean()
         loss = policy_loss + self.vf_coef * value_loss
         if self.ent_coef:
             loss = loss - self.ent_coef * entropy
-        if self.logs_this_epoch or self.target_kl is not None:
+        if self.logs_this_epoch or self.stops_early:
             self._diagnose(policy_loss, value_loss, entropy, loss, log_prob, batch)
         return loss
 
@@ -147,11 +173,13 @@ class PPO(ControlModule):
         )
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The clipped surrogate (eq. 7), a scalar."""
+        """The clipped surrogate (eq. 7), or the surrogate less the KL penalty (eq. 8), a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
             std, mean = torch.std_mean(advantage)
             advantage = (advantage - mean) / (std + 1e-8)
+        if self.penalizes:
+            return F.ppo_penalty_loss(log_prob, batch["log_prob"], advantage, batch["kl"], self.kl_coef)
         return F.ppo_clip_loss(log_prob, batch["log_prob"], advantage, self.clip_range)
 
     def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
@@ -166,22 +194,44 @@ class PPO(ControlModule):
         self.clip_range = max(schedule_value(self.clip_schedule, progress_remaining), 1e-8)
         if self.clip_vf_schedule is not None:
             self.clip_range_vf = max(schedule_value(self.clip_vf_schedule, progress_remaining), 1e-8)
-        self.record_now(clip_range=self.clip_range)
+        if not self.penalizes:
+            self.record_now(clip_range=self.clip_range)
+
+    # ---------------------------------------------------------------- adaptive KL penalty
+
+    def kl_from_old(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
+        """KL(π_old || π) in every state of the batch, in nats, [B]."""
+        assert self.action_space is not None
+        return distribution_from(self.action_space, batch["policy_parameters"]).kl(policy)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not self.penalizes or not datamodule.rollout_is_used_up:
+            return
+        assert self.network is not None
+        policy, _ = self.network(datamodule.rollout["observation"])
+        # Every rank must come to the same β.
+        kl = float(self.trainer.strategy.reduce(self.kl_from_old(policy, datamodule.rollout).mean(), reduce_op="mean"))
+        self.record_now(kl_coef=self.kl_coef, kl=kl)
+        self.kl_coef = F.adapt_kl_coefficient(self.kl_coef, kl, self.target_kl)
 
     # ---------------------------------------------------------------- early stop on KL
 
     def _diagnose(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor, loss: Tensor, log_prob: Tensor,
                   batch: dict[str, Any]) -> None:  # fmt: skip
         approx_kl = F.approx_kl(log_prob.detach(), batch["log_prob"])
-        self.record(
-            policy_gradient_loss=policy_loss,
-            value_loss=value_loss,
-            entropy_loss=-entropy,
-            loss=loss,
-            approx_kl=approx_kl,
-            clip_fraction=F.clip_fraction(log_prob.detach(), batch["log_prob"], self.clip_range),
-        )
-        if self.target_kl is not None:
+        metrics = {
+            "policy_gradient_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy_loss": -entropy,
+            "loss": loss,
+            "approx_kl": approx_kl,
+        }
+        if not self.penalizes:
+            metrics["clip_fraction"] = F.clip_fraction(log_prob.detach(), batch["log_prob"], self.clip_range)
+        self.record(**metrics)
+        if self.stops_early:
             # Every rank must come to the same decision, or they would wait for each other for ever.
             approx_kl = self.trainer.strategy.reduce(approx_kl, reduce_op="mean")
             self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
@@ -198,7 +248,7 @@ class PPO(ControlModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Lightning's step, without effect once the policy has moved further than ``target_kl``."""
-        if self.target_kl is None or optimizer_closure is None:
+        if not self.stops_early or optimizer_closure is None:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
 
@@ -214,7 +264,9 @@ class PPO(ControlModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["kl_exceeded"] = self.kl_exceeded
+        checkpoint["kl_coef"] = self.kl_coef
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.kl_exceeded = checkpoint["kl_exceeded"]
+        self.kl_coef = checkpoint["kl_coef"]
