@@ -182,11 +182,14 @@ class Collector:
         try:
             return call(*args, **kwargs)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            dead = [
-                f"{i} (exit code {process.exitcode})"
-                for i, process in enumerate(getattr(self.envs, "processes", []))
-                if not process.is_alive()
-            ]
+            processes = getattr(self.envs, "processes", [])
+            dead = []
+            for i, process in enumerate(processes):
+                process.join(0.1)  # its end may not have been noticed yet
+                if not process.is_alive():
+                    dead.append(f"{i} (exit code {process.exitcode})")
+                process.terminate()
+            self.envs.closed = True  # closing would wait for answers that never come
             raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {self.name} died; resume from "
                              "the last checkpoint with --ckpt_path") from error  # fmt: skip
 

@@ -43,7 +43,7 @@ class RunningMeanStd:
         return np.sqrt(self.var + 1e-8)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": torch.from_numpy(self.mean.copy()), "var": torch.from_numpy(self.var.copy()),
+        return {"mean": torch.from_numpy(np.array(self.mean)), "var": torch.from_numpy(np.array(self.var)),
                 "count": float(self.count)}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,31 @@
+"""Shared by all tests: one thread, quiet Lightning, and a trainer that writes nowhere."""
+
+import logging
+import warnings
+
+import lightning as L
+import pytest
+import torch
+
+torch.set_num_threads(1)
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """A CPU trainer without bar, logger or checkpoints unless asked for."""
+
+    def make(**kwargs):
+        defaults = {
+            "accelerator": "cpu",
+            "max_epochs": -1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+        }
+        return L.Trainer(**{**defaults, **kwargs})
+
+    return make

@@ -1,0 +1,157 @@
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+
+from datamodules.collector import Collector
+from datamodules.envs.episodes import SeededEpisodes, episode_seed
+from datamodules.envs.vector import make_vector_env
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from rl_modules.errors import UsageError
+from tests.datamodules.envs import Counter, Forgetful, Suicidal
+
+CPU = torch.device("cpu")
+
+
+def act(observation, generator):
+    """Random actions; the 'value' of a state is a number that identifies it."""
+    n = len(observation)
+    action = torch.randint(2, (n,), generator=generator)
+    return {"action": action, "value": observation[:, 0] * 100 + observation[:, 1]}
+
+
+def make(env=Counter, n_envs=3, mode="same_step", vectorization="sync", **kwargs):
+    envs = make_vector_env(env, n_envs, vectorization, mode, env_kwargs=kwargs.pop("env_kwargs", None))
+    return Collector(envs, streams=list(range(10, 10 + n_envs)), generator_seed=1, name="test", **kwargs)
+
+
+def valid_transitions(rollouts, env):
+    """One environment's real transitions in order, as plain tuples."""
+    keys = ("observation", "reward", "terminated", "truncated", "next_observation", "value", "next_value")
+    rows = []
+    for rollout in rollouts:
+        for t in range(len(rollout["reward"])):
+            if rollout["valid"][t, env]:
+                rows.append(tuple(np.asarray(rollout[key][t, env]).tolist() for key in keys))
+    return rows
+
+
+def test_three_autoreset_modes_and_async_give_the_same_transitions():
+    rows = {}
+    for mode, vectorization in (("same_step", "sync"), ("next_step", "sync"), ("disabled", "sync"), ("same_step", "async")):
+        collector = make(mode=mode, vectorization=vectorization)
+        # NEXT_STEP spends a row on each reset, so it needs more of them for as many transitions.
+        rollouts = [collector.collect(act, 13, CPU) for _ in range(3)]
+        rows[mode, vectorization] = [valid_transitions(rollouts, i)[:30] for i in range(3)]
+        collector.envs.close()
+    reference = rows["same_step", "sync"]
+    assert all(len(each) == 30 for each in reference)
+    for name, other in rows.items():
+        # The last row of a rollout depends on where it was cut, in nothing but float rounding: the values are exact.
+        assert other == reference, name
+
+
+def test_rows_follow_the_environment():
+    collector = make(n_envs=8)
+    rollout = collector.collect(act, 12, CPU)
+    seen_truncation = seen_termination = False
+    for i in range(8):
+        for t in range(12):
+            start, count = rollout["observation"][t, i].tolist()
+            assert rollout["reward"][t, i] == count + 1
+            # The successor is that of this episode, at its end too, where the next row shows the next episode.
+            assert rollout["next_observation"][t, i].tolist() == [start, count + 1]
+            assert rollout["next_value"][t, i] == start * 100 + count + 1
+            over = bool(rollout["terminated"][t, i] or rollout["truncated"][t, i])
+            assert over == (count == 4)
+            seen_truncation |= bool(rollout["truncated"][t, i])
+            seen_termination |= bool(rollout["terminated"][t, i])
+    assert seen_truncation
+    assert seen_termination
+
+
+def test_next_step_engine_marks_reset_rows():
+    collector = make(mode="next_step", n_envs=1)
+    valid = collector.collect(act, 12, CPU)["valid"][:, 0].tolist()
+    assert valid == [True] * 5 + [False] + [True] * 5 + [False]
+
+
+def test_episode_statistics_count_valid_rows_only():
+    for mode in ("same_step", "next_step"):
+        collector = make(mode=mode, n_envs=2)
+        collector.collect(act, 12, CPU)
+        assert set(collector.recent_returns) == {1.0 + 2 + 3 + 4 + 5}
+        assert set(collector.recent_lengths) == {5}
+
+
+def test_every_episode_has_the_seed_of_its_stream_and_number():
+    env = SeededEpisodes(Counter())
+    starts = [env.reset(seed=77)[0][0]] + [env.reset()[0][0] for _ in range(3)]
+    bare = Counter()
+    assert starts == [bare.reset(seed=episode_seed(77, k))[0][0] for k in range(4)]
+    assert len(set(starts)) == 4
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_resumed_collector_continues_bit_for_bit(vectorization):
+    normalizers = lambda: {"observation_normalizer": ObservationNormalizer(Counter.observation_space),  # noqa: E731
+                           "reward_normalizer": RewardNormalizer(3, 0.9)}  # fmt: skip
+    straight = make(vectorization=vectorization, **normalizers())
+    straight.collect(act, 7, CPU)
+    state = straight.state_dict()
+    expected = straight.collect(act, 9, CPU)
+    resumed = make(vectorization=vectorization, **normalizers())
+    resumed.load_state_dict(state, CPU)
+    got = resumed.collect(act, 9, CPU)
+    straight.envs.close()
+    resumed.envs.close()
+    assert expected.keys() == got.keys()
+    for key in expected:
+        assert torch.equal(expected[key], got[key]), key
+    assert list(straight.recent_returns) == list(resumed.recent_returns)
+
+
+def test_episode_that_cannot_be_repeated_is_begun_anew_and_says_so():
+    collector = make(env=Forgetful, n_envs=2)
+    collector.collect(act, 7, CPU)
+    state = collector.state_dict()
+    resumed = make(env=Forgetful, n_envs=2)
+    with pytest.warns(UserWarning, match=r"environments \[0, 1\] start a new episode, because repeating"):
+        resumed.load_state_dict(state, CPU)
+    rollout = resumed.collect(act, 1, CPU)
+    assert rollout["observation"][0, :, 1].tolist() == [0.0, 0.0]
+
+
+def test_engine_without_state_begins_anew_and_says_so():
+    def random(observation, generator):
+        return {"action": torch.randint(2, (len(observation),), generator=generator)}
+
+    make_engine = lambda: Collector(make_vector_env("CartPole-v1", 3, "vector_entry_point"), [5, 6, 7], 1, "test")  # noqa: E731
+    collector = make_engine()
+    assert collector.mode == AutoresetMode.NEXT_STEP
+    rollout = collector.collect(random, 60, CPU)
+    ended = (rollout["terminated"] | rollout["truncated"])[:-1]
+    assert ended.any()
+    assert torch.equal(~rollout["valid"][1:], ended)
+    with pytest.warns(UserWarning, match="engine has no state"):
+        make_engine().load_state_dict(collector.state_dict(), CPU)
+
+
+@pytest.mark.parametrize("what", ["reward", "observation"])
+def test_nan_names_environment_and_row(what):
+    collector = make(n_envs=2, env_kwargs={"bad_at": 3, "bad": what})
+    with pytest.raises(UsageError, match=rf"environment 0 of test returned a NaN or infinite {what} in row [23]"):
+        collector.collect(act, 4, CPU)
+
+
+def test_nan_in_a_final_observation_is_found():
+    collector = make(n_envs=2, env_kwargs={"bad_at": 5, "bad": "observation"})
+    with pytest.raises(UsageError, match=r"environment 0 of test returned a NaN or infinite observation in row 4"):
+        collector.collect(act, 6, CPU)
+
+
+def test_dead_process_is_named():
+    collector = make(env=Suicidal, n_envs=2, vectorization="async")
+    with pytest.raises(UsageError, match=r"the process of environment .*0 \(exit code 7\).* of test died"):
+        collector.collect(act, 6, CPU)
+    collector.envs.close()

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
+from rl_modules.errors import UsageError
+from rl_modules.spaces import normalize
+
+
+def test_running_moments_equal_those_of_all_samples():
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(3, 2, (n, 4)) for n in (1, 7, 30, 2)]
+    running = RunningMeanStd((4,), epsilon=0.0)
+    for batch in batches:
+        running.update(batch)
+    together = np.concatenate(batches)
+    np.testing.assert_allclose(running.mean, together.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(running.var, together.var(0), rtol=1e-12)
+
+
+def test_normalized_observations_are_whitened_and_clipped():
+    statistic = (np.array([1.0, -2.0]), np.array([2.0, 0.5]), 3.0)
+    got = normalize(np.array([[5.0, -2.0], [1.0, 100.0]]), statistic)
+    np.testing.assert_array_equal(got, np.array([[2.0, 0.0], [0.0, 3.0]], np.float32))
+    assert got.dtype == np.float32
+
+
+def test_images_and_integers_in_a_dict_are_left_alone():
+    space = spaces.Dict(x=spaces.Box(-1, 1, (2,)), image=spaces.Box(0, 255, (8, 8, 1), np.uint8), n=spaces.Discrete(3))
+    normalizer = ObservationNormalizer(space)
+    batch = {"x": np.ones((5, 2), np.float32), "image": np.full((5, 8, 8, 1), 7, np.uint8), "n": np.arange(5) % 3}
+    normalizer.update(batch)
+    got = normalizer(batch)
+    assert got["image"] is batch["image"]
+    assert got["n"] is batch["n"]
+    assert np.abs(got["x"]).max() < 1e-1  # the mean of ones is one
+
+
+def test_nothing_to_normalize_is_refused():
+    with pytest.raises(UsageError, match="no real numbers"):
+        ObservationNormalizer(spaces.Discrete(4))
+
+
+def test_rewards_are_divided_by_the_std_of_the_discounted_return():
+    """By hand: two environments, γ = 0.5, the second ends after its first step."""
+    normalizer = RewardNormalizer(2, gamma=0.5)
+    all_valid = np.array([True, True])
+    normalizer(np.array([1.0, 2.0]), np.array([False, True]), all_valid)
+    got = normalizer(np.array([3.0, 4.0]), np.array([False, False]), all_valid)
+    returns = np.array([1.0, 2.0, 0.5 * 1 + 3, 4.0])
+    weights = np.array([1e-4, 1, 1, 1, 1])
+    samples = np.concatenate([[0.0], returns])
+    mean = np.average(samples, weights=weights)
+    # The prior counts as 1e-4 samples with mean 0 and variance 1.
+    var = (np.average((samples - mean) ** 2, weights=weights)) + 1e-4 / weights.sum()
+    np.testing.assert_allclose(got, np.array([3.0, 4.0]) / np.sqrt(var + 1e-8), rtol=1e-9)
+
+
+def test_a_reset_row_counts_nowhere():
+    one, other = RewardNormalizer(1, 0.9), RewardNormalizer(1, 0.9)
+    yes, no = np.array([True]), np.array([False])
+    for normalizer in (one, other):
+        normalizer(np.array([1.0]), yes, yes)
+    other(np.array([0.0]), no, no)
+    np.testing.assert_array_equal(one(np.array([2.0]), no, yes), other(np.array([2.0]), no, yes))
