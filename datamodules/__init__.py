@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from gymnasium.envs.registration import register, registry
 
 _EXPORTS = {
+    "ReplayDataModule": "datamodules.replay",
     "RolloutDataModule": "datamodules.rollout",
 }
 
-__all__ = ["RolloutDataModule"]
+__all__ = ["ReplayDataModule", "RolloutDataModule"]
 
 if TYPE_CHECKING:
+    from datamodules.replay import ReplayDataModule
     from datamodules.rollout import RolloutDataModule
 
 # Registered by name alone: the environment is imported when it is made.

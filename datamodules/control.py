@@ -53,6 +53,9 @@ class ControlDataModule(L.LightningDataModule):
         UsageError: an argument that can't be used, in one sentence.
     """
 
+    #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
+    experience = "rollouts"
+
     def __init__(
         self,
         env_id: str | Callable[..., gym.Env] = "CartPole-v1",
@@ -124,6 +127,7 @@ class ControlDataModule(L.LightningDataModule):
             self._example_env = make_env(self.env_id, self.env_kwargs, self.wrappers)
             observation_arrays(self.observation_space, self.observation_space.sample())
         if stage == "fit":
+            self._require_fitting_algorithm()
             self.collector = self._make_collector()
             self.num_timesteps = self._started_at = 0
             self._started_s = time.monotonic()
@@ -178,6 +182,22 @@ class ControlDataModule(L.LightningDataModule):
 
     def _make_vector(self, n_envs: int, vectorization_mode: str, autoreset_mode: str) -> gym.vector.VectorEnv:
         return make_vector_env(self.env_id, n_envs, vectorization_mode, autoreset_mode, self.env_kwargs, self.wrappers)
+
+    def _require_fitting_algorithm(self) -> None:
+        """Refuse to feed replayed transitions to what learns from rollouts, and the other way round."""
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        wanted = getattr(module, "experience", self.experience)
+        if wanted != self.experience:
+            fitting = {"rollouts": "RolloutDataModule", "replay": "ReplayDataModule"}[wanted]
+            raise UsageError(f"{type(module).__name__} learns from {wanted}, {type(self).__name__} makes "
+                             f"{self.experience}; use {fitting}")  # fmt: skip
+
+    def _count_valid(self, valid: torch.Tensor) -> int:
+        """Transitions in a rollout of all ranks."""
+        count = valid.sum()
+        if self._world_size > 1:
+            count = self.trainer.strategy.reduce(count, reduce_op="sum")  # type: ignore[union-attr]
+        return int(count)
 
     def _schedule_evaluation(self) -> None:
         if self.trainer is None:

@@ -325,3 +325,47 @@ class ValueNetwork(nn.Module):
 
     def forward(self, observation: Any) -> Tensor:
         return self.head(self.tower(self.encoder(observation))).squeeze(-1).float()
+
+
+class QNetwork(nn.Module):
+    """Q(s, ·): the value of every action, on one encoder.
+
+    Args:
+        observation_space: space of one observation.
+        n_actions: number of actions.
+        net_arch: widths of the hidden layers; None: [64, 64], and none behind a convolutional encoder.
+        activation_fn: ``tanh``, ``relu``, …
+        dueling: V(s) and advantages A(s, ·) as separate streams from the last hidden layer on, which each has its own;
+            Q = V + A - mean A (Wang et al. 2016, arXiv:1511.06581, eq. 9).
+
+    Shape: [B, *obs] → [B, n_actions] float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        n_actions: int,
+        net_arch: Sequence[int] | None = None,
+        activation_fn: str = "relu",
+        dueling: bool = False,
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        if net_arch is None:
+            net_arch = [] if is_image(observation_space) else [64, 64]
+        sizes = [_width(self.encoder), *net_arch]
+        self.dueling = dueling
+        split = len(sizes) - 1 if dueling and net_arch else len(sizes)
+        self.trunk = mlp(sizes[:split], activation_fn)
+        if dueling:
+            self.streams = ParallelMLP(2, sizes[split - 1 :], activation_fn)
+            self.value_head = nn.Linear(sizes[-1], 1)
+        self.head = nn.Linear(sizes[-1], n_actions)
+
+    def forward(self, observation: Any) -> Tensor:
+        features = self.trunk(self.encoder(observation))
+        if not self.dueling:
+            return self.head(features).float()
+        for_value, for_advantage = self.streams(features)
+        advantage = self.head(for_advantage)
+        return (self.value_head(for_value) + advantage - advantage.mean(1, keepdim=True)).float()

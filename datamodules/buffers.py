@@ -1,0 +1,312 @@
+"""What was experienced, kept to be learned from again: the ring buffer and the two ways to draw from it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules.spaces import observation_arrays, tree_leaves, tree_map
+
+Batch = dict[str, Any]
+
+
+class ReplayBuffer:
+    """One ring of rows per environment, in which the row behind a transition holds its successor.
+
+    A row is an observation and, where an action was taken in it, the rest of the transition. An episode's final
+    observation takes a row of its own, in which nobody acted (``valid`` is false), and so does the newest observation.
+    Hence the successor of row r is row r + 1, whichever way the environments reset, and no observation is stored twice.
+    Rows are numbered flat: ``row * n_envs + environment``.
+
+    Args:
+        observation_space: space of one observation; images stay uint8.
+        action_space: space of one action.
+        n_envs: number of environments.
+        buffer_size: rows over all environments: transitions, and one for each episode's end.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int
+    ) -> None:
+        self.n_envs = n_envs
+        self.rows = buffer_size // n_envs + 1  # the newest observation is no transition yet
+        self.total = self.rows * n_envs
+
+        def allocate(example: np.ndarray) -> Tensor:
+            return torch.empty((self.total, *example.shape), dtype=torch.from_numpy(example).dtype)
+
+        self.observation = tree_map(allocate, _example(observation_space))
+        self.action = allocate(_example(action_space))
+        self.reward = torch.empty(self.total)
+        self.terminated = torch.empty(self.total, dtype=torch.bool)
+        self.valid = torch.zeros(self.total, dtype=torch.bool)
+        self.head = torch.zeros(n_envs, dtype=torch.int64)
+        self.filled = 0
+
+    def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
+        """Append a rollout, over the oldest rows.
+
+        Args:
+            rollout: CPU tensors [T, N, …]: observation, next_observation (the true successor), action, reward,
+                terminated, truncated, valid.
+
+        Returns:
+            The flat numbers of the rows that are transitions from now on, and of those that no longer are.
+        """
+        valid = rollout["valid"]
+        n_steps = len(valid)
+        ended = valid & (rollout["terminated"] | rollout["truncated"])
+        taken = valid.long() + ended
+        behind = taken.cumsum(0)
+        environment = torch.arange(self.n_envs)
+        row = (self.head + behind - taken) % self.rows
+        at = (row * self.n_envs + environment)[valid]
+
+        # The successor of every transition but these is the observation of the next one, written anyway.
+        closing = ended.clone()
+        closing[n_steps - 1] |= valid[n_steps - 1]
+        successor = ((row + 1) % self.rows * self.n_envs + environment)[closing]
+        self.head = (self.head + behind[-1]) % self.rows
+        heads = self.head * self.n_envs + environment
+
+        tree_map(lambda store, x: store.__setitem__(at, x[valid]), self.observation, rollout["observation"])
+        tree_map(lambda store, x: store.__setitem__(successor, x[closing]), self.observation,
+                 rollout["next_observation"])  # fmt: skip
+        self.action[at] = rollout["action"][valid]
+        self.reward[at] = rollout["reward"][valid]
+        self.terminated[at] = rollout["terminated"][valid]
+        blocked = torch.cat([successor, heads])
+        self.valid[blocked] = False
+        self.valid[at] = True
+        # Rows are filled from 0 on in every ring, so that the longest ring bounds where transitions can be.
+        self.filled = self.rows if self.filled == self.rows else self._longest(row, n_steps)
+        return at, blocked
+
+    def _longest(self, row: Tensor, n_steps: int) -> int:
+        wrapped = bool((self.head < row[0]).any())
+        return self.rows if wrapped else int(self.head.max()) + 1
+
+    def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
+        """Transitions over up to ``n_steps`` steps.
+
+        A transition is shorter where its episode ends, or where experience ends; it then bootstraps from there.
+
+        Args:
+            index: flat numbers of valid rows, [M].
+            n_steps: n, how many steps lie between observation and next_observation.
+
+        Returns:
+            observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 behind the end),
+            n_steps [M] int64 (how many rewards count), terminated [M] bool (whether next_observation is terminal).
+        """
+        if n_steps == 1:
+            reward, steps, last = self.reward[index, None], torch.ones_like(index), index
+        else:
+            window = (index[:, None] + torch.arange(n_steps) * self.n_envs) % self.total
+            # Behind an episode's end, and behind the newest transition, stands a row that is not valid.
+            alive = self.valid[window].cumprod(1)
+            reward, steps = torch.where(alive.bool(), self.reward[window], 0.0), alive.sum(1)
+            last = (index + (steps - 1) * self.n_envs) % self.total
+        successor = (last + self.n_envs) % self.total
+        return {
+            "observation": tree_map(lambda x: x[index], self.observation),
+            "action": self.action[index],
+            "reward": reward,
+            "n_steps": steps,
+            "terminated": self.terminated[last],
+            "next_observation": tree_map(lambda x: x[successor], self.observation),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows that were ever written, and where the next goes."""
+        used = self.filled * self.n_envs
+        return {
+            "observation": tree_map(lambda x: x[:used].clone(), self.observation),
+            **{name: getattr(self, name)[:used].clone() for name in ("action", "reward", "terminated", "valid")},
+            "head": self.head.clone(),
+            "rows": self.rows,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bring the rows back; ``state`` comes from a buffer of the same size."""
+        used = len(state["valid"])
+        self.filled = used // self.n_envs
+        tree_map(lambda store, x: store[:used].copy_(x), self.observation, state["observation"])
+        for name in ("action", "reward", "terminated", "valid"):
+            getattr(self, name)[:used].copy_(state[name])
+        self.head = state["head"].clone()
+
+
+class UniformSampler:
+    """Every transition equally likely, with replacement.
+
+    Args:
+        buffer: where to draw from.
+        seed: seed of the private generator.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, seed: int) -> None:
+        self.buffer = buffer
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, n: int) -> Tensor:
+        """Flat numbers of ``n`` valid rows; at least one must be valid."""
+        used = self.buffer.filled * self.buffer.n_envs
+        index = torch.randint(used, (n,), generator=self.generator)
+        # Few rows are no transitions; those are drawn anew.
+        while not (valid := self.buffer.valid[index]).all():
+            missed = (~valid).nonzero()[:, 0]
+            index[missed] = torch.randint(used, (len(missed),), generator=self.generator)
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"].cpu())
+
+
+class SumTree:
+    """Numbers whose prefix sums can be searched in logarithmic time.
+
+    Args:
+        size: how many, all 0 at first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.leaves = 1 << max(size - 1, 1).bit_length()
+        self.nodes = np.zeros(2 * self.leaves)
+
+    @property
+    def total(self) -> float:
+        """The sum of all."""
+        return float(self.nodes[1])
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        return self.nodes[self.leaves + index]
+
+    def __setitem__(self, index: np.ndarray, value: np.ndarray | float) -> None:
+        node = self.leaves + index
+        self.nodes[node] = value
+        while len(node) and node[0] > 1:
+            node = np.unique(node // 2)
+            # Added afresh each time, so that rounding errors do not pile up.
+            self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1]
+
+    def find(self, prefix: np.ndarray) -> np.ndarray:
+        """For each number u in [0, total), the index i with sum(:i) <= u < sum(:i+1); never one whose value is 0."""
+        node = np.ones(len(prefix), np.int64)
+        while node[0] < self.leaves:
+            left = 2 * node
+            goes_right = (prefix >= self.nodes[left]) & (self.nodes[left + 1] > 0)
+            prefix = prefix - self.nodes[left] * goes_right
+            node = left + goes_right
+        return node - self.leaves
+
+
+class PrioritizedSampler:
+    """Transitions in proportion to the size of their last TD error.
+
+    P(i) = p_i^α / Σ_k p_k^α,   p_i = |δ_i| + ε;   a new transition has the largest priority seen so far.
+
+    A minibatch of k takes one from each k-th of the total, which leaves P as it is and spreads the draws.
+
+    Args:
+        buffer: where to draw from.
+        seed: seed of the private generator.
+        alpha: α, how much priorities matter; 0 draws uniformly.
+        epsilon: ε, in units of reward; keeps transitions without error alive.
+
+    Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and algorithm 1.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, seed: int, alpha: float = 0.6, epsilon: float = 1e-6) -> None:
+        self.buffer = buffer
+        self.alpha = alpha
+        self.epsilon = epsilon
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tree = SumTree(buffer.total)
+        self.largest = 1.0
+
+    def added(self, transitions: Tensor, blocked: Tensor) -> None:
+        """Take note of what :meth:`ReplayBuffer.add` returned."""
+        self.tree[blocked.numpy()] = 0.0
+        self.tree[transitions.numpy()] = self.largest**self.alpha
+
+    def draw(self, n: int) -> Tensor:
+        """Flat numbers of ``n`` valid rows."""
+        uniform = torch.rand(n, generator=self.generator, dtype=torch.float64).numpy()
+        return torch.from_numpy(self.tree.find((np.arange(n) + uniform) * (self.tree.total / n)))
+
+    def weights(self, index: Tensor, beta: float) -> Tensor:
+        """Importance weights of a minibatch, [M] float32, of which the largest is 1.
+
+        w_i = (N P(i))^-β / max_j (N P(j))^-β, where N, the number of transitions, cancels.
+
+        Args:
+            index: flat numbers as :meth:`draw` returns them, [M].
+            beta: β, how much of the bias is corrected; 1 is all of it.
+        """
+        weight = self.tree[index.numpy()] ** -beta
+        return torch.from_numpy((weight / weight.max()).astype(np.float32))
+
+    def update(self, index: Tensor, td_error: Tensor) -> None:
+        """Set the priorities of a minibatch from its absolute TD errors, [M] each."""
+        priority = td_error.abs().double().cpu().numpy() + self.epsilon
+        self.largest = max(self.largest, float(priority.max()))
+        self.tree[index.numpy()] = priority**self.alpha
+
+    def state_dict(self) -> dict[str, Any]:
+        used = self.buffer.filled * self.buffer.n_envs
+        return {
+            "generator": self.generator.get_state(),
+            "powers": torch.from_numpy(self.tree[np.arange(used)]),
+            "largest": self.largest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"].cpu())
+        self.tree[np.arange(len(state["powers"]))] = state["powers"].numpy()
+        self.largest = state["largest"]
+
+
+def replay_bytes(
+    observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int, prioritized: bool
+) -> int:
+    """Memory that a :class:`ReplayBuffer` and its sampler will take, in bytes."""
+    total = (buffer_size // n_envs + 1) * n_envs
+    row = sum(leaf.nbytes for leaf in [*tree_leaves(_example(observation_space)), _example(action_space)])
+    flags = torch.float32.itemsize + 2 * torch.bool.itemsize
+    tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0
+    return total * (row + flags) + tree
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take, in bytes: what the machine has free, or the container's limit leaves."""
+    known = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        known.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    elif hasattr(os, "sysconf"):
+        # No system but Linux says what is free; what is installed is a bound all the same.
+        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ):
+        group = Path(folder)
+        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Cached files count as used, but give way.
+            known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
+    return min(known, default=2**63)
+
+
+def _example(space: spaces.Space) -> Any:
+    """An observation or action of the space as the buffer stores it: arrays, or nested dictionaries of such."""
+    return tree_map(np.asarray, observation_arrays(space, space.sample()))

@@ -1,0 +1,301 @@
+"""Off-policy experience: a replay buffer that grows while it is learned from."""
+
+import copy
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from datamodules.buffers import PrioritizedSampler, ReplayBuffer, UniformSampler, available_bytes, replay_bytes
+from datamodules.control import Batch, ControlDataModule
+from datamodules.loader import LazyLoader
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError
+from rl_modules.spaces import observation_arrays, tree_leaves, tree_map
+
+log = logging.getLogger(__name__)
+
+#: Minibatches of one round are drawn together, as far as they fit into this many bytes.
+DRAWN_TOGETHER_BYTES = 64 * 2**20
+#: Steps of each environment between two writes into the buffer while nothing is learned yet.
+WARM_UP_STEPS = 128
+
+
+class ReplayDataModule(ControlDataModule):
+    """Experience of every policy so far, drawn at random.
+
+    Every epoch is ``rollouts_per_epoch`` rounds. A round takes ``train_freq`` steps in each of ``n_envs``
+    environments, appends them to the replay buffer, and draws ``gradient_steps`` minibatches from it. Before the first
+    round, ``learning_starts`` transitions are made with random actions. The names are Stable-Baselines3's, those of
+    prioritised replay Stable-Baselines2's.
+
+    Batches hold up to n rewards each, not their discounted sum: γ is the module's, which sums them in ``prepare``.
+    What ``act`` returns beside the action is not kept, for by the time of its replay the policy is another.
+
+    Args:
+        env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
+        n_envs: environments that step together, per rank.
+        buffer_size: rows of the replay buffer over all environments of a rank: transitions, and one row for each
+            episode's end.
+        learning_starts: transitions with random actions, over all environments and ranks, before the first update.
+        train_freq: steps of each environment per round.
+        gradient_steps: minibatches per round; -1: as many as transitions (``train_freq * n_envs``).
+        batch_size: transitions per minibatch.
+        n_steps: steps between a transition's observation and the one to bootstrap from; fewer where the episode ends.
+        prioritized_replay: draw transitions in proportion to their TD error instead of uniformly.
+        prioritized_replay_alpha: α ≥ 0, how much the TD error matters.
+        prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: how much of the bias
+            the importance weights take back.
+        prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
+        rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions.
+        **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
+            :class:`~datamodules.control.ControlDataModule`.
+
+    Raises:
+        UsageError: an argument that can't be used, or a buffer that memory can't hold, in one sentence.
+    """
+
+    experience = "replay"
+
+    def __init__(
+        self,
+        env_id: Any = "CartPole-v1",
+        n_envs: int = 1,
+        buffer_size: int = 1_000_000,
+        learning_starts: int = 100,
+        train_freq: int = 4,
+        gradient_steps: int = 1,
+        batch_size: int = 32,
+        n_steps: int = 1,
+        prioritized_replay: bool = False,
+        prioritized_replay_alpha: float = 0.6,
+        prioritized_replay_beta0: float = 0.4,
+        prioritized_replay_eps: float = 1e-6,
+        rollouts_per_epoch: int | None = None,
+        **environment: Any,
+    ) -> None:
+        super().__init__(env_id, n_envs, **environment)
+        self.require_at_least_one("buffer_size", "train_freq", "batch_size", "n_steps")
+        if gradient_steps < 1 and gradient_steps != -1:
+            raise UsageError(f"gradient_steps={gradient_steps} must be at least 1, or -1 for as many as transitions")
+        if not 0 <= learning_starts < self.total_timesteps:
+            raise UsageError(f"learning_starts={learning_starts} must lie in [0, total_timesteps={self.total_timesteps}"
+                             "): behind it nothing would be left to learn in")  # fmt: skip
+        smallest = n_envs * 2 * max(train_freq, n_steps)
+        if buffer_size < smallest:
+            raise UsageError(f"buffer_size={buffer_size} must be at least {smallest}, twice what n_envs={n_envs} write "
+                             f"in a round of train_freq={train_freq} or need for n_steps={n_steps}")  # fmt: skip
+        if prioritized_replay_alpha < 0 or not 0 <= prioritized_replay_beta0 <= 1 or prioritized_replay_eps <= 0:
+            raise UsageError(f"prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got alpha="
+                             f"{prioritized_replay_alpha}, beta0={prioritized_replay_beta0}, eps="
+                             f"{prioritized_replay_eps}")  # fmt: skip
+        for name in ("norm_obs", "norm_reward"):
+            if self.hparams[name]:
+                raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
+                                 " false, or scale in a wrapper of the environment")  # fmt: skip
+        self.buffer_size = buffer_size
+        self.learning_starts = learning_starts
+        self.train_freq = train_freq
+        self.gradient_steps = train_freq * n_envs if gradient_steps == -1 else gradient_steps
+        self.batch_size = batch_size
+        self.n_steps = n_steps
+        self.prioritized_replay = prioritized_replay
+        self.alpha = prioritized_replay_alpha
+        self.beta0 = prioritized_replay_beta0
+        self.epsilon = prioritized_replay_eps
+        self.rollouts_per_epoch = rollouts_per_epoch or max(1, round(1000 / (train_freq * n_envs)))
+        if self.rollouts_per_epoch < 1:
+            raise UsageError(f"rollouts_per_epoch={rollouts_per_epoch} must be at least 1")
+        self.replay: ReplayBuffer | None = None
+        self.sampler: UniformSampler | PrioritizedSampler | None = None
+        self._position = 0
+        self._drawn: deque[Batch] = deque()
+        self._learning: Tensor | None = None
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage != "fit":
+            return
+        self._require_memory()
+        self.replay = ReplayBuffer(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        seed = stream_seed(self.seed, self._rank, "minibatches")
+        if self.prioritized_replay:
+            self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
+        else:
+            self.sampler = UniformSampler(self.replay, seed)
+        self._position = 0
+        self._drawn.clear()
+        self._learning = None
+
+    def _require_memory(self) -> None:
+        """Say how much memory the buffer will take, before it does.
+
+        Raises:
+            UsageError: more than there is.
+        """
+        local_ranks = self.trainer.num_devices if self.trainer is not None else 1
+        needed = local_ranks * replay_bytes(
+            self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay
+        )
+        free = available_bytes()
+        if needed > free:
+            fitting = int(self.buffer_size * free / needed * 0.8)
+            raise UsageError(f"buffer_size={self.buffer_size} needs {_gib(needed)} of memory, but {_gib(free)} are "
+                             f"free; {fitting} would fit")  # fmt: skip
+        rank_zero_only(log.info)(f"The replay buffer takes up to {_gib(needed)} of memory; {_gib(free)} are free.")
+
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        if stage == "fit":
+            self._drawn.clear()
+
+    @property
+    def transitions_per_epoch(self) -> int:
+        """Transitions that one epoch adds, over all ranks."""
+        return self.n_envs * self.train_freq * self.rollouts_per_epoch * self._world_size
+
+    # ---------------------------------------------------------------- training batches
+
+    def train_dataloader(self) -> LazyLoader:
+        return LazyLoader(self.rollouts_per_epoch * self.gradient_steps, self._minibatches)
+
+    def _minibatches(self) -> Iterator[Batch]:
+        """One epoch's minibatches, from where the checkpoint left off."""
+        length = self.rollouts_per_epoch * self.gradient_steps
+        if self._position >= length:
+            self._position = 0
+        for position in range(self._position, length):
+            self._update_priorities()
+            step = position % self.gradient_steps
+            if step == 0:
+                self._new_experience()
+            if not self._drawn:
+                self._draw(self.gradient_steps - step)
+            self._position = position + 1
+            # Lightning asks for nothing after the last batch, so that the end is announced before it.
+            if step + 1 == self.gradient_steps and self.num_timesteps >= self.total_timesteps:
+                assert self.trainer is not None
+                self.trainer.should_stop = True
+            batch = self._drawn.popleft()
+            self._learning = batch.get("index")
+            yield batch
+
+    def _new_experience(self) -> None:
+        """One round of the policy; before the first, the warm-up at random."""
+        assert self.trainer is not None
+        if self.num_timesteps < self.learning_starts:
+            self._warm_up()
+        module: Any = self.trainer.lightning_module
+        device = module.device
+
+        def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
+            acted = module.act(tree_map(lambda x: x.to(device), observation), generator)
+            return {"action": acted["action"].cpu()}
+
+        training = module.training
+        module.eval()
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            self._collect(act, self.train_freq)
+        module.train(training)
+
+    def _warm_up(self) -> None:
+        """``learning_starts`` transitions with uniformly random actions."""
+        space = copy.deepcopy(self.action_space)
+        space.seed(stream_seed(self.seed, self._rank, "warm-up"))
+
+        def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
+            actions = [observation_arrays(space, space.sample()) for _ in range(self.n_envs)]
+            return {"action": torch.from_numpy(np.stack(actions))}
+
+        while self.num_timesteps < self.learning_starts:
+            missing = math.ceil((self.learning_starts - self.num_timesteps) / (self.n_envs * self._world_size))
+            self._collect(act, min(missing, WARM_UP_STEPS, self.buffer_size // (2 * self.n_envs)))
+
+    def _collect(self, act: Any, n_steps: int) -> None:
+        assert self.collector is not None and self.replay is not None
+        # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
+        rollout = self.collector.collect(act, n_steps, torch.device("cpu"))
+        self.num_timesteps += self._count_valid(rollout["valid"])
+        transitions, blocked = self.replay.add(rollout)
+        if isinstance(self.sampler, PrioritizedSampler):
+            self.sampler.added(transitions, blocked)
+
+    def _draw(self, remaining: int) -> None:
+        """Draw up to ``remaining`` minibatches, let the module prepare them, and put them in line."""
+        assert self.trainer is not None and self.replay is not None and self.sampler is not None
+        module: Any = self.trainer.lightning_module
+        # With priorities every minibatch is drawn after what was learned from the last.
+        count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)
+        index = self.sampler.draw(count * self.batch_size)
+        sample = self.replay.gather(index, self.n_steps)
+        if isinstance(self.sampler, PrioritizedSampler):
+            share_done = min(self.num_timesteps / self.total_timesteps, 1.0)
+            beta = self.beta0 + (1.0 - self.beta0) * share_done
+            sample.update(index=index, weight=self.sampler.weights(index, beta))
+        sample = tree_map(lambda x: x.to(module.device), sample)
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            prepared = module.prepare(sample)
+        if count == 1:
+            self._drawn.append(prepared)
+            return
+        pieces = tree_map(lambda x: x.split(self.batch_size), prepared)
+        self._drawn.extend(tree_map(lambda x, i=i: x[i], pieces) for i in range(count))
+
+    @property
+    def _minibatches_at_once(self) -> int:
+        assert self.replay is not None
+        row = sum(leaf[0].nbytes for leaf in tree_leaves(self.replay.observation))
+        return max(1, DRAWN_TOGETHER_BYTES // (2 * row * self.batch_size))
+
+    def _update_priorities(self) -> None:
+        """Take over the TD errors of the minibatch that was learned from last."""
+        if self._learning is None or not isinstance(self.sampler, PrioritizedSampler):
+            return
+        assert self.trainer is not None
+        td_error = getattr(self.trainer.lightning_module, "td_error", None)
+        if td_error is None:
+            raise UsageError(f"prioritized_replay needs an algorithm that leaves its |δ| in `td_error`; "
+                             f"{type(self.trainer.lightning_module).__name__} does not")  # fmt: skip
+        self.sampler.update(self._learning.cpu(), td_error)
+        self._learning = None
+
+    # ---------------------------------------------------------------- state
+
+    def rank_state(self) -> dict[str, Any]:
+        """The collector, the buffer, what is known about priorities, and the minibatches already drawn."""
+        assert self.replay is not None and self.sampler is not None
+        self._update_priorities()
+        return {
+            **super().rank_state(),
+            "position": self._position,
+            "replay": self.replay.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "drawn": [tree_map(lambda x: x.cpu(), batch) for batch in self._drawn],
+        }
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`rank_state`."""
+        super().load_rank_state(state)
+        assert self.trainer is not None and self.replay is not None and self.sampler is not None
+        rows = state["replay"]["rows"]
+        if rows != self.replay.rows:
+            raise UsageError(f"buffer_size={self.buffer_size} differs from the checkpoint's "
+                             f"{(rows - 1) * self.n_envs}; resume with as much")  # fmt: skip
+        if ("powers" in state["sampler"]) != self.prioritized_replay:
+            raise UsageError(f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with "
+                             "the same")  # fmt: skip
+        device = self.trainer.strategy.root_device
+        self._position = state["position"]
+        self.replay.load_state_dict(state["replay"])
+        self.sampler.load_state_dict(state["sampler"])
+        self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

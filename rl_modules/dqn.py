@@ -1,0 +1,215 @@
+"""Deep Q-networks."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.errors import UsageError
+from rl_modules.networks import QNetwork
+
+
+class DQN(ControlModule):
+    """Deep Q-learning with replay and a target network.
+
+    Mnih et al. 2015, Nature 518. Per minibatch of replayed transitions, one step on
+
+        L = E[huber(Q(s, a) - y)],   y = r + γ (1 - terminated) max_a' Q_target(s', a')
+
+    and, where asked for, Double DQN (arXiv:1509.06461), dueling heads (arXiv:1511.06581), n-step targets (the
+    datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``). The names and defaults are
+    Stable-Baselines3's. Departures from it: every environment tosses its own coin for ε, where SB3 tosses one for all;
+    ε and the learning rate change once per round of experience, not within it.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        target_update_interval: transitions, over all environments and ranks, between updates of the target network.
+        tau: how far an update moves the target network towards the network, in (0, 1]; 1 is a copy.
+        exploration_fraction: share of ``total_timesteps`` over which ε falls, in (0, 1].
+        exploration_initial_eps: ε at the start: the probability of a random action.
+        exploration_final_eps: ε from there on.
+        double_q: choose the next action by the network, value it by the target network.
+        dueling: V(s) and advantages in separate streams.
+        loss: huber (its gradient bounded by 1) or mse.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        net_arch: hidden widths; None: [64, 64], and none behind a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 1e-4).
+        optimizer: callable from parameters to an optimizer; None: Adam.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    supported_action_spaces = (spaces.Discrete,)
+    experience = "replay"
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        target_update_interval: int = 10_000,
+        tau: float = 1.0,
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        double_q: bool = False,
+        dueling: bool = False,
+        loss: str = "huber",
+        max_grad_norm: float | None = 10.0,
+        net_arch: list[int] | None = None,
+        activation_fn: str = "relu",
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
+        for name in ("gamma", "tau", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"):
+            value = self.hparams[name]
+            if not 0 <= value <= 1 or (value == 0 and name in ("tau", "exploration_fraction")):
+                above_zero = name in ("tau", "exploration_fraction")
+                raise UsageError(f"{name}={value} must lie in {'(' if above_zero else '['}0, 1]")
+        if target_update_interval < 1:
+            raise UsageError(f"target_update_interval={target_update_interval} must be at least 1 transition")
+        if loss not in ("huber", "mse"):
+            raise UsageError(f"loss={loss!r} must be huber or mse")
+        self.gamma = gamma
+        self.target_update_interval = target_update_interval
+        self.tau = tau
+        self.exploration_fraction = exploration_fraction
+        self.exploration_initial_eps = exploration_initial_eps
+        self.exploration_final_eps = exploration_final_eps
+        self.double_q = double_q
+        self.loss = loss
+        self.max_grad_norm = max_grad_norm
+        #: ε, the probability of a random action.
+        self.exploration_rate = exploration_initial_eps
+        #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
+        self.td_error: Tensor | None = None
+        self.target_network: torch.nn.Module | None = None
+        self._target_updates = 0
+
+    def build_network(self) -> None:
+        hp: Any = self.hparams
+        assert self.observation_space is not None and isinstance(self.action_space, spaces.Discrete)
+        self.network = QNetwork(
+            self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling
+        )
+        self.target_network = copy.deepcopy(self.network).requires_grad_(False)
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """ε-greedy actions, [N]; every environment tosses its own coin."""
+        assert self.network is not None
+        greedy = self.network(observation).argmax(1)
+        if deterministic:
+            return {"action": greedy}
+        assert isinstance(self.action_space, spaces.Discrete)
+        device = greedy.device if generator is None else generator.device
+        explores = torch.rand(len(greedy), generator=generator, device=device) < self.exploration_rate
+        random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
+        return {"action": torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)}
+
+    def prepare(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """What stays the same while a round's minibatches are learned from, for all of them together.
+
+        Args:
+            sample: M replayed transitions; see :meth:`datamodules.buffers.ReplayBuffer.gather` for its fields.
+
+        Returns:
+            What :meth:`training_step` reads, [M] each: observation, action, reward (Σ_k γ^k r_k over up to n steps),
+            discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double_q`` next_observation, with
+            prioritised replay weight and index.
+        """
+        assert self.target_network is not None
+        self.update_target()
+        kept = {name: x for name, x in sample.items() if name not in ("n_steps", "next_observation")}
+        if self.double_q:
+            kept["next_observation"] = sample["next_observation"]
+        reward = sample["reward"]
+        discounts = self.gamma ** torch.arange(reward.shape[1], device=reward.device)
+        return {
+            **kept,
+            "reward": (reward * discounts).sum(1),
+            "discount": self.gamma ** sample["n_steps"],
+            "next_q": self.target_network(sample["next_observation"]),
+        }
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert self.network is not None
+        q = self.network(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
+        target = self.td_target(batch)
+        loss = self.td_loss(q, target, batch.get("weight"))
+        if "index" in batch:
+            self.td_error = (q.detach() - target).abs()
+        if self.logs_this_epoch:
+            self.record(loss=loss, q_mean=q.mean())
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def td_target(self, batch: dict[str, Any]) -> Tensor:
+        """What Q(s, a) is drawn towards, [B]."""
+        next_q_online = None
+        if self.double_q:
+            assert self.network is not None
+            with torch.no_grad():
+                next_q_online = self.network(batch["next_observation"])
+        return F.dqn_target(batch["reward"], batch["terminated"], batch["next_q"], batch["discount"], next_q_online)
+
+    def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """The error of Q(s, a), a scalar; ``weight`` [B] are prioritised replay's importance weights."""
+        return F.td_loss(q, target, self.loss, weight)
+
+    def update_target(self) -> None:
+        """Move the target network if ``target_update_interval`` transitions have passed since it last was.
+
+        Where several intervals have passed at once, the network stood still meanwhile, and k moves by τ are one by
+        1 - (1 - τ)^k.
+        """
+        assert self.network is not None and self.target_network is not None
+        updates = self.trainer.datamodule.num_timesteps // self.target_update_interval  # type: ignore[attr-defined]
+        moves = updates - self._target_updates
+        if moves > 0:
+            self._target_updates = updates
+            share = 1.0 - (1.0 - self.tau) ** moves
+            torch._foreach_lerp_(list(self.target_network.parameters()), list(self.network.parameters()), share)
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        super().update_schedules(progress_remaining)
+        falling = min((1.0 - progress_remaining) / self.exploration_fraction, 1.0)
+        self.exploration_rate = (
+            self.exploration_initial_eps + (self.exploration_final_eps - self.exploration_initial_eps) * falling
+        )
+        self._metrics["rollout/exploration_rate"] = self.exploration_rate
+        self.record_now(n_updates=self.trainer.global_step)
+
+    # ---------------------------------------------------------------- optimizer and checkpoints
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Adam at 1e-4, as Stable-Baselines3's DQN."""
+        # Lightning refuses to clip under mixed precision when the optimizer is fused.
+        return torch.optim.Adam(parameters, lr=1e-4, fused=self.trainer.precision in ("32-true", "64-true"))
+
+    def trainable_parameters(self) -> Iterable:
+        """The network's parameters; the target network follows by itself."""
+        assert self.network is not None
+        return self.network.parameters()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["exploration_rate"] = self.exploration_rate
+        checkpoint["target_updates"] = self._target_updates
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.exploration_rate = checkpoint["exploration_rate"]
+        self._target_updates = checkpoint["target_updates"]
