@@ -461,14 +461,10 @@ class QLearning(TabularControl):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         errors = []
-        coins = (
-            torch.rand(len(batch["reward"]), generator=self._generator).lt(0.5).tolist()
-            if self.uses_two_tables
-            else None
-        )
+        coins = torch.rand(len(batch["reward"]), generator=self._generator) if self.uses_two_tables else None
         names = ("observation", "action", "reward", "next_observation", "terminated")
         for i, (state, action, reward, successor, terminated) in enumerate(rows(batch, *names)):
-            table = int(coins[i]) if coins else 0
+            table = 0 if coins is None else int(coins[i] < 0.5)
             target = reward if terminated else reward + self.gamma * self.next_value(successor, table)
             errors.append(self.move(state, action, target, table))
         self.finish_step(errors)

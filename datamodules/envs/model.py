@@ -1,6 +1,6 @@
 """What an environment does, as tensors: for environments that carry their own transition table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gymnasium as gym
 import numpy as np
@@ -37,12 +37,15 @@ class TransitionModel:
         reward: expected r(s, a), [S, A] float64.
         start: distribution of the first state, [S] float64.
         horizon: the environment's time limit in steps; None: episodes end by themselves alone.
+        cells: rows of a grid world's letters, one cell per state, ``S`` start, ``G`` end, ``#`` nobody gets there, or
+            whatever the environment's own map says; None: no grid.
     """
 
     transition: Tensor
     reward: Tensor
     start: Tensor
     horizon: int | None
+    cells: tuple[str, ...] | None = None
 
     @property
     def states(self) -> int:
@@ -85,9 +88,10 @@ class TransitionModel:
             if torch.equal(smaller, forever):
                 break
             forever = smaller
-        return bool((forever & self._reachable()).any())
+        return bool((forever & self.reachable()).any())
 
-    def _reachable(self) -> Tensor:
+    def reachable(self) -> Tensor:
+        """Where some policy gets to, [S] bool."""
         reached = self.start > 0
         leads_to = (self.transition > 0).any(1)
         while True:
@@ -95,6 +99,11 @@ class TransitionModel:
             if torch.equal(grown, reached):
                 return reached
             reached = grown
+
+    def acts_in(self) -> Tensor:
+        """States in which an agent acts: some policy gets there, and the episode goes on; [states] bool."""
+        ended = (self.transition[:-1, :, -1] == 1).all(-1) & (self.reward[:-1] == 0).all(-1)
+        return self.reachable()[:-1] & ~ended
 
 
 def transition_model(env: gym.Env) -> TransitionModel | None:
@@ -135,10 +144,28 @@ def transition_model(env: gym.Env) -> TransitionModel | None:
     transition = torch.zeros(n_states + 1, n_actions, n_states + 1, dtype=torch.float64)
     reward = torch.zeros(n_states + 1, n_actions, dtype=torch.float64)
     transition[n_states, :, n_states] = 1.0
+    ends: set[int] = set()
     for s in range(n_states):
         for a in range(n_actions):
             for probability, successor, r, terminated in table[s + state_space.start][a + action_space.start]:
                 reward[s, a] += probability * float(r)
                 transition[s, a, n_states if terminated else int(successor) - state_space.start] += probability
+                if terminated:
+                    ends.add(int(successor) - int(state_space.start))
     first = torch.from_numpy(np.append(np.asarray(start, np.float64), 0.0))
-    return TransitionModel(transition, reward, first, horizon)
+    model = TransitionModel(transition, reward, first, horizon)
+    return replace(model, cells=_cells(env.unwrapped, model, ends))
+
+
+def _cells(env: gym.Env, model: TransitionModel, ends: set[int]) -> tuple[str, ...] | None:
+    desc = getattr(env, "desc", None)
+    if desc is not None and np.asarray(desc).size == model.states:
+        return tuple("".join(cell.decode() if isinstance(cell, bytes) else cell for cell in row) for row in desc)
+    shape = getattr(env, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] * shape[1] != model.states:
+        return None
+    reachable = model.reachable()
+    letters = [
+        "G" if s in ends else "S" if model.start[s] > 0 else "." if reachable[s] else "#" for s in range(model.states)
+    ]
+    return tuple("".join(letters[row * shape[1] : (row + 1) * shape[1]]) for row in range(shape[0]))

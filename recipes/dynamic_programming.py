@@ -1,0 +1,178 @@
+"""Exact solutions of small environments, and what an agent has learned beside them.
+
+python -m recipes.dynamic_programming --env_id FrozenLake-v1
+python -m recipes.dynamic_programming --ckpt_path logs/QLearning-FrozenLake-v1/version_0/checkpoints/last.ckpt
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import Tensor
+
+import rl_modules
+from datamodules.envs.model import TransitionModel, transition_model
+from datamodules.envs.vector import make_env
+from recipes.pictures import action_directions, draw_values
+from rl_modules import functional as F
+from rl_modules.errors import UsageError
+
+_ARROWS = {(0, -1): "←", (1, 0): "↓", (0, 1): "→", (-1, 0): "↑", (0, 0): "·"}
+_MOST_ROWS = 24
+
+
+def main(args: list[str] | None = None) -> None:
+    """Print V*, the best policy and the best return of an environment.
+
+    Args:
+        args: the command line without the program's name; None: ``sys.argv``.
+
+    Raises:
+        SystemExit: with 1 after an error, in one sentence.
+    """
+    parser = argparse.ArgumentParser(prog="python -m recipes.dynamic_programming", description=__doc__.split("\n")[0])
+    parser.add_argument("--env_id", help="environment with a transition table; default: the checkpoint's")
+    parser.add_argument("--ckpt_path", help="checkpoint of MonteCarlo, SARSA or QLearning to show beside the solution")
+    parser.add_argument("--gamma", type=float, help="discount γ; default: the checkpoint's, or 0.99")
+    parser.add_argument("--max_episode_steps", type=int, help="time limit; default: the environment's own")
+    parser.add_argument("--picture", help="write the solution's value map to this PNG file")
+    options = parser.parse_args(args)
+    try:
+        solve(options.env_id, options.ckpt_path, options.gamma, options.max_episode_steps, options.picture)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def solve(
+    env_id: str | None = None,
+    ckpt_path: str | None = None,
+    gamma: float | None = None,
+    max_episode_steps: int | None = None,
+    picture: str | None = None,
+) -> Tensor:
+    """Solve an environment by value iteration over its own transition table, and print the solution.
+
+    Args:
+        env_id: Gymnasium id or ``package.module:callable``; None: the checkpoint's.
+        ckpt_path: checkpoint of a tabular agent; its table is printed beside the solution.
+        gamma: discount γ, in [0, 1]; None: the checkpoint's, or 0.99.
+        max_episode_steps: time limit that returns are computed for; None: the environment's own.
+        picture: PNG file for the value map of a grid world.
+
+    Returns:
+        Q*, [states, A] float64.
+
+    Raises:
+        UsageError: no environment named, no transition table, a checkpoint that does not fit, or γ out of range.
+    """
+    agent, saved = (None, {}) if ckpt_path is None else _load(ckpt_path)
+    if env_id is None:
+        if agent is None:
+            raise UsageError("nothing says which environment to solve; give --env_id or --ckpt_path")
+        env_id = saved["env_id"]
+    same = env_id == saved.get("env_id")
+    settings = dict(saved.get("datamodule_hyper_parameters", {})) if same else {}
+    env_kwargs = dict(settings.get("env_kwargs") or {})
+    if max_episode_steps is not None:
+        env_kwargs["max_episode_steps"] = max_episode_steps
+    env = make_env(str(env_id), env_kwargs, settings.get("wrappers") or ())
+    model = _model(env, str(env_id))
+    gamma = gamma if gamma is not None else agent.gamma if agent is not None else 0.99
+    if not 0 <= gamma <= 1:
+        raise UsageError(f"gamma={gamma} must lie in [0, 1]")
+    if agent is not None and agent.q.shape != (model.states, model.reward.shape[1]):
+        raise UsageError(f"the checkpoint's table is {tuple(agent.q.shape)}, {env_id} needs "
+                         f"{(model.states, model.reward.shape[1])}")  # fmt: skip
+    try:
+        q = F.value_iteration(model.transition, model.reward, gamma)[: model.states]
+    except ValueError as error:
+        raise UsageError(f"{env_id} has no solution with gamma={gamma}: {error}") from error
+    _report(str(env_id), model, q, gamma, agent)
+    if picture is not None:
+        _write_picture(picture, q, model, f"{env_id}, exact, γ = {gamma:g}")
+    return q
+
+
+def _load(path: str) -> tuple[Any, dict[str, Any]]:
+    if not Path(path).is_file():
+        raise UsageError(f"ckpt_path={path!r} is no file")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    name = saved.get("algorithm")
+    if name not in ("MonteCarlo", "SARSA", "QLearning"):
+        raise UsageError(f"ckpt_path={path!r} holds {name or 'no control algorithm'}; a table is kept by MonteCarlo, "
+                         "SARSA and QLearning")  # fmt: skip
+    return getattr(rl_modules, name).load_from_checkpoint(path, map_location="cpu"), saved
+
+
+def _model(env: gym.Env, env_id: str) -> TransitionModel:
+    model = transition_model(env)
+    if model is None:
+        raise UsageError(f"{env_id} has no transition table to solve (Maze-v0, FrozenLake-v1, CliffWalking-v1 and "
+                         "Taxi-v4 have one; wrappers that change observations or rewards hide it)")  # fmt: skip
+    return model
+
+
+def _report(env_id: str, model: TransitionModel, q: Tensor, gamma: float, agent: Any) -> None:
+    limit = "no time limit" if model.horizon is None else f"at most {model.horizon} steps an episode"
+    print(f"{env_id}: {model.states} states, {q.shape[1]} actions, {limit}; γ = {gamma:g}")
+    one_hot = torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
+    print(f"expected return   {_return(model.optimal_return())} at best, with an eye on the clock")
+    print(f"                  {_return(_expected_return(model, one_hot))} of the policy that is greedy in Q*")
+    tables = {"V* and the best action": q}
+    if agent is not None:
+        name = type(agent).__name__
+        print(f"                  {_return(_expected_return(model, agent.greedy_policy()))} of {name}'s greedy policy")
+        tables[f"{name}: max Q and the greedy action"] = agent.q
+    for title, table in tables.items():
+        print(f"\n{title}")
+        print("\n".join(_table(model, table)))
+    if agent is not None:
+        visited = agent.tables.visits.sum(0).sum(-1) > 0
+        loss = q.max(-1).values - q.gather(1, agent.q.argmax(-1, keepdim=True))[:, 0]
+        print(f"\nof {int(visited.sum())} visited states the greedy action is a best one in "
+              f"{int((loss[visited] < 1e-6).sum())}; largest |max Q - V*| there: "
+              f"{float((agent.q.max(-1).values - q.max(-1).values)[visited].abs().max()):.3g}")  # fmt: skip
+
+
+def _expected_return(model: TransitionModel, policy: Tensor) -> float | None:
+    try:
+        return model.expected_return(policy)
+    except ValueError:
+        return None
+
+
+def _return(value: float | None) -> str:
+    return "without end" if value is None else f"{value:11.4f}"
+
+
+def _table(model: TransitionModel, q: Tensor) -> list[str]:
+    value, action = q.max(-1).values.tolist(), q.argmax(-1).tolist()
+    if model.cells is None:
+        lines = [f"state {s:4d}  {value[s]:9.3f}  action {action[s]}" for s in range(min(model.states, _MOST_ROWS))]
+        return lines + [f"… and {model.states - _MOST_ROWS} more states"] * (model.states > _MOST_ROWS)
+    arrows = [_ARROWS[direction] for direction in action_directions(model)]
+    columns, lives = len(model.cells[0]), model.acts_in().tolist()
+    cells = [
+        f"{value[s]:8.3f} {arrows[action[s]]}" if lives[s] else f"{model.cells[s // columns][s % columns]:>8}  "
+        for s in range(model.states)
+    ]
+    return ["".join(cells[row * columns : (row + 1) * columns]) for row in range(len(model.cells))]
+
+
+def _write_picture(path: str, q: Tensor, model: TransitionModel, title: str) -> None:
+    if model.cells is None:
+        raise UsageError(f"picture={path!r}: only grid worlds can be drawn")
+    if Path(path).suffix != ".png" or not Path(path).parent.is_dir():
+        raise UsageError(f"picture={path!r} must be a .png file in an existing folder")
+    from PIL import Image
+
+    Image.fromarray(draw_values(q, model, (title,))).save(path)
+    print(f"\npicture: {path}")
+
+
+if __name__ == "__main__":
+    main()
