@@ -1,9 +1,11 @@
 """Steps a vector of environments with a policy and keeps the books."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -54,6 +56,7 @@ class Collector:
         self.recent_returns: deque[float] = deque(maxlen=stats_window_size)
         self.recent_lengths: deque[int] = deque(maxlen=stats_window_size)
         self._observation: Any = None
+        self._episodes_at_close: list[dict[str, Any]] | None = None
         self._resets_next = np.zeros(envs.num_envs, bool)
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> dict[str, Any]:
@@ -236,14 +239,26 @@ class Collector:
             "episodes": None,
         }
         if self._observation is not None and hasattr(self.envs, "get_attr"):
-            state["episodes"] = [
-                {**episode, "actions": torch.from_numpy(np.array(episode["actions"])) if episode["actions"] else None}
-                for episode in self.envs.get_attr("episode_state")
-            ]
+            state["episodes"] = self._episodes_at_close or self._episodes()
         for name in ("observation_normalizer", "reward_normalizer"):
             normalizer = getattr(self, name)
             state[name] = None if normalizer is None else normalizer.state_dict()
         return state
+
+    def close(self) -> None:
+        """End the environments; the state stays available, for a checkpoint written after training."""
+        if self.envs.closed:
+            return
+        if self._observation is not None and hasattr(self.envs, "get_attr"):
+            with contextlib.suppress(gym.error.Error, OSError, EOFError):  # an engine that failed has none
+                self._episodes_at_close = self._episodes()
+        self.envs.close()
+
+    def _episodes(self) -> list[dict[str, Any]]:
+        return [
+            {**episode, "actions": torch.from_numpy(np.array(episode["actions"])) if episode["actions"] else None}
+            for episode in self.envs.get_attr("episode_state")  # type: ignore[attr-defined]
+        ]
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Bring everything back; running episodes are repeated from their seeds and actions."""

@@ -135,7 +135,7 @@ class ControlDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         if stage == "fit" and self.collector is not None:
-            self.collector.envs.close()
+            self.collector.close()
         if self._example_env is not None:
             self._example_env.close()
             self._example_env = None

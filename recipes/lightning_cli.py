@@ -16,7 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import datamodules
 import rl_modules
+from datamodules.control import ControlDataModule
 from recipes.callbacks import ConfigRecord, EpisodeWriter, LastCheckpoint, TransitionProgressBar
+from rl_modules.control import ControlModule
 from rl_modules.errors import UsageError, did_you_mean
 
 
@@ -113,6 +115,16 @@ class RLCLI(LightningCLI):
             raise cause or UsageError(" ".join(str(error).split())) from error
         except MisconfigurationException as error:
             raise UsageError(" ".join(str(error).split())) from error
+        self._check_environment()
+
+    def _check_environment(self) -> None:
+        """Refuse an environment that can't be made, or acted in, before anything is written."""
+        data, model = self.datamodule, self.model
+        if isinstance(data, ControlDataModule) and isinstance(model, ControlModule):
+            data.setup("check")
+            model.observation_space, model.action_space = data.observation_space, data.action_space
+            model.check_spaces()
+            data.teardown("check")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         if self.command == "predict":
@@ -123,9 +135,12 @@ class RLCLI(LightningCLI):
         if self.command == "fit":
             if config.get("enable_progress_bar") is not False:
                 callbacks.append(TransitionProgressBar())
-            callbacks.append(
-                ModelCheckpoint(monitor="eval/mean_reward", mode="max", filename="best", enable_version_counter=False)
-            )
+            if getattr(self.datamodule, "eval_freq", 1):
+                best = ModelCheckpoint(monitor="eval/mean_reward", mode="max", filename="best",
+                                       enable_version_counter=False)  # fmt: skip
+                callbacks.append(best)
+            else:
+                config["enable_checkpointing"] = False  # Lightning's own; the last checkpoint is ours
         elif config.get("enable_progress_bar") is None:
             config["enable_progress_bar"] = False
         return super()._instantiate_trainer(config, callbacks)
@@ -160,7 +175,7 @@ class RLCLI(LightningCLI):
         from recipes.cli import show
 
         last = next(c for c in self.trainer.callbacks if isinstance(c, LastCheckpoint))  # type: ignore[attr-defined]
-        best = self.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         folder = self.trainer.log_dir or "logs"
         table = Table.grid(padding=(0, 2))
         name = f"{type(self.model).__name__} on {self.datamodule.env_name}"

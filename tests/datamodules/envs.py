@@ -56,3 +56,9 @@ class Suicidal(Counter):
 
             os._exit(7)
         return super().step(action)
+
+
+class Odd(Counter):
+    """Has an action space that no algorithm here can act in."""
+
+    action_space = spaces.Sequence(spaces.Discrete(2))

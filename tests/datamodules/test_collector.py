@@ -38,7 +38,12 @@ def valid_transitions(rollouts, env):
 
 def test_three_autoreset_modes_and_async_give_the_same_transitions():
     rows = {}
-    for mode, vectorization in (("same_step", "sync"), ("next_step", "sync"), ("disabled", "sync"), ("same_step", "async")):
+    for mode, vectorization in (
+        ("same_step", "sync"),
+        ("next_step", "sync"),
+        ("disabled", "sync"),
+        ("same_step", "async"),
+    ):
         collector = make(mode=mode, vectorization=vectorization)
         # NEXT_STEP spends a row on each reset, so it needs more of them for as many transitions.
         rollouts = [collector.collect(act, 13, CPU) for _ in range(3)]

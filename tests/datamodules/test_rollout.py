@@ -3,9 +3,8 @@ import pytest
 import torch
 
 from datamodules import RolloutDataModule
-from datamodules.envs.vector import make_env
+from datamodules.envs.vector import make_env, make_vector_env
 from datamodules.evaluation import run_episodes
-from datamodules.envs.vector import make_vector_env
 from rl_modules import PPO
 from rl_modules.errors import UsageError
 from tests.datamodules.envs import Counter
@@ -140,7 +139,10 @@ def test_bad_arguments_get_one_sentence(arguments, message):
         ({"env_id": "tests.datamodules.envs:Nothing"}, "has no 'Nothing'"),
         ({"env_id": "CartPole-v1", "env_kwargs": {"gravity": 3}}, "env_kwargs={'gravity': 3} does not fit"),
         ({"env_id": "CartPole-v1", "wrappers": ["FlatenObservation"]}, "did you mean FlattenObservation"),
-        ({"env_id": "CartPole-v1", "wrappers": [{"class_path": "TimeLimit", "init_args": {"steps": 3}}]}, "does not take"),
+        (
+            {"env_id": "CartPole-v1", "wrappers": [{"class_path": "TimeLimit", "init_args": {"steps": 3}}]},
+            "does not take",
+        ),
     ],
 )
 def test_environments_that_cannot_be_made_get_one_sentence(arguments, message):
