@@ -8,7 +8,7 @@ from gymnasium import spaces
 from rl_modules.errors import UsageError
 
 
-class FlattenDiscrete(gym.ObservationWrapper):
+class FlattenDiscrete(gym.ObservationWrapper, gym.utils.RecordConstructorArgs):
     """Numbers the combinations of a Tuple of Discrete, a MultiDiscrete or a MultiBinary; the last part counts fastest.
 
     Blackjack's (sum 0-31, dealer's card 0-10, ace 0-1) becomes Discrete(704): ``(sum * 11 + card) * 2 + ace``.
@@ -21,7 +21,8 @@ class FlattenDiscrete(gym.ObservationWrapper):
     """
 
     def __init__(self, env: gym.Env) -> None:
-        super().__init__(env)
+        gym.utils.RecordConstructorArgs.__init__(self)
+        gym.ObservationWrapper.__init__(self, env)
         space = env.observation_space
         if isinstance(space, spaces.Tuple) and all(isinstance(part, spaces.Discrete) for part in space):
             sizes, starts = [int(part.n) for part in space], [int(part.start) for part in space]
