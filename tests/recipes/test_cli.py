@@ -13,9 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from recipes import configs
 from recipes.cli import main
 
-SMALL = (
-    "--data.total_timesteps 1024 --data.n_epochs 2 --data.eval_freq 512 --data.n_eval_episodes 2 --data.n_test_episodes 3"
-).split()
+SMALL = [
+    "--data.total_timesteps=1024",
+    "--data.n_epochs=2",
+    "--data.eval_freq=512",
+    "--data.n_eval_episodes=2",
+    "--data.n_test_episodes=3",
+]
 
 
 @pytest.fixture

@@ -1,0 +1,220 @@
+"""The table of results: every row a config, several seeds, a target.
+
+    python -m benchmarks.results run ppo/cartpole a2c/cartpole --seeds 5 --jobs 2
+    python -m benchmarks.results report
+
+``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
+curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again. ``report`` writes
+``docs/results.md`` and the plots from those files: interquartile mean over seeds with a stratified bootstrap interval
+(rliable; Agarwal et al. 2021, arXiv:2108.13264).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+STORE = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ``config`` trained, ``tag`` read at the end, compared with ``target``."""
+
+    config: str
+    target: float | None
+    tag: str = "final/mean_reward"
+    curve: str = "eval/mean_reward"
+    note: str = ""
+
+
+def _exact(config: str, target: float, note: str = "") -> Row:
+    """A tabular row: the greedy policy's true expected return, by dynamic programming."""
+    return Row(config, target, "eval/true_return", "eval/true_return", note or "exact expected return")
+
+
+ROWS = {
+    row.config: row
+    for row in (
+        _exact("monte_carlo/maze", 10.0),
+        _exact("sarsa/maze", 10.0),
+        _exact("q_learning/maze", 10.0),
+        _exact("monte_carlo/frozenlake", 0.99 * 0.7442),
+        _exact("sarsa/frozenlake", 0.99 * 0.7442),
+        _exact("q_learning/frozenlake", 0.99 * 0.7442),
+        _exact("q_learning/taxi", 0.99 * 7.93),
+        _exact("q_learning/cliffwalking", -13.0),
+        _exact("sarsa/cliffwalking", -13.0),
+        Row("dqn/cartpole", 475),
+        Row("dqn/mountaincar", -110),
+        Row("dqn/lunarlander", 154),
+        Row("reinforce/cartpole", 450),
+        Row("a2c/cartpole", 490),
+        Row("a2c/acrobot", -85),
+        Row("trpo/cartpole", 490),
+        Row("trpo/acrobot", -85),
+        Row("trpo/lunarlander", 133),
+        Row("ppo/cartpole", 490),
+        Row("ppo/acrobot", -80),
+        Row("ppo/mountaincar", -115),
+        Row("ppo/lunarlander", 240),
+        Row("ppo/pendulum", -200),
+        Row("ppo/cartpole_penalty", 490),
+        Row("ppo/lunarlander_penalty", 200),
+        Row("ppo/halfcheetah", None),
+        Row("ppo/hopper", None),
+        Row("trpo/halfcheetah", None),
+        Row("trpo/hopper", None),
+    )
+}
+
+
+# -------------------------------------------------------------------- running
+
+
+def run_seed(row: Row, seed: int) -> str:
+    """Train one seed and keep its result; returns a line about it."""
+    path = STORE / row.config / f"{seed}.json"
+    if path.exists():
+        return f"{row.config} seed {seed}: there already"
+    command = [sys.executable, "-m", "recipes", "fit", "--config", f"{row.config}.yaml", "--seed_everything", str(seed),
+               "--data.n_test_episodes", "100"]  # fmt: skip
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, environment.get("PYTHONPATH")) if p)
+    with tempfile.TemporaryDirectory() as folder:
+        start_s = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+        wall_s = time.perf_counter() - start_s
+        if done.returncode:
+            return f"{row.config} seed {seed}: FAILED\n{done.stderr[-2000:]}"
+        result = read_run(next(Path(folder).glob("logs/*/version_0")), row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"seed": seed, "wall_s": round(wall_s, 1), **result}), encoding="utf-8")
+    return f"{row.config} seed {seed}: {result['final']:.2f} in {wall_s:.0f} s"
+
+
+def read_run(folder: Path, row: Row) -> dict:
+    """Final value, transitions and curve (at most 200 points) out of a TensorBoard folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    curve = [(event.step, round(event.value, 4)) for event in events.Scalars(row.curve)]
+    keep = np.unique(np.linspace(0, len(curve) - 1, 200).astype(int))
+    return {
+        "final": events.Scalars(row.tag)[-1].value,
+        "total_timesteps": int(events.Scalars("time/total_timesteps")[-1].value),
+        "curve": [curve[i] for i in keep],
+    }
+
+
+# -------------------------------------------------------------------- reporting
+
+
+def interquartile_mean(finals: np.ndarray) -> tuple[float, float, float]:
+    """Interquartile mean over seeds with a 95 % bootstrap interval."""
+    from rliable import library, metrics
+
+    # rliable wants [runs, tasks] and resamples runs within each task.
+    scores, intervals = library.get_interval_estimates(
+        {"row": finals[:, None]}, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2_000,
+        random_state=np.random.RandomState(0)  # noqa: NPY002 (rliable's own interface)
+    )  # fmt: skip
+    return float(scores["row"][0]), float(intervals["row"][0, 0]), float(intervals["row"][1, 0])
+
+
+def load(row: Row) -> list[dict]:
+    """The stored seeds of a row."""
+    files = sorted((STORE / row.config).glob("*.json"), key=lambda path: int(path.stem))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def report(where: str) -> None:
+    """Write ``docs/results.md`` and one plot per row."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m benchmarks.results report` from the runs in `benchmarks/results/`; any row is made again",
+        "with `python -m benchmarks.results run <row> --seeds 5`. Final policies, 100 deterministic episodes each on",
+        "seeds that training never saw; interquartile mean (IQM) over seeds with a 95 % bootstrap interval. Tabular rows",
+        "are the greedy policy's exact expected return. Wall time is the whole `rl fit`, process start to summary,",
+        f"measured on {where}, two runs side by side.",
+        "",
+        "| row | transitions | seeds | IQM | 95 % interval | worst seed | target | met by | wall time |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    pictures = []
+    for row in ROWS.values():
+        runs = load(row)
+        if not runs:
+            continue
+        finals = np.array([run["final"] for run in runs])
+        iqm, low, high = interquartile_mean(finals)
+        met = "" if row.target is None else f"{int((finals >= row.target - 1e-6).sum())} of {len(runs)}"
+        target = "" if row.target is None else f"{row.target:.4g}"
+        wall = np.median([run["wall_s"] for run in runs])
+        lines.append(
+            f"| [{row.config}](../configs/{row.config}.yaml) | {runs[0]['total_timesteps']:,} | {len(runs)} | {iqm:.2f} | "
+            f"{low:.2f} … {high:.2f} | {finals.min():.2f} | {target} | {met} | {wall:.0f} s |"
+        )
+        pictures.append(plot(row, runs))
+    lines += ["", "## Learning curves", "", "Mean over seeds, band from the worst to the best seed.", ""]
+    lines += [f"![{name}](plots/{name}.png)" for name in pictures]
+    (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plot(row: Row, runs: list[dict]) -> str:
+    """Evaluation over transitions, mean and range over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = np.array(max((run["curve"] for run in runs), key=len), float)[:, 0]
+    values = np.array([np.interp(steps, *np.array(run["curve"], float).T) for run in runs])
+    figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
+    axes.fill_between(steps, values.min(0), values.max(0), alpha=0.2)
+    axes.plot(steps, values.mean(0))
+    if row.target is not None:
+        axes.axhline(row.target, color="gray", linestyle="--", linewidth=1)
+    axes.set(title=row.config, xlabel="transitions", ylabel="return of an evaluation")
+    name = row.config.replace("/", "_")
+    (DOCS / "plots").mkdir(parents=True, exist_ok=True)
+    figure.savefig(DOCS / "plots" / f"{name}.png", dpi=80)
+    plt.close(figure)
+    return name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="train rows that are not stored yet")
+    run.add_argument("rows", nargs="*", metavar="ROW", help=f"rows, or none for all: {', '.join(ROWS)}")
+    run.add_argument("--seeds", type=int, default=5)
+    run.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    reporter = commands.add_parser("report", help="write docs/results.md from what is stored")
+    reporter.add_argument("--where", default="2 CPU cores", help="the machine, for the text")
+    args = parser.parse_args()
+    if args.command == "report":
+        report(args.where)
+        return
+    unknown = [name for name in args.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"unknown row {unknown[0]!r}; the rows are {', '.join(ROWS)}")
+    work = [(ROWS[name], seed) for seed in range(args.seeds) for name in args.rows or ROWS]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for line in pool.map(lambda item: run_seed(*item), work):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
