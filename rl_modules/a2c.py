@@ -10,7 +10,6 @@ from rl_modules import functional as F
 from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.errors import UsageError
 from rl_modules.networks import ActorCritic
-from rl_modules.optimizers import RMSpropTFLike
 
 
 class A2C(ControlModule):
@@ -21,8 +20,8 @@ class A2C(ControlModule):
         L = -E[A log π(a|s)] + vf_coef·E[(V - R)²] - ent_coef·E[H(π)],   R = A + V(s)
 
     With ``gae_lambda=1``, R is the n-step return of the paper: the rewards to the end of the rollout, then V. The
-    names and defaults are Stable-Baselines3's. Departure from it: RMSprop is TensorFlow's kind, which SB3 recommends
-    for A2C and leaves to be asked for.
+    names and defaults are Stable-Baselines3's. ``optimizer=rl_modules.optimizers.RMSpropTFLike`` is the RMSprop of the
+    paper's time, whose small first steps help where A2C is unstable.
 
     Rollouts are tiny: give the datamodule ``n_steps=5, batch_size=None, n_epochs=1``, and some hundred
     ``rollouts_per_epoch``, so that what Lightning does once per epoch costs nothing.
@@ -35,8 +34,7 @@ class A2C(ControlModule):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         normalize_advantage: whiten the advantages of each rollout.
-        use_rms_prop: RMSprop (α 0.99, eps inside the root); false: Adam with eps 1e-5. Where ``optimizer`` is given,
-            neither.
+        use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Where ``optimizer`` is given, neither.
         rms_prop_eps: RMSprop's eps.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
             behind a convolutional encoder.
@@ -160,7 +158,7 @@ class A2C(ControlModule):
         return 2 * F.value_loss(value, batch["returns"])
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """RMSprop as TensorFlow has it, or Adam, at 7e-4."""
+        """RMSprop or Adam, at 7e-4."""
         if self.use_rms_prop:
-            return RMSpropTFLike(parameters, lr=7e-4, alpha=0.99, eps=self.rms_prop_eps)
+            return torch.optim.RMSprop(parameters, lr=7e-4, alpha=0.99, eps=self.rms_prop_eps, foreach=True)
         return torch.optim.Adam(parameters, lr=7e-4, eps=1e-5)

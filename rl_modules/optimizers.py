@@ -9,7 +9,7 @@ from rl_modules.errors import UsageError
 
 
 class RMSpropTFLike(torch.optim.Optimizer):
-    """RMSprop as TensorFlow computes it, with which A2C's published settings were found.
+    """RMSprop as TensorFlow computes it, with which A3C and OpenAI's A2C were published.
 
     v ← α v + (1 - α) g²,   θ ← θ - lr · g / √(v + eps),   v starts at 1
 
