@@ -109,9 +109,11 @@ class ReplayDataModule(ControlDataModule):
         self.alpha = prioritized_replay_alpha
         self.beta0 = prioritized_replay_beta0
         self.epsilon = prioritized_replay_eps
-        self.rollouts_per_epoch = rollouts_per_epoch or max(1, round(1000 / (train_freq * n_envs)))
-        if self.rollouts_per_epoch < 1:
+        if rollouts_per_epoch is None:
+            rollouts_per_epoch = max(1, round(1000 / (train_freq * n_envs)))
+        if rollouts_per_epoch < 1:
             raise UsageError(f"rollouts_per_epoch={rollouts_per_epoch} must be at least 1")
+        self.rollouts_per_epoch = rollouts_per_epoch
         self.replay: ReplayBuffer | None = None
         self.sampler: UniformSampler | PrioritizedSampler | None = None
         self._position = 0

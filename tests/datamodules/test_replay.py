@@ -1,0 +1,451 @@
+import logging
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules.buffers import (
+    PrioritizedSampler,
+    ReplayBuffer,
+    SumTree,
+    UniformSampler,
+    available_bytes,
+    replay_bytes,
+)
+from rl_modules import DQN, PPO
+from rl_modules.errors import UsageError
+from tests.datamodules.envs import Counter
+from tests.training import fit
+
+LINE = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+IMAGE = spaces.Box(0, 255, (36, 36, 2), np.uint8)
+
+
+class Stream:
+    """Makes rollouts as the Collector does, and remembers each environment's transitions as plain tuples."""
+
+    def __init__(self, n_envs: int, seed: int, ends: float, has_reset_rows: bool) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.n_envs, self.ends, self.has_reset_rows = n_envs, ends, has_reset_rows
+        self.transitions = [[] for _ in range(n_envs)]
+        self.resets = np.zeros(n_envs, bool)
+        self.now = np.array([self.fresh() for _ in range(n_envs)], np.float32)
+
+    def fresh(self) -> float:
+        self.seen = getattr(self, "seen", 0) + 1
+        return float(self.seen)
+
+    def rollout(self, n_steps: int) -> dict:
+        n = self.n_envs
+        rows = {
+            "observation": np.empty((n_steps, n, 1), np.float32),
+            "next_observation": np.empty((n_steps, n, 1), np.float32),
+            "action": self.rng.integers(5, size=(n_steps, n)),
+            "reward": self.rng.normal(size=(n_steps, n)).astype(np.float32),
+            "terminated": np.zeros((n_steps, n), bool),
+            "truncated": np.zeros((n_steps, n), bool),
+            "valid": np.ones((n_steps, n), bool),
+        }
+        for t in range(n_steps):
+            for i in range(n):
+                rows["observation"][t, i] = self.now[i]
+                successor = self.fresh()
+                rows["next_observation"][t, i] = successor
+                rows["valid"][t, i] = not self.resets[i]
+                if self.resets[i]:
+                    rows["reward"][t, i] = 0.0
+                    self.resets[i], self.now[i] = False, successor
+                    continue
+                over = self.rng.random() < self.ends
+                terminated = over and self.rng.random() < 0.5
+                rows["terminated"][t, i], rows["truncated"][t, i] = terminated, over and not terminated
+                self.transitions[i].append((
+                    float(self.now[i]), int(rows["action"][t, i]), float(rows["reward"][t, i]),
+                    bool(terminated), bool(over), successor,
+                ))  # fmt: skip
+                self.now[i] = successor
+                if over and self.has_reset_rows:
+                    self.resets[i] = True
+                elif over:
+                    self.now[i] = self.fresh()
+        return {name: torch.from_numpy(x) for name, x in rows.items()}
+
+    def remembered(self, rows: int, n_steps: int) -> list[tuple]:
+        """What a ring of so many rows holds: observation, action, rewards, terminated, next observation."""
+        found = []
+        for stream in self.transitions:
+            spent = 1  # the newest observation
+            for t in reversed(range(len(stream))):
+                spent += 2 if stream[t][4] else 1
+                if spent > rows:
+                    break
+                window = []
+                for step in stream[t : t + n_steps]:
+                    window.append(step)
+                    if step[4]:
+                        break
+                rewards = [step[2] for step in window]
+                found.append((*stream[t][:2], tuple(rewards), window[-1][3], window[-1][5]))
+        return sorted(found)
+
+
+def all_in(buffer: ReplayBuffer, n_steps: int) -> list[tuple]:
+    batch = buffer.gather(buffer.valid.nonzero()[:, 0], n_steps)
+    found = []
+    for i, count in enumerate(batch["n_steps"].tolist()):
+        assert (batch["reward"][i, count:] == 0).all()
+        found.append((
+            batch["observation"][i].item(), batch["action"][i].item(), tuple(batch["reward"][i, :count].tolist()),
+            batch["terminated"][i].item(), batch["next_observation"][i].item(),
+        ))  # fmt: skip
+    return sorted(found)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_envs=st.integers(1, 4),
+    n_steps=st.integers(1, 4),
+    per_env=st.integers(12, 40),
+    ends=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    has_reset_rows=st.booleans(),
+)
+def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_reset_rows):
+    buffer = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, per_env * n_envs)
+    stream = Stream(n_envs, seed, ends, has_reset_rows)
+    written = 0
+    while written < 3 * per_env:
+        length = int(stream.rng.integers(1, per_env // 2))
+        buffer.add(stream.rollout(length))
+        written += length
+        assert all_in(buffer, n_steps) == stream.remembered(buffer.rows, n_steps)
+
+
+def test_full_ring_without_episode_ends_holds_buffer_size_transitions():
+    buffer = ReplayBuffer(LINE, spaces.Discrete(5), 2, 20)
+    stream = Stream(2, 0, 0.0, False)
+    for _ in range(6):
+        buffer.add(stream.rollout(5))
+    assert buffer.valid.sum() == 20
+    newest = [step[0] for per_env in stream.transitions for step in per_env[-10:]]
+    assert sorted(row[0] for row in all_in(buffer, 1)) == sorted(newest)
+
+
+def test_hand_written_episode_in_a_ring_of_six_rows():
+    buffer = ReplayBuffer(LINE, spaces.Discrete(2), 1, 5)
+
+    def rows(observations, successors, ended):
+        t = len(observations)
+        return {
+            "observation": torch.tensor(observations).float().reshape(t, 1, 1),
+            "next_observation": torch.tensor(successors).float().reshape(t, 1, 1),
+            "action": torch.zeros(t, 1, dtype=torch.int64),
+            "reward": torch.tensor(observations).float().reshape(t, 1),
+            "terminated": torch.zeros(t, 1, dtype=torch.bool),
+            "truncated": torch.tensor(ended).reshape(t, 1),
+            "valid": torch.ones(t, 1, dtype=torch.bool),
+        }
+
+    buffer.add(rows([1, 2], [2, 3], [False, True]))  # rows: 1 2 final-3 head
+    assert buffer.observation[:3, 0].tolist() == [1, 2, 3]
+    assert buffer.valid.tolist() == [True, True, False, False, False, False]
+    buffer.add(rows([10, 11], [11, 12], [False, False]))  # 1 2 final-3 10 11 head-12
+    assert buffer.valid.tolist() == [True, True, False, True, True, False]
+    assert all_in(buffer, 3) == [
+        (1.0, 0, (1.0, 2.0), False, 3.0),
+        (2.0, 0, (2.0,), False, 3.0),
+        (10.0, 0, (10.0, 11.0), False, 12.0),
+        (11.0, 0, (11.0,), False, 12.0),
+    ]
+    buffer.add(rows([12], [13], [True]))  # final-13 over row 0, head over row 1
+    assert buffer.valid.tolist() == [False, False, False, True, True, True]
+    assert all_in(buffer, 3)[0] == (10.0, 0, (10.0, 11.0, 12.0), False, 13.0)
+
+
+def test_images_stay_uint8_and_are_stored_once():
+    buffer = ReplayBuffer(IMAGE, spaces.Discrete(2), 2, 100)
+    assert buffer.observation.dtype == torch.uint8
+    rows = 102
+    assert sum(t.nbytes for t in vars(buffer).values() if isinstance(t, torch.Tensor) and len(t) == rows) == (
+        rows * (36 * 36 * 2 + 8 + 4 + 1 + 1)
+    )
+    assert replay_bytes(IMAGE, spaces.Discrete(2), 2, 100, prioritized=False) == rows * (36 * 36 * 2 + 8 + 4 + 2)
+
+
+def test_dict_observations_and_box_actions():
+    space = spaces.Dict({"a": LINE, "b": spaces.Dict({"c": spaces.Discrete(3, start=5)})})
+    buffer = ReplayBuffer(space, spaces.Box(-1, 1, (2,), np.float32), 1, 8)
+    batch = {
+        "observation": {"a": torch.tensor([[[1.0]], [[2.0]]]), "b": {"c": torch.tensor([[0], [1]])}},
+        "next_observation": {"a": torch.tensor([[[2.0]], [[3.0]]]), "b": {"c": torch.tensor([[1], [2]])}},
+        "action": torch.tensor([[[0.1, 0.2]], [[0.3, 0.4]]]),
+        "reward": torch.zeros(2, 1),
+        **{name: torch.zeros(2, 1, dtype=torch.bool) for name in ("terminated", "truncated")},
+        "valid": torch.ones(2, 1, dtype=torch.bool),
+    }
+    buffer.add(batch)
+    found = buffer.gather(torch.tensor([0, 1]))
+    assert found["observation"]["b"]["c"].tolist() == [0, 1]
+    assert found["next_observation"]["b"]["c"].tolist() == [1, 2]
+    assert found["next_observation"]["a"].tolist() == [[2.0], [3.0]]
+    torch.testing.assert_close(found["action"], torch.tensor([[0.1, 0.2], [0.3, 0.4]]))
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def filled_buffer(n_envs=2, size=40, ends=0.3, steps=9, seed=0):
+    buffer = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, size)
+    stream = Stream(n_envs, seed, ends, False)
+    changes = [buffer.add(stream.rollout(steps))]
+    return buffer, changes
+
+
+def assert_frequencies(index: torch.Tensor, probability: np.ndarray) -> None:
+    """Within five standard errors of the multinomial: a false alarm in a million runs."""
+    n = len(index)
+    share = np.bincount(index.numpy(), minlength=len(probability)) / n
+    assert (share[probability == 0] == 0).all()
+    error = np.sqrt(probability * (1 - probability) / n)
+    assert (np.abs(share - probability) <= 5 * error + 1e-12).all()
+
+
+def test_uniform_sampling_draws_every_transition_equally_often():
+    buffer, _ = filled_buffer()
+    valid = buffer.valid.numpy()
+    assert 0 < valid.sum() < buffer.filled * buffer.n_envs
+    assert_frequencies(UniformSampler(buffer, 0).draw(200_000), valid / valid.sum())
+
+
+def test_prioritized_sampling_follows_the_powers_of_the_errors():
+    buffer, changes = filled_buffer()
+    sampler = PrioritizedSampler(buffer, 0, alpha=0.7, epsilon=0.1)
+    sampler.added(*changes[0])
+    index = buffer.valid.nonzero()[:, 0]
+    error = torch.arange(len(index)).float() / 3
+    sampler.update(index, error)
+    probability = np.zeros(buffer.total)
+    probability[index] = (error.numpy() + 0.1) ** 0.7
+    probability /= probability.sum()
+    draws = torch.cat([sampler.draw(50) for _ in range(4000)])
+    assert_frequencies(draws, probability)
+
+
+def test_importance_weights_by_the_formula():
+    buffer, changes = filled_buffer()
+    sampler = PrioritizedSampler(buffer, 0, alpha=0.5, epsilon=0.01)
+    sampler.added(*changes[0])
+    index = buffer.valid.nonzero()[:, 0]
+    error = torch.linspace(0, 4, len(index))
+    sampler.update(index, error)
+    priority = (error.double().numpy() + 0.01) ** 0.5
+    probability = priority / priority.sum()
+    for beta in (0.0, 0.4, 1.0):
+        some = torch.tensor([3, 0, 7])
+        expected = (len(index) * probability[some]) ** -beta
+        np.testing.assert_allclose(sampler.weights(index[some], beta), expected / expected.max(), rtol=1e-6)
+
+
+def test_new_transitions_get_the_largest_priority_and_overwritten_ones_none():
+    buffer = ReplayBuffer(LINE, spaces.Discrete(5), 1, 8)
+    stream = Stream(1, 0, 0.0, False)
+    sampler = PrioritizedSampler(buffer, 0, alpha=1.0, epsilon=1e-6)
+    sampler.added(*buffer.add(stream.rollout(4)))
+    sampler.update(torch.tensor([0, 1, 2, 3]), torch.tensor([1.0, 5.0, 1.0, 1.0]))
+    sampler.added(*buffer.add(stream.rollout(4)))
+    np.testing.assert_allclose(sampler.tree[np.arange(9)], [1, 5, 1, 1, 5, 5, 5, 5, 0], atol=1e-5)
+    sampler.added(*buffer.add(stream.rollout(1)))
+    # Row 8 is written, and the newest observation stands in row 0.
+    np.testing.assert_allclose(sampler.tree[np.arange(9)], [0, 5, 1, 1, 5, 5, 5, 5, 5], atol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(values=st.lists(st.sampled_from([0.0, 1e-9, 0.3, 1.0, 7.0, 1e6]), min_size=1, max_size=40), seed=st.integers(0))
+def test_sum_tree_finds_prefix_sums(values, seed):
+    values = np.array(values)
+    if values.sum() == 0:
+        values[0] = 1.0
+    tree = SumTree(len(values))
+    rng = np.random.default_rng(seed)
+    for piece in np.array_split(rng.permutation(len(values)), 3):
+        tree[piece] = values[piece]
+    assert math.isclose(tree.total, values.sum())
+    prefix = np.append(rng.random(50) * tree.total, [0.0, np.nextafter(tree.total, 0)])
+    found = tree.find(prefix)
+    assert (values[found] > 0).all()
+    ends = np.cumsum(values)
+    slack = 1e-9 * tree.total
+    assert (prefix <= ends[found] + slack).all()
+    assert (prefix >= ends[found] - values[found] - slack).all()
+
+
+# ---------------------------------------------------------------- the datamodule
+
+
+class Listener(DQN):
+    """Keeps what it was given."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.samples, self.batches, self.acted = [], [], 0
+
+    def act(self, observation, generator=None, deterministic=False):
+        self.acted += len(observation)
+        return super().act(observation, generator, deterministic)
+
+    def prepare(self, sample):
+        self.samples.append(sample)
+        return super().prepare(sample)
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append((self.trainer.datamodule.num_timesteps, batch))
+        return super().training_step(batch, batch_idx)
+
+
+def replay(env_id=Counter, **arguments):
+    defaults = {"total_timesteps": 200, "eval_freq": 0, "buffer_size": 100, "learning_starts": 20, "batch_size": 8}
+    return ReplayDataModule(env_id, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_every_sampled_transition_is_one_of_the_environment(mode, n_steps):
+    module = Listener()
+    fit(module, replay(n_envs=3, autoreset_mode=mode, n_steps=n_steps, total_timesteps=400))
+    seen = {"truncated": 0, "terminated": 0, "short": 0}
+    for sample in module.samples:
+        for i, steps in enumerate(sample["n_steps"].tolist()):
+            start, count = sample["observation"][i].tolist()
+            # Rewards count the steps of an episode, of which there are five.
+            rewards = [count + k + 1 for k in range(steps)] + [0.0] * (n_steps - steps)
+            assert sample["reward"][i].tolist() == rewards
+            assert sample["next_observation"][i].tolist() == [start, count + steps]
+            assert steps <= 5 - count
+            over = count + steps == 5
+            assert over or not sample["terminated"][i]
+            seen["terminated"] += bool(sample["terminated"][i])
+            seen["truncated"] += over and not sample["terminated"][i]
+            seen["short"] += steps < n_steps
+    assert seen["terminated"] > 20
+    assert seen["truncated"] > 20
+    assert n_steps == 1 or seen["short"] > 20
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_rounds_collect_and_learn_as_often_as_asked(prioritized):
+    module = Listener()
+    data = replay(n_envs=2, train_freq=5, gradient_steps=3, learning_starts=30, total_timesteps=100,
+                  rollouts_per_epoch=2, prioritized_replay=prioritized)  # fmt: skip
+    trainer = fit(module, data)
+    # 30 transitions at random, then 7 rounds of 10: the first three minibatches come at 40 transitions.
+    assert [timesteps for timesteps, _ in module.batches] == [n for n in range(40, 101, 10) for _ in range(3)]
+    assert module.acted == 70
+    assert trainer.global_step == 21
+    assert len(data.train_dataloader()) == 6
+    assert all(len(batch["action"]) == 8 for _, batch in module.batches)
+
+
+def test_gradient_steps_minus_one_means_as_many_as_transitions():
+    module = Listener()
+    fit(module, replay(n_envs=2, train_freq=3, gradient_steps=-1, learning_starts=0, total_timesteps=24))
+    assert len(module.batches) == 24
+
+
+def test_warm_up_actions_are_uniform_whatever_the_policy_says():
+    class Stubborn(Listener):
+        def act(self, observation, generator=None, deterministic=False):
+            return {"action": torch.zeros(len(observation), dtype=torch.int64)}
+
+    data = replay(n_envs=4, learning_starts=2000, total_timesteps=2016, buffer_size=4000)
+    fit(Stubborn(), data)
+    warm_up = data.replay.action.reshape(-1, 4)[data.replay.valid.reshape(-1, 4).all(1)][:400]
+    # 1600 coins: five standard errors.
+    assert abs(warm_up.float().mean() - 0.5) < 5 * 0.5 / 1600**0.5
+    columns = warm_up.float().T
+    assert (torch.corrcoef(columns) - torch.eye(4)).abs().max() < 0.3
+
+
+def test_priorities_follow_the_td_errors_and_beta_rises():
+    module = Listener()
+    data = replay(prioritized_replay=True, prioritized_replay_alpha=1.0, prioritized_replay_eps=0.5, batch_size=4,
+                  learning_starts=96, train_freq=4, gradient_steps=1, total_timesteps=100)  # fmt: skip
+    fit(module, data)
+    _, batch = module.batches[-1]
+    data.state_dict()  # takes over what the last minibatch left
+    expected = module.td_error.double().numpy() + 0.5
+    stored = data.sampler.tree[batch["index"].numpy()]
+    for index in set(batch["index"].tolist()):
+        at = (batch["index"] == index).numpy()
+        np.testing.assert_allclose(stored[at], expected[at][-1])
+    # Nothing had been learned from before, so that all had the priority of new transitions.
+    assert batch["weight"].tolist() == [1.0] * 4
+
+
+def test_weights_use_beta_between_its_start_and_one():
+    betas = []
+
+    class Spy(PrioritizedSampler):
+        def weights(self, index, beta):
+            betas.append(beta)
+            return super().weights(index, beta)
+
+    data = replay(prioritized_replay=True, prioritized_replay_beta0=0.2, train_freq=10, learning_starts=0,
+                  total_timesteps=50)  # fmt: skip
+    data.setup = lambda stage, setup=data.setup: (setup(stage), setattr(data, "sampler", Spy(data.replay, 0)))[0]
+    fit(DQN(), data)
+    np.testing.assert_allclose(betas, [0.2 + 0.8 * share for share in (0.2, 0.4, 0.6, 0.8, 1.0)])
+
+
+def test_memory_is_announced_before_it_is_taken(caplog):
+    with caplog.at_level(logging.INFO, logger="datamodules.replay"):
+        fit(DQN(), replay(total_timesteps=24))
+    assert "replay buffer takes up to" in caplog.text
+
+
+def test_buffer_beyond_memory_is_refused_with_what_would_fit():
+    def images():
+        return gym.wrappers.TransformObservation(gym.make("CartPole-v1"), lambda o: np.zeros((84, 84, 4), np.uint8),
+                                                 spaces.Box(0, 255, (84, 84, 4), np.uint8))  # fmt: skip
+
+    size = available_bytes() // (84 * 84 * 4) + 10**6
+    data = replay(images, buffer_size=size)
+    with pytest.raises(UsageError, match=rf"buffer_size={size} needs .* GiB of memory, but .* are free; \d+ would fit"):
+        fit(DQN(), data)
+    assert data.replay is None
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"gradient_steps": 0}, "gradient_steps=0 must be at least 1, or -1"),
+    ({"learning_starts": 200}, r"learning_starts=200 must lie in \[0, total_timesteps=200\)"),
+    ({"buffer_size": 30, "train_freq": 8, "n_envs": 2}, "buffer_size=30 must be at least 32"),
+    ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+    ({"rollouts_per_epoch": 0}, "rollouts_per_epoch=0 must be at least 1"),
+    ({"norm_obs": True}, "norm_obs: replayed experience would keep the statistics"),
+    ({"norm_reward": True}, "norm_reward: replayed experience would keep the statistics"),
+    ({"prioritized_replay": True, "prioritized_replay_eps": 0.0}, "prioritized_replay needs alpha"),
+])  # fmt: skip
+def test_arguments_that_can_not_be_used(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        replay(**arguments)
+
+
+def test_priorities_need_an_algorithm_that_reports_its_errors():
+    class Silent(DQN):
+        def training_step(self, batch, batch_idx):
+            return self.td_loss(self.network(batch["observation"])[:, 0], self.td_target(batch), None)
+
+    with pytest.raises(UsageError, match="Silent does not"):
+        fit(Silent(), replay(prioritized_replay=True))
+
+
+def test_rollouts_and_replay_are_not_mixed_up():
+    with pytest.raises(UsageError, match="DQN learns from replay, RolloutDataModule makes rollouts; use ReplayDataM"):
+        fit(DQN(), RolloutDataModule("CartPole-v1"))
+    with pytest.raises(UsageError, match="PPO learns from rollouts, ReplayDataModule makes replay; use RolloutDataM"):
+        fit(PPO(), ReplayDataModule("CartPole-v1"))
