@@ -127,7 +127,7 @@ def interquartile_mean(finals: np.ndarray) -> tuple[float, float, float]:
     # rliable wants [runs, tasks] and resamples runs within each task.
     scores, intervals = library.get_interval_estimates(
         {"row": finals[:, None]}, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2_000,
-        random_state=np.random.RandomState(0)  # noqa: NPY002 (rliable's own interface)
+        random_state=np.random.RandomState(0)
     )  # fmt: skip
     return float(scores["row"][0]), float(intervals["row"][0, 0]), float(intervals["row"][1, 0])
 
@@ -162,10 +162,9 @@ def report(where: str) -> None:
         met = "" if row.target is None else f"{int((finals >= row.target - 1e-6).sum())} of {len(runs)}"
         target = "" if row.target is None else f"{row.target:.4g}"
         wall = np.median([run["wall_s"] for run in runs])
-        lines.append(
-            f"| [{row.config}](../configs/{row.config}.yaml) | {runs[0]['total_timesteps']:,} | {len(runs)} | {iqm:.2f} | "
-            f"{low:.2f} … {high:.2f} | {finals.min():.2f} | {target} | {met} | {wall:.0f} s |"
-        )
+        cells = [f"[{row.config}](../configs/{row.config}.yaml)", f"{runs[0]['total_timesteps']:,}", str(len(runs)),
+                 f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met, f"{wall:.0f} s"]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
         pictures.append(plot(row, runs))
     lines += ["", "## Learning curves", "", "Mean over seeds, band from the worst to the best seed.", ""]
     lines += [f"![{name}](plots/{name}.png)" for name in pictures]
@@ -195,10 +194,11 @@ def plot(row: Row, runs: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train rows that are not stored yet")
-    run.add_argument("rows", nargs="*", metavar="ROW", help=f"rows, or none for all: {', '.join(ROWS)}")
+    run.add_argument("rows", nargs="*", metavar="ROW", help=f"none for all, or of {', '.join(ROWS)}")
     run.add_argument("--seeds", type=int, default=5)
     run.add_argument("--jobs", type=int, default=2, help="runs side by side")
     reporter = commands.add_parser("report", help="write docs/results.md from what is stored")
