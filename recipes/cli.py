@@ -106,9 +106,9 @@ def _with_configs_found(args: list[str], default_config: str | None) -> list[str
 def _run(command: str, args: list[str]) -> None:
     # A user's own modules are found from where the command is run, as with `python -m`.
     sys.path.insert(0, os.getcwd())
-    _quiet()
     from recipes.lightning_cli import RLCLI
 
+    _quiet()  # after the import, which sets the loggers' levels itself
     # LightningCLI warns when it is given arguments beside those in sys.argv.
     sys.argv = [sys.argv[0]]
     RLCLI(command, args)
