@@ -48,8 +48,8 @@ class TabularControl(ControlModule):
 
     Args:
         gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α; a number in (0, 1], ``lin_<number>`` for linear decay to 0 over ``total_timesteps``,
-            or ``1/n`` for the mean of all targets that an entry has seen.
+        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
+            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
         exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
@@ -64,15 +64,15 @@ class TabularControl(ControlModule):
 
     def __init__(
         self,
-        gamma: float = 0.99,
-        learning_rate: float | str = 0.1,
-        exploration_fraction: float = 0.1,
-        exploration_initial_eps: float = 1.0,
-        exploration_final_eps: float = 0.05,
-        initial_value: float = 0.0,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
+        gamma: float,
+        learning_rate: float | str,
+        exploration_fraction: float,
+        exploration_initial_eps: float,
+        exploration_final_eps: float,
+        initial_value: float,
+        log_every: int,
+        observation_space: dict[str, Any] | None,
+        action_space: dict[str, Any] | None,
     ) -> None:
         super().__init__(log_every=log_every, observation_space=observation_space, action_space=action_space)
         unit_interval = {
@@ -261,14 +261,41 @@ class MonteCarlo(TabularControl):
     Args:
         first_visit: count a pair's first visit in each episode alone; false: every visit.
         gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α, see :class:`TabularControl`; the default ``1/n`` makes Q the mean of all returns.
-        **table: ``exploration_fraction`` and the other arguments of :class:`TabularControl`.
+        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
+            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+        exploration_fraction: share of training over which ε falls, in [0, 1].
+        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
+        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
     """
 
     def __init__(
-        self, first_visit: bool = True, gamma: float = 0.99, learning_rate: float | str = "1/n", **table: Any
+        self,
+        first_visit: bool = True,
+        gamma: float = 0.99,
+        learning_rate: float | str = "1/n",
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        initial_value: float = 0.0,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(gamma=gamma, learning_rate=learning_rate, **table)
+        super().__init__(
+            gamma,
+            learning_rate,
+            exploration_fraction,
+            exploration_initial_eps,
+            exploration_final_eps,
+            initial_value,
+            log_every,
+            observation_space,
+            action_space,
+        )
         self.first_visit = first_visit
         self._episodes: list[dict[str, list]] = []
 
@@ -362,14 +389,41 @@ class SARSA(TabularControl):
     Args:
         expected: bootstrap from the policy's mean instead of one action, which removes that action's variance.
         gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α, see :class:`TabularControl`.
-        **table: ``exploration_fraction`` and the other arguments of :class:`TabularControl`.
+        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
+            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+        exploration_fraction: share of training over which ε falls, in [0, 1].
+        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
+        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
     """
 
     def __init__(
-        self, expected: bool = False, gamma: float = 0.99, learning_rate: float | str = 0.1, **table: Any
+        self,
+        expected: bool = False,
+        gamma: float = 0.99,
+        learning_rate: float | str = 0.1,
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        initial_value: float = 0.0,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(gamma=gamma, learning_rate=learning_rate, **table)
+        super().__init__(
+            gamma,
+            learning_rate,
+            exploration_fraction,
+            exploration_initial_eps,
+            exploration_final_eps,
+            initial_value,
+            log_every,
+            observation_space,
+            action_space,
+        )
         self.expected = expected
         # Per environment the state that comes next and the action drawn for it; -1: none.
         self._promised: tuple[Tensor, Tensor] | None = None
@@ -448,14 +502,41 @@ class QLearning(TabularControl):
     Args:
         double: two tables, each evaluating the other's best action, which removes the upward bias of the maximum.
         gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α, see :class:`TabularControl`.
-        **table: ``exploration_fraction`` and the other arguments of :class:`TabularControl`.
+        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
+            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+        exploration_fraction: share of training over which ε falls, in [0, 1].
+        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
+        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
     """
 
     def __init__(
-        self, double: bool = False, gamma: float = 0.99, learning_rate: float | str = 0.1, **table: Any
+        self,
+        double: bool = False,
+        gamma: float = 0.99,
+        learning_rate: float | str = 0.1,
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        initial_value: float = 0.0,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(gamma=gamma, learning_rate=learning_rate, **table)
+        super().__init__(
+            gamma,
+            learning_rate,
+            exploration_fraction,
+            exploration_initial_eps,
+            exploration_final_eps,
+            initial_value,
+            log_every,
+            observation_space,
+            action_space,
+        )
         self.uses_two_tables = double
         self.n_tables = 2 if double else 1
 
