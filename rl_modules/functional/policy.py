@@ -118,7 +118,7 @@ def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> floa
     """
     require_nonnegative("beta", beta)
     require_positive("target", target)
-    measured = float(kl)
+    beta, measured = float(beta), float(kl)
     if measured != measured:
         raise ValueError("kl must be a number, got nan: the policy has diverged.")
     if measured < target / 1.5:

@@ -37,6 +37,5 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
     require_nonnegative("beta", beta)
     counts = mask.bool()
     penalty = torch.where(counts, as_constant(log_prob) - as_constant(ref_log_prob), 0.0) * -beta
-    # Counting from the right, the last counted token is the first at which the count reaches 1.
-    is_last = counts & (counts.flip(-1).cumsum(-1).flip(-1) == 1)
+    is_last = counts & (counts.cumsum(-1) == counts.sum(-1, keepdim=True))
     return penalty + torch.where(is_last, as_constant(score).unsqueeze(-1), 0.0)

@@ -110,7 +110,7 @@ def test_adapting_the_kl_coefficient():
     assert adapt_kl_coefficient(1.0, 0.0149, 0.01) == 1.0
     assert adapt_kl_coefficient(1.0, 0.0151, 0.01) == 2.0
     assert adapt_kl_coefficient(0.5, torch.tensor(1.0), 0.01) == 1.0
-    assert isinstance(adapt_kl_coefficient(0.5, torch.tensor(1.0), 0.01), float)
+    assert isinstance(adapt_kl_coefficient(1, torch.tensor(0.01), 0.01), float)
 
 
 def test_adapting_refuses_what_is_no_distance():
