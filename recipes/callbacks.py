@@ -142,7 +142,7 @@ class ConfigRecord(SaveConfigCallback):
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(self.config)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))

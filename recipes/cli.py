@@ -23,10 +23,11 @@ commands:
   validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
   test       the same, on other seeds and more episodes
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
+  record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
   list       every installed config with its one-line description
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
 
-options of fit, validate, test and predict:
+options of fit, validate, test, predict and record:
   --config NAME            a YAML file, or the name of an installed config; several are layered
   --model CLASS            an algorithm by name (PPO) or import path (my_package.MyPPO)
   --data CLASS             a datamodule by name (RolloutDataModule) or import path
@@ -39,7 +40,7 @@ options of fit, validate, test and predict:
 Any recipe also runs by itself, with its own default config: python -m recipes.ppo fit
 """
 
-COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = ("fit", "validate", "test", "predict", "record")
 
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:

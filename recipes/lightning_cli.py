@@ -18,6 +18,7 @@ import datamodules
 import rl_modules
 from datamodules.control import ControlDataModule
 from recipes.callbacks import ConfigRecord, EpisodeWriter, LastCheckpoint, TransitionProgressBar
+from recipes.record import EpisodeRecorder, record_episodes
 from rl_modules.control import ControlModule
 from rl_modules.errors import UsageError, did_you_mean
 
@@ -35,12 +36,15 @@ class RLCLI(LightningCLI):
     """One subcommand of ``rl``.
 
     Args:
-        command: ``fit``, ``validate``, ``test`` or ``predict``; only its parser is built, which halves the start.
+        command: ``fit``, ``validate``, ``test``, ``predict`` or ``record``; only its parser is built, which halves the
+            start.
         args: the arguments behind it.
     """
 
     def __init__(self, command: str, args: list[str]) -> None:
-        self.command = command
+        # Lightning's subcommands are methods of the Trainer; recording takes the arguments of predicting.
+        self.records = command == "record"
+        self.command = command = "predict" if self.records else command
         # Short names (`--model PPO`) are looked up among the classes that are imported.
         for package in (rl_modules, datamodules):
             for name in package.__all__:
@@ -68,12 +72,18 @@ class RLCLI(LightningCLI):
         return {self.command: LightningCLI.subcommands()[self.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        if self.command == "predict":
+        if self.records:
+            parser.add_argument("--output", type=str, default="videos", help="Folder for the videos.")
+            parser.add_argument("--episodes", type=int, default=1, help="How many to record.")
+        elif self.command == "predict":
             parser.add_argument(
                 "--output", type=str, default="episodes.csv", help="File for the episodes: .csv or .jsonl."
             )
         if self.command == "fit":
             parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
+            parser.add_argument(
+                "--record_every", type=int, default=0, help="Transitions between recorded episodes; 0: none."
+            )
             parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; small networks want 1.")
 
     def _parse_ckpt_path(self) -> None:
@@ -128,11 +138,14 @@ class RLCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         if self.command == "predict":
-            callbacks.append(EpisodeWriter(self._get(self.config, "output")))
+            if not self.records:
+                callbacks.append(EpisodeWriter(self._get(self.config, "output")))
             config["logger"] = False
         if self.command in ("validate", "test"):
             config["logger"] = False
         if self.command == "fit":
+            if self._get(self.config, "record_every"):
+                callbacks.append(EpisodeRecorder(self._get(self.config, "record_every")))
             if config.get("enable_progress_bar") is not False:
                 callbacks.append(TransitionProgressBar())
             if getattr(self.datamodule, "eval_freq", 1):
@@ -148,6 +161,18 @@ class RLCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         # A checkpoint is data from outside: nothing in it may run.
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if not self.records:
+            super()._run_subcommand(subcommand)
+            return
+        checkpoint = self._get(self.config, "ckpt_path")
+        if checkpoint is None:
+            raise UsageError("record needs --ckpt_path, the checkpoint whose policy to show")
+        policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu")
+        folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
+        for file in record_episodes(policy, self.datamodule, folder, episodes):
+            print(file)
 
     # ---------------------------------------------------------------- after training
 
