@@ -37,7 +37,8 @@ def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     pytest.importorskip("pygame", reason="pygame is not installed")
     monkeypatch.chdir(tmp_path)
-    main(["fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps", "1024", "--data.n_epochs", "1", "--data.n_test_episodes", "1", "--data.eval_freq", "0", "--record_every", "500"])  # fmt: skip
+    small = ["--data.total_timesteps=1024", "--data.n_epochs=1", "--data.n_test_episodes=1", "--data.eval_freq=0"]
+    main(["fit", "--config", "ppo/cartpole.yaml", *small, "--record_every", "500"])
     names = sorted(path.name for path in Path().glob("logs/*/version_0/videos/*.mp4"))
     assert [name.split("-0-return")[0] for name in names] == ["step-1024", "step-512"]
 
