@@ -76,10 +76,11 @@ def test_sarsa_agrees_with_q_learning_where_there_is_one_action(expected):
     assert table(agent) == [1.0, 1.875, 2.25]
 
 
+@pytest.mark.parametrize("autoreset_mode", ["same_step", "next_step", "disabled"])
 @pytest.mark.parametrize("n_steps", [1, 2, 6])
-def test_monte_carlo_on_the_conveyor_holds_the_returns(n_steps):
+def test_monte_carlo_on_the_conveyor_holds_the_returns(n_steps, autoreset_mode):
     # G(2) = 3, G(1) = 2 + ½·3, G(0) = 1 + ½·3.5; rollouts of one or two steps leave episodes unfinished.
-    agent = train(MonteCarlo(gamma=0.5), Conveyor, 6, n_envs=1, n_steps=n_steps)
+    agent = train(MonteCarlo(gamma=0.5), Conveyor, 6, n_envs=1, n_steps=n_steps, autoreset_mode=autoreset_mode)
     assert table(agent) == [2.75, 3.5, 3.0]
 
 
