@@ -43,6 +43,8 @@ SIGNATURES = {
     "approx_kl": "(log_prob, old_log_prob)",
     "clip_fraction": "(log_prob, old_log_prob, clip_range)",
     "explained_variance": "(value, returns)",
+    "finite_horizon_evaluation": "(transition, reward, policy, horizon, gamma=1.0)",
+    "finite_horizon_value_iteration": "(transition, reward, horizon, gamma=1.0)",
 }
 
 
@@ -137,7 +139,14 @@ def cases():
 
 
 CASES = {name: (function, tensors) for name, function, tensors in cases()}
-DATA_DEPENDENT = {"adapt_kl_coefficient", "policy_evaluation", "value_iteration"}
+# These return a Python number, or check that their tables hold distributions.
+DATA_DEPENDENT = {
+    "adapt_kl_coefficient",
+    "policy_evaluation",
+    "value_iteration",
+    "finite_horizon_evaluation",
+    "finite_horizon_value_iteration",
+}
 
 
 def test_every_function_has_a_case():
