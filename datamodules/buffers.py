@@ -37,13 +37,13 @@ class ReplayBuffer:
         self.total = self.rows * n_envs
 
         def allocate(example: np.ndarray) -> Tensor:
-            return torch.empty((self.total, *example.shape), dtype=torch.from_numpy(example).dtype)
+            # NumPy's zeros take memory only as they are written over, torch's at once.
+            return torch.from_numpy(np.zeros((self.total, *example.shape), example.dtype))
 
         self.observation = tree_map(allocate, _example(observation_space))
         self.action = allocate(_example(action_space))
-        self.reward = torch.empty(self.total)
-        self.terminated = torch.empty(self.total, dtype=torch.bool)
-        self.valid = torch.zeros(self.total, dtype=torch.bool)
+        self.reward = allocate(np.zeros((), np.float32))
+        self.terminated, self.valid = (allocate(np.zeros((), bool)) for _ in range(2))
         self.head = torch.zeros(n_envs, dtype=torch.int64)
         self.filled = 0
 

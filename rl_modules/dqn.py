@@ -98,6 +98,16 @@ class DQN(ControlModule):
         self.target_network: torch.nn.Module | None = None
         self._target_updates = 0
 
+    def check_spaces(self) -> None:
+        """Refuse an action space without a finite number of actions.
+
+        Raises:
+            UsageError: names the space and the algorithms that fit.
+        """
+        if not isinstance(self.action_space, spaces.Discrete):
+            raise UsageError("DQN compares the values of all actions, for which the action space must be Discrete, not "
+                             f"{self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
+
     def build_network(self) -> None:
         hp: Any = self.hparams
         assert self.observation_space is not None and isinstance(self.action_space, spaces.Discrete)
