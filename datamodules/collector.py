@@ -29,6 +29,7 @@ class Collector:
         name: the environment's name, for messages.
         observation_normalizer: updated with every observation and applied to it; None: raw observations.
         reward_normalizer: likewise for rewards.
+        sign_reward: learn from the rewards' signs; the books keep the rewards themselves.
         stats_window_size: finished episodes in the running means.
     """
 
@@ -40,6 +41,7 @@ class Collector:
         name: str,
         observation_normalizer: ObservationNormalizer | None = None,
         reward_normalizer: RewardNormalizer | None = None,
+        sign_reward: bool = False,
         stats_window_size: int = 100,
     ) -> None:
         self.envs = envs
@@ -49,6 +51,7 @@ class Collector:
         self.mode = envs.metadata["autoreset_mode"]
         self.observation_normalizer = observation_normalizer
         self.reward_normalizer = reward_normalizer
+        self.sign_reward = sign_reward
         self.generator_seed = generator_seed
         self.generator: torch.Generator | None = None
         self.episode_return = np.zeros(envs.num_envs, np.float64)
@@ -106,7 +109,7 @@ class Collector:
             elif self.mode == AutoresetMode.NEXT_STEP:
                 self._resets_next = done.copy()
             self._count(raw_reward, done, valid[t], any_done)
-            reward[t] = raw_reward
+            reward[t] = np.sign(raw_reward) if self.sign_reward else raw_reward
             if self.reward_normalizer is not None:
                 reward[t] = self.reward_normalizer(raw_reward, done, valid[t])
             self._observation = self._arrays(raw)

@@ -41,6 +41,8 @@ class ControlDataModule(L.LightningDataModule):
         norm_obs: normalise observations by their running mean and standard deviation.
         norm_reward: divide rewards by the running standard deviation of their discounted sum.
         norm_gamma: discount of that sum; the algorithm's γ.
+        sign_reward: learn from the signs of the rewards, -1, 0 or 1, as is the custom for Atari (Mnih et al. 2015);
+            returns are still reported, and evaluated, in the game's points.
         clip_obs: bound on normalised observations, in standard deviations.
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation.
@@ -69,6 +71,7 @@ class ControlDataModule(L.LightningDataModule):
         norm_obs: bool = False,
         norm_reward: bool = False,
         norm_gamma: float = 0.99,
+        sign_reward: bool = False,
         clip_obs: float = 10.0,
         clip_reward: float = 10.0,
         eval_freq: int = 10_000,
@@ -94,6 +97,9 @@ class ControlDataModule(L.LightningDataModule):
         self.n_test_episodes = n_test_episodes
         self.eval_deterministic = eval_deterministic
         self._normalization = (norm_obs, norm_reward, norm_gamma, clip_obs, clip_reward)
+        self.sign_reward = sign_reward
+        if sign_reward and norm_reward:
+            raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
         self._stats_window_size = stats_window_size
         self.require_at_least_one("n_envs", "total_timesteps", "n_eval_episodes", "n_test_episodes",
                                   "stats_window_size")  # fmt: skip
@@ -177,6 +183,7 @@ class ControlDataModule(L.LightningDataModule):
             name=self.env_name,
             observation_normalizer=ObservationNormalizer(self.observation_space, clip_obs) if norm_obs else None,
             reward_normalizer=RewardNormalizer(self.n_envs, gamma, clip_reward) if norm_reward else None,
+            sign_reward=self.sign_reward,
             stats_window_size=self._stats_window_size,
         )
 

@@ -94,9 +94,11 @@ def _make_bare(env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any])
     try:
         if factory is not None:
             return factory(**env_kwargs)
+        if str(env_id).startswith("ALE/"):
+            importlib.import_module("ale_py")  # registers the games
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise UsageError(_missing_extra(name, str(error))) from error
+        raise UsageError(_missing_extra(f"the environment {name}", str(error))) from error
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         raise UsageError(f"env_id={name!r} is not a known environment{did_you_mean(name, gym.registry)}") from error
     except gym.error.Error as error:
@@ -151,14 +153,16 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
         raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")
     try:
         return found(env, **arguments)
+    except gym.error.DependencyNotInstalled as error:
+        raise UsageError(_missing_extra(f"the wrapper {name}", str(error))) from error
     except TypeError as error:
         raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
 
 
-def _missing_extra(name: str, message: str) -> str:
+def _missing_extra(who: str, message: str) -> str:
     folded = message.lower()
     for mark, extra in EXTRAS.items():
         if mark in folded:
             install = f"pip install 'lightning-rl-recipes[{extra}]'"
-            return f"the environment {name} needs a package that is not installed: {install}"
-    return f"the environment {name} needs a package that is not installed: {message}"
+            return f"{who} needs a package that is not installed: {install}"
+    return f"{who} needs a package that is not installed: {message}"

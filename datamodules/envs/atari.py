@@ -1,0 +1,41 @@
+"""What Atari games need beyond Gymnasium's own wrappers."""
+
+from typing import Any
+
+import gymnasium as gym
+
+from rl_modules.errors import UsageError
+
+
+class PressFire(gym.Wrapper):
+    """Starts the game: presses the button after a reset, and again when a life was lost.
+
+    Breakout stands still until then, for ever where a greedy policy has not learned to press. To be put innermost,
+    around an environment made with ``frameskip=1``: each press takes one frame.
+
+    Raises:
+        UsageError: the game has no such button.
+    """
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings() if hasattr(env.unwrapped, "get_action_meanings") else []
+        if "FIRE" not in meanings:
+            raise UsageError(f"wrappers: PressFire is for Atari games with a FIRE action; {env.unwrapped} has "
+                             f"{', '.join(meanings) or 'none with names'}")  # fmt: skip
+        self.fire = meanings.index("FIRE")
+        self.lives = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.env.reset(seed=seed, options=options)
+        observation, _, _, _, info = self.env.step(self.fire)
+        self.lives = info["lives"]
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if info["lives"] < self.lives and not (terminated or truncated):
+            observation, more, terminated, truncated, info = self.env.step(self.fire)
+            reward = float(reward) + float(more)
+        self.lives = info["lives"]
+        return observation, reward, terminated, truncated, info
