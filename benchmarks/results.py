@@ -143,11 +143,11 @@ def report(where: str) -> None:
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks.results report` from the runs in `benchmarks/results/`; any row is made again",
-        "with `python -m benchmarks.results run <row> --seeds 5`. Final policies, 100 deterministic episodes each on",
-        "seeds that training never saw; interquartile mean (IQM) over seeds with a 95 % bootstrap interval. Tabular rows",
-        "are the greedy policy's exact expected return. Wall time is the whole `rl fit`, process start to summary,",
-        f"measured on {where}, two runs side by side.",
+        "Written by `python -m benchmarks.results report` from the runs in `benchmarks/results/`; any row is made",
+        "again with `python -m benchmarks.results run <row> --seeds 5`. Final policies, 100 deterministic episodes",
+        "each on seeds that training never saw; interquartile mean (IQM) over seeds with a 95 % bootstrap interval.",
+        "Tabular rows are the greedy policy's exact expected return. Wall time is the whole `rl fit`, from the start",
+        f"of the process to the summary, measured on {where}, with other work beside it.",
         "",
         "| row | transitions | seeds | IQM | 95 % interval | worst seed | target | met by | wall time |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -163,7 +163,8 @@ def report(where: str) -> None:
         target = "" if row.target is None else f"{row.target:.4g}"
         wall = np.median([run["wall_s"] for run in runs])
         cells = [f"[{row.config}](../configs/{row.config}.yaml)", f"{runs[0]['total_timesteps']:,}", str(len(runs)),
-                 f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met, f"{wall:.0f} s"]  # fmt: skip
+                 f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met,
+                 f"{wall:.0f} s"]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
         pictures.append(plot(row, runs))
     lines += ["", "## Learning curves", "", "Mean over seeds, band from the worst to the best seed.", ""]

@@ -376,8 +376,8 @@ class ControlModule(L.LightningModule):
         name = type(datamodule).__qualname__
         if name not in checkpoint:
             stored = ", ".join(key for key in checkpoint if key.endswith("DataModule")) or "none"
-            raise UsageError(f"the checkpoint has no state of {name}; it has that of {stored}, so training could not go "
-                             "on where it was")  # fmt: skip
+            raise UsageError(f"the checkpoint has no state of {name}; it has that of {stored}, so training could not "
+                             "go on where it was")  # fmt: skip
         env_id = datamodule.env_name
         if checkpoint["env_id"] != env_id:
             raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "

@@ -184,8 +184,6 @@ class PPO(ControlModule):
 
     def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
         """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
-        if self.clip_range_vf is None:
-            return 2 * F.value_loss(value, batch["returns"])
         return 2 * F.value_loss(value, batch["returns"], batch["value"], self.clip_range_vf)
 
     def update_schedules(self, progress_remaining: float) -> None:

@@ -32,7 +32,7 @@ def value_loss(
     Args:
         value: V(s) in units of reward, any shape S. The only input that receives gradient.
         returns: R, the regression target in units of reward, shape S.
-        old_value: V_old, the prediction when the rollout was collected, shape S; needed with clip_range.
+        old_value: V_old, the prediction when the rollout was collected, shape S; read only with clip_range.
         clip_range: ε in units of reward (so it depends on the scale of the rewards), at least 0; None: no clipping.
         mask: true where an element counts, shape S.
 
@@ -40,15 +40,14 @@ def value_loss(
         Scalar to minimise.
 
     Raises:
-        ValueError: shapes differ, clip_range is negative, or only one of old_value and clip_range is given.
+        ValueError: shapes differ, clip_range is negative, or clip_range is given without old_value.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9 (L^VF); the clipped form is that of OpenAI Baselines' PPO2,
         Engstrom et al. 2020, arXiv:2005.12729, section 3.
     """
     require_shape("returns", returns, value.shape, "value")
-    if (old_value is None) != (clip_range is None):
-        missing, given = ("old_value", "clip_range") if old_value is None else ("clip_range", "old_value")
-        raise ValueError(f"{missing} is None although {given} is given; clipping needs both.")
+    if clip_range is not None and old_value is None:
+        raise ValueError("old_value is None although clip_range is given; clipping is around the old value.")
     value, returns = as_float(value), as_constant(returns)
     if old_value is not None and clip_range is not None:
         require_shape("old_value", old_value, value.shape, "value")

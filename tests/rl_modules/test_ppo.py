@@ -206,7 +206,7 @@ def test_box_actions_are_stored_as_sampled_and_clipped_for_the_environment(make_
 def test_value_loss_weighs_as_in_stable_baselines3():
     model = PPO()
     value, returns = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])
-    assert model.value_loss(value, {"returns": returns}) == pytest.approx(2.0)  # mean of 4 and 0
+    assert model.value_loss(value, {"returns": returns, "value": value + 9}) == pytest.approx(2.0)  # mean of 4 and 0
 
 
 def test_clipped_value_loss_takes_the_worse_of_both():

@@ -73,8 +73,11 @@ def test_value_loss_refuses_by_name():
         value_loss(row, row, row, -1.0)
     with pytest.raises(ValueError, match=r"^old_value is None"):
         value_loss(row, row, clip_range=0.2)
-    with pytest.raises(ValueError, match=r"^clip_range is None"):
-        value_loss(row, row, row)
+
+
+def test_without_clip_range_the_old_value_has_no_part():
+    value, returns, old = randn(1, 5), randn(2, 5), randn(3, 5)
+    assert torch.equal(value_loss(value, returns, old), value_loss(value, returns))
 
 
 def test_dqn_target_of_a_hand_worked_table():
