@@ -1,6 +1,6 @@
 """Trust region policy optimization."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -174,12 +174,7 @@ class TRPO(ControlModule):
         old = policy.detach()
         surrogate = self.surrogate(policy, batch)
         gradient = self.over_ranks(_flat(torch.autograd.grad(surrogate, parameters, retain_graph=True)))
-        kl_gradient = _flat(torch.autograd.grad(old.kl(policy).mean(), parameters, create_graph=True))
-
-        def fisher(vector: Tensor) -> Tensor:
-            product = torch.autograd.grad(kl_gradient.dot(vector), parameters, retain_graph=True)
-            return self.over_ranks(_flat(product)) + self.cg_damping * vector
-
+        fisher = self.fisher_product(old.kl(policy).mean(), parameters)
         direction = F.conjugate_gradient(fisher, gradient, self.cg_max_steps)
         curvature = direction.dot(fisher(direction))
         # No gradient, no direction: the step is 0 and will be rejected, for it improves nothing.
@@ -188,6 +183,21 @@ class TRPO(ControlModule):
         self.rejected_updates += int(not found["is_line_search_success"])
         self.record_now(rejected_updates=self.rejected_updates)
         return {**found, "entropy_loss": -old.entropy().mean()}
+
+    def fisher_product(self, kl: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """The function v ↦ (F + cg_damping) v (the paper's appendix C.1).
+
+        Args:
+            kl: mean KL(π_old || π) at π = π_old, a scalar with a graph; its Hessian there is the Fisher matrix.
+            parameters: the policy's.
+        """
+        kl_gradient = _flat(torch.autograd.grad(kl, parameters, create_graph=True))
+
+        def product(vector: Tensor) -> Tensor:
+            hessian_product = torch.autograd.grad(kl_gradient.dot(vector), parameters, retain_graph=True)
+            return self.over_ranks(_flat(hessian_product)) + self.cg_damping * vector
+
+        return product
 
     @torch.no_grad()
     def line_search(
@@ -297,7 +307,9 @@ class TRPO(ControlModule):
 
     def over_ranks(self, x: Tensor) -> Tensor:
         """The mean over all processes, so that all take the same step."""
-        return self.trainer.strategy.reduce(x, reduce_op="mean") if self.trainer.world_size > 1 else x
+        if self._trainer is None or self.trainer.world_size == 1:
+            return x
+        return self.trainer.strategy.reduce(x, reduce_op="mean")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
