@@ -100,10 +100,11 @@ class TransitionProgressBar(ProgressBar):
 class LastCheckpoint(Callback):
     """Keeps ``checkpoints/last.ckpt`` no older than some seconds, and writes it at the end.
 
-    The file is written under another name and renamed, so that there is a whole one at any time.
+    The file is written under another name and renamed, so that there is a whole one at any time. Writing takes at most
+    a twentieth of the run: a replay buffer of gigabytes is written less often.
 
     Args:
-        interval_s: seconds of training between two writes.
+        interval_s: least seconds of training between two writes.
     """
 
     def __init__(self, interval_s: float = 60.0) -> None:
@@ -112,12 +113,14 @@ class LastCheckpoint(Callback):
         self.path: Path | None = None
         self._saved_s = time.monotonic()
         self._saved_step = -1
+        self._took_s = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_s = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        due = trainer.strategy.broadcast(time.monotonic() - self._saved_s >= self.interval_s)
+        interval_s = max(self.interval_s, 20 * self._took_s)
+        due = trainer.strategy.broadcast(time.monotonic() - self._saved_s >= interval_s)
         if due:
             self._save(trainer)
 
@@ -130,10 +133,12 @@ class LastCheckpoint(Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
         self.path = folder / "last.ckpt"
         unfinished = folder / "last.ckpt.part"
+        began_s = time.monotonic()
         trainer.save_checkpoint(unfinished)
         if trainer.is_global_zero:
             os.replace(unfinished, self.path)
         self._saved_s, self._saved_step = time.monotonic(), trainer.global_step
+        self._took_s = self._saved_s - began_s
 
 
 class ConfigRecord(SaveConfigCallback):
