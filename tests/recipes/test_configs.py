@@ -27,3 +27,25 @@ def test_config_prints_and_resolves(name, tmp_path, monkeypatch, capsys):
         main(["fit", "--config", name, "--print_config"])
     assert exit_.value.code in (0, None)
     assert "class_path" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = [
+        "--trainer.max_epochs=2",
+        "--trainer.limit_train_batches=3",
+        "--data.eval_freq=0",
+        "--data.n_test_episodes=1",
+    ]
+    if name.startswith("dqn/"):
+        small += ["--data.learning_starts=100", "--data.buffer_size=1000"]
+    try:
+        main(["fit", "--config", name, *small])
+    except SystemExit as exit_:
+        error = capsys.readouterr().err
+        if "needs a package that is not installed" in error:
+            pytest.skip(error.strip())
+        pytest.fail(f"exit code {exit_.code}: {error}")
+    assert "transitions" in capsys.readouterr().out
