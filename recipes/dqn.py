@@ -1,7 +1,7 @@
 """Deep Q-networks; CartPole unless told otherwise.
 
 python -m recipes.dqn fit
-python -m recipes.dqn fit --config dqn/lunarlander.yaml --model.double_q true
+python -m recipes.dqn fit --config dqn/lunarlander.yaml --model.double true
 """
 
 from recipes.cli import main

@@ -33,7 +33,7 @@ class DQN(ControlModule):
         exploration_fraction: share of ``total_timesteps`` over which ε falls, in (0, 1].
         exploration_initial_eps: ε at the start: the probability of a random action.
         exploration_final_eps: ε from there on.
-        double_q: choose the next action by the network, value it by the target network.
+        double: choose the next action by the network, value it by the target network.
         dueling: V(s) and advantages in separate streams.
         loss: huber (its gradient bounded by 1) or mse.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
@@ -59,7 +59,7 @@ class DQN(ControlModule):
         exploration_fraction: float = 0.1,
         exploration_initial_eps: float = 1.0,
         exploration_final_eps: float = 0.05,
-        double_q: bool = False,
+        double: bool = False,
         dueling: bool = False,
         loss: str = "huber",
         max_grad_norm: float | None = 10.0,
@@ -88,7 +88,7 @@ class DQN(ControlModule):
         self.exploration_fraction = exploration_fraction
         self.exploration_initial_eps = exploration_initial_eps
         self.exploration_final_eps = exploration_final_eps
-        self.double_q = double_q
+        self.uses_double = double
         self.loss = loss
         self.max_grad_norm = max_grad_norm
         #: ε, the probability of a random action.
@@ -136,13 +136,13 @@ class DQN(ControlModule):
 
         Returns:
             What :meth:`training_step` reads, [M] each: observation, action, reward (Σ_k γ^k r_k over up to n steps),
-            discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double_q`` next_observation, with
+            discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double`` next_observation, with
             prioritised replay weight and index.
         """
         assert self.target_network is not None
         self.update_target()
         kept = {name: x for name, x in sample.items() if name not in ("n_steps", "next_observation")}
-        if self.double_q:
+        if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
         reward = sample["reward"]
         discounts = self.gamma ** torch.arange(reward.shape[1], device=reward.device)
@@ -169,7 +169,7 @@ class DQN(ControlModule):
     def td_target(self, batch: dict[str, Any]) -> Tensor:
         """What Q(s, a) is drawn towards, [B]."""
         next_q_online = None
-        if self.double_q:
+        if self.uses_double:
             assert self.network is not None
             with torch.no_grad():
                 next_q_online = self.network(batch["next_observation"])

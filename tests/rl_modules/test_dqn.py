@@ -60,19 +60,19 @@ ONLINE = [[0.0, 10.0], [20.0, 0.0], [5.0, 4.0]]
 TARGET = [[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]]
 
 
-@pytest.mark.parametrize(("double_q", "expected"), [
+@pytest.mark.parametrize(("double", "expected"), [
     # γ = 0.5: 1 + 0.5·2 + 0.25·32;  3 + 0.5·8;  5 + 0.5·6.
     (False, [10.0, 7.0, 8.0]),
     # The network prefers action 0 in states 2 and 1, which the target network values at 16 and 4.
     (True, [1 + 1 + 0.25 * 16, 3 + 0.5 * 4, 8.0]),
 ])  # fmt: skip
-def test_hand_worked_targets_over_up_to_two_steps(double_q, expected):
-    model = tabular(ONLINE, TARGET, gamma=0.5, double_q=double_q)
+def test_hand_worked_targets_over_up_to_two_steps(double, expected):
+    model = tabular(ONLINE, TARGET, gamma=0.5, double=double)
     assert model.td_target(model.prepare(SAMPLE)).tolist() == expected
 
 
 def test_loss_compares_the_value_of_the_action_taken_and_only_moves_the_network():
-    model = tabular(ONLINE, TARGET, gamma=0.5, loss="mse", double_q=True)
+    model = tabular(ONLINE, TARGET, gamma=0.5, loss="mse", double=True)
     model.logs_this_epoch = False
     loss = model.training_step(model.prepare(SAMPLE), 0)
     # Q(0, 1) = 10 against 6, Q(1, 0) = 20 against 5, Q(2, 1) = 4 against 8.
@@ -85,7 +85,7 @@ def test_loss_compares_the_value_of_the_action_taken_and_only_moves_the_network(
 
 @pytest.mark.parametrize(("loss", "expected"), [("mse", [16.0, 225.0, 16.0]), ("huber", [3.5, 14.5, 3.5])])
 def test_importance_weights_scale_each_error(loss, expected):
-    model = tabular(ONLINE, TARGET, gamma=0.5, loss=loss, double_q=True)
+    model = tabular(ONLINE, TARGET, gamma=0.5, loss=loss, double=True)
     model.logs_this_epoch = False
     weight = torch.tensor([1.0, 0.5, 0.25])
     sample = {**SAMPLE, "weight": weight, "index": torch.arange(3)}
@@ -248,7 +248,7 @@ def test_the_second_of_two_steps_is_discounted(n_steps):
 
 IDENTITY = {
     "plain": ({}, {}),
-    "double, dueling, Polyak": ({"double_q": True, "dueling": True, "tau": 0.5}, {}),
+    "double, dueling, Polyak": ({"double": True, "dueling": True, "tau": 0.5}, {}),
     "prioritized": ({}, {"prioritized_replay": True}),
 }
 
@@ -284,7 +284,7 @@ def test_stable_baselines3_evaluate_policy_accepts_the_module():
 # ---------------------------------------------------------------- the run
 
 
-FULL = {"double_q": True, "dueling": True, "tau": 0.3, "target_update_interval": 20, "exploration_fraction": 1.0}
+FULL = {"double": True, "dueling": True, "tau": 0.3, "target_update_interval": 20, "exploration_fraction": 1.0}
 VARIANTS = {
     "plain": ({"target_update_interval": 20}, {"gradient_steps": 3}),
     "everything": (FULL, {"prioritized_replay": True, "n_steps": 3, "gradient_steps": 3, "n_envs": 2}),
