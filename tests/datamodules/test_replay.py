@@ -449,3 +449,25 @@ def test_rollouts_and_replay_are_not_mixed_up():
         fit(DQN(), RolloutDataModule("CartPole-v1"))
     with pytest.raises(UsageError, match="PPO learns from rollouts, ReplayDataModule makes replay; use RolloutDataM"):
         fit(PPO(), ReplayDataModule("CartPole-v1"))
+
+
+def test_rewards_are_learned_by_sign_and_reported_in_points():
+    class Points(gym.Env):
+        observation_space = spaces.Box(-1, 1, (1,), np.float32)
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.t = 0
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action):
+            self.t += 1
+            return np.zeros(1, np.float32), (7.0, -3.0, 0.0)[self.t - 1], self.t == 3, False, {}
+
+    data = ReplayDataModule(Points, total_timesteps=60, learning_starts=0, eval_freq=0, sign_reward=True)
+    model = DQN()
+    trainer = fit(model, data)
+    assert set(data.replay.reward[data.replay.valid].tolist()) == {1.0, -1.0, 0.0}
+    assert set(data.collector.recent_returns) == {4.0}
+    assert trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_reward"] == 4.0
