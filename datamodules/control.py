@@ -238,7 +238,7 @@ class ControlDataModule(L.LightningDataModule):
         def play() -> Iterator[Batch]:
             assert self.trainer is not None
             policy: Any = self.trainer.lightning_module
-            n_envs = min(n_episodes, 25)
+            n_envs = min(n_episodes, 50)
             envs = self._make_vector(n_envs, "sync", "same_step")
             streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(n_envs)]
             try:

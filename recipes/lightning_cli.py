@@ -3,13 +3,13 @@
 import inspect
 import math
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import datamodules
 import rl_modules
 from datamodules.control import ControlDataModule
-from recipes.callbacks import ConfigRecord, EpisodeWriter, LastCheckpoint, TransitionProgressBar
+from recipes.callbacks import Checkpoints, ConfigRecord, EpisodeWriter, TransitionProgressBar
 from recipes.record import EpisodeRecorder, record_episodes
 from rl_modules.control import ControlModule
 from rl_modules.errors import UsageError, did_you_mean
@@ -80,7 +80,7 @@ class RLCLI(LightningCLI):
                 "--output", type=str, default="episodes.csv", help="File for the episodes: .csv or .jsonl."
             )
         if self.command == "fit":
-            parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
+            parser.add_lightning_class_args(Checkpoints, "checkpoint")
             parser.add_argument(
                 "--record_every", type=int, default=0, help="Transitions between recorded episodes; 0: none."
             )
@@ -146,14 +146,10 @@ class RLCLI(LightningCLI):
         if self.command == "fit":
             if self._get(self.config, "record_every"):
                 callbacks.append(EpisodeRecorder(self._get(self.config, "record_every")))
-            if config.get("enable_progress_bar") is not False:
-                callbacks.append(TransitionProgressBar())
-            if getattr(self.datamodule, "eval_freq", 1):
-                best = ModelCheckpoint(monitor="eval/mean_reward", mode="max", filename="best",
-                                       enable_version_counter=False)  # fmt: skip
-                callbacks.append(best)
-            else:
-                config["enable_checkpointing"] = False  # Lightning's own; the last checkpoint is ours
+            # Every callback is called some ten times per batch: none that would do nothing.
+            shows = config.get("enable_progress_bar") is not False and sys.stderr.isatty()
+            config["enable_progress_bar"] = shows
+            callbacks += [TransitionProgressBar()] if shows else []
         elif config.get("enable_progress_bar") is None:
             config["enable_progress_bar"] = False
         return super()._instantiate_trainer(config, callbacks)
@@ -199,8 +195,9 @@ class RLCLI(LightningCLI):
 
         from recipes.cli import show
 
-        last = next(c for c in self.trainer.callbacks if isinstance(c, LastCheckpoint))  # type: ignore[attr-defined]
-        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        checkpoints = self.trainer.checkpoint_callback
+        assert isinstance(checkpoints, Checkpoints)
+        best = checkpoints.best_model_path
         folder = self.trainer.log_dir or "logs"
         table = Table.grid(padding=(0, 2))
         name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
@@ -210,7 +207,7 @@ class RLCLI(LightningCLI):
             "episodes",
             "transitions": f"{metrics['time/total_timesteps']:,.0f} in {metrics['time/time_elapsed']:.1f} s "
             f"({metrics['time/fps']:,.0f} per second)",
-            "last checkpoint": str(last.path),
+            "last checkpoint": str(checkpoints.last_path),
             "best checkpoint": _relative(best) if best else "none (no evaluation)",
             "curves": f"tensorboard --logdir {folder}",
         }

@@ -150,12 +150,11 @@ class PPO(ControlModule):
             batch = {**batch, "kl": self.kl_from_old(policy, batch)}
         policy_loss = self.policy_loss(log_prob, batch)
         value_loss = self.value_loss(value, batch)
-        entropy = policy.entropy().mean()
-        loss = policy_loss + self.vf_coef * value_loss
+        loss = torch.add(policy_loss, value_loss, alpha=self.vf_coef)
         if self.ent_coef:
-            loss = loss - self.ent_coef * entropy
+            loss = loss - self.ent_coef * policy.entropy().mean()
         if self.logs_this_epoch or self.stops_early:
-            self._diagnose(policy_loss, value_loss, entropy, loss, log_prob, batch)
+            self._diagnose(policy_loss, value_loss, policy.entropy().mean(), loss, log_prob, batch)
         return loss
 
     # ---------------------------------------------------------------- pieces to override
