@@ -64,7 +64,7 @@ def _fit(model: object, data: object) -> None:
 CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
 }
-TIMESTEPS = {"ppo": 20_480}
+TIMESTEPS = {"ppo": 40_960}
 
 
 def measure(algorithm: str, pairs: int, total_timesteps: int) -> dict:

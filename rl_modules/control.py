@@ -7,9 +7,11 @@ import lightning as L
 import numpy as np
 import torch
 from gymnasium import spaces
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from rl_modules.errors import UsageError
+from rl_modules.optimizers import clip_grad_norm
 from rl_modules.schedules import parse_schedule, schedule_value
 from rl_modules.spaces import (
     normalize,
@@ -330,8 +332,12 @@ class ControlModule(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip to the Trainer's ``gradient_clip_val``, or to the algorithm's ``max_grad_norm`` where it sets none."""
-        value = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
-        self.clip_gradients(optimizer, value, gradient_clip_algorithm or "norm")
+        whole = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if gradient_clip_val is None and self.max_grad_norm is not None and whole:
+            clip_grad_norm([p for group in optimizer.param_groups for p in group["params"]], self.max_grad_norm)
+        else:
+            value = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
+            self.clip_gradients(optimizer, value, gradient_clip_algorithm or "norm")
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return self.trainer.optimizers[0]

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have."""
+"""Optimizers and gradient clipping that torch does not have, or not as fast."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -67,3 +67,21 @@ class RMSpropTFLike(torch.optim.Optimizer):
             torch._foreach_sqrt_(roots)
             torch._foreach_addcdiv_(parameters, gradients, roots, -group["lr"])
         return loss
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Scale gradients so that their global norm is at most ``max_norm``, in place.
+
+    ``torch.nn.utils.clip_grad_norm_`` for dense gradients of one dtype on one device, without the sorting by device and
+    dtype, which for a small network takes longer than the arithmetic.
+
+    Args:
+        parameters: those whose ``grad`` is clipped; without one they are passed over.
+        max_norm: bound on the 2-norm of all gradients together, > 0.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
