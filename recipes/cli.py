@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any
 
 from recipes import configs
 from rl_modules.errors import UsageError
@@ -131,14 +130,6 @@ def _quiet() -> None:
         ".*but have no logger configured.*",  # `test` after `fit` reports in the summary
     ):
         warnings.filterwarnings("ignore", message)
-
-
-def show(text: Any) -> None:
-    """Print to standard output through rich, without its line wrapping where that is no terminal."""
-    from rich.console import Console
-
-    console = Console()
-    console.print(text, soft_wrap=not console.is_terminal, highlight=False)
 
 
 if __name__ == "__main__":

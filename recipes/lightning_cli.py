@@ -191,9 +191,8 @@ class RLCLI(LightningCLI):
             self._summarize(final, metrics, trained_s)
 
     def _summarize(self, final: dict[str, float], metrics: dict[str, float], trained_s: float) -> None:
+        from rich.console import Console
         from rich.table import Table
-
-        from recipes.cli import show
 
         checkpoints = self.trainer.checkpoint_callback
         assert isinstance(checkpoints, Checkpoints)
@@ -213,7 +212,9 @@ class RLCLI(LightningCLI):
         }
         for left, right in rows.items():
             table.add_row(left, right)
-        show(table)
+        console = Console()
+        # Where the output is no terminal, nothing is wrapped: paths stay whole.
+        console.print(table, soft_wrap=not console.is_terminal, highlight=False)
 
 
 def _relative(path: str) -> str:
