@@ -50,6 +50,26 @@ def bare_ppo(total_timesteps: int) -> None:
     bare_ppo(total_timesteps)
 
 
+def ours_a2c(total_timesteps: int) -> None:
+    from datamodules import RolloutDataModule
+    from rl_modules import A2C
+
+    data = RolloutDataModule(
+        "CartPole-v1", n_envs=8, n_steps=5, batch_size=None, n_epochs=1, rollouts_per_epoch=100,
+        total_timesteps=total_timesteps, eval_freq=0
+    )  # fmt: skip
+    _fit(A2C(), data)
+
+
+def sb3_a2c(total_timesteps: int) -> None:
+    from stable_baselines3 import A2C
+    from stable_baselines3.common.env_util import make_vec_env
+
+    envs = make_vec_env("CartPole-v1", n_envs=8, seed=0)
+    A2C("MlpPolicy", envs, device="cpu").learn(total_timesteps)
+    envs.close()
+
+
 def _fit(model: object, data: object) -> None:
     import lightning as L
 
@@ -63,8 +83,9 @@ def _fit(model: object, data: object) -> None:
 
 CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
+    "a2c": {"ours": ours_a2c, "stable-baselines3": sb3_a2c},
 }
-TIMESTEPS = {"ppo": 40_960}
+TIMESTEPS = {"ppo": 40_960, "a2c": 40_000}
 
 
 def measure(algorithm: str, pairs: int, total_timesteps: int) -> dict:
