@@ -148,9 +148,11 @@ class ReplayDataModule(ControlDataModule):
         free = available_bytes()
         if needed > free:
             fitting = int(self.buffer_size * free / needed * 0.8)
-            raise UsageError(f"buffer_size={self.buffer_size} needs {_gib(needed)} of memory, but {_gib(free)} are "
+            raise UsageError(f"buffer_size={self.buffer_size} needs {_readable(needed)} of memory, but {_readable(free)} are "
                              f"free; {fitting} would fit")  # fmt: skip
-        rank_zero_only(log.info)(f"The replay buffer takes up to {_gib(needed)} of memory; {_gib(free)} are free.")
+        rank_zero_only(log.info)(
+            f"The replay buffer takes up to {_readable(needed)} of memory; {_readable(free)} are free."
+        )
 
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
@@ -283,8 +285,10 @@ class ReplayDataModule(ControlDataModule):
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
-        super().load_rank_state(state)
-        assert self.trainer is not None and self.replay is not None and self.sampler is not None
+        assert self.trainer is not None and self.collector is not None
+        assert self.replay is not None and self.sampler is not None
+        # Its generator is where the experience is.
+        self.collector.load_state_dict(state["collector"], torch.device("cpu"))
         rows = state["replay"]["rows"]
         if rows != self.replay.rows:
             raise UsageError(f"buffer_size={self.buffer_size} differs from the checkpoint's "
@@ -299,5 +303,5 @@ class ReplayDataModule(ControlDataModule):
         self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def _readable(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

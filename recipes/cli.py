@@ -115,7 +115,10 @@ def _run(command: str, args: list[str]) -> None:
 
 
 def _quiet() -> None:
-    """Leave out messages that are not for the person at the terminal."""
+    """Leave out messages that are not for the person at the terminal, and show our own, such as a buffer's size."""
+    if not (ours := logging.getLogger("datamodules")).handlers:
+        ours.addHandler(logging.StreamHandler())
+        ours.setLevel(logging.INFO)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
