@@ -146,13 +146,12 @@ class ReplayDataModule(ControlDataModule):
             self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay
         )
         free = available_bytes()
+        needs, has = _readable(needed), _readable(free)
         if needed > free:
             fitting = int(self.buffer_size * free / needed * 0.8)
-            raise UsageError(f"buffer_size={self.buffer_size} needs {_readable(needed)} of memory, but {_readable(free)} are "
-                             f"free; {fitting} would fit")  # fmt: skip
-        rank_zero_only(log.info)(
-            f"The replay buffer takes up to {_readable(needed)} of memory; {_readable(free)} are free."
-        )
+            raise UsageError(f"buffer_size={self.buffer_size} needs {needs} of memory, but {has} are free; {fitting} "
+                             "would fit")  # fmt: skip
+        rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
 
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
