@@ -33,7 +33,7 @@ class Row:
     config: str
     target: float | None
     tag: str = "final/mean_reward"
-    curve: str = "eval/mean_reward"
+    curve: str = "rollout/ep_rew_mean"
     note: str = ""
 
 
@@ -113,7 +113,7 @@ def read_run(folder: Path, row: Row) -> dict:
     keep = np.unique(np.linspace(0, len(curve) - 1, 200).astype(int))
     return {
         "final": events.Scalars(row.tag)[-1].value,
-        "total_timesteps": int(events.Scalars("time/total_timesteps")[-1].value),
+        "total_timesteps": events.Scalars("final/mean_reward")[-1].step,
         "curve": [curve[i] for i in keep],
     }
 
@@ -168,7 +168,14 @@ def report(where: str) -> None:
                  f"{wall:.0f} s"]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
         pictures.append(plot(row, runs))
-    lines += ["", "## Learning curves", "", "Mean over seeds, band from the worst to the best seed.", ""]
+    lines += [
+        "",
+        "## Learning curves",
+        "",
+        "Return of the last 100 training episodes (tabular: exact return of the greedy policy); mean over seeds, band from",
+        "the worst to the best seed, dashed the target.",
+        "",
+    ]
     lines += [f"![{name}](plots/{name}.png)" for name in pictures]
     (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -187,7 +194,11 @@ def plot(row: Row, runs: list[dict]) -> str:
     axes.plot(steps, values.mean(0))
     if row.target is not None:
         axes.axhline(row.target, color="gray", linestyle="--", linewidth=1)
-    axes.set(title=row.config, xlabel="transitions", ylabel="return of an evaluation")
+    axes.set(
+        title=row.config,
+        xlabel="transitions",
+        ylabel="expected return, greedy" if row.curve.startswith("eval") else "mean return of 100 episodes",
+    )
     name = row.config.replace("/", "_")
     (DOCS / "plots").mkdir(parents=True, exist_ok=True)
     figure.savefig(DOCS / "plots" / f"{name}.png", dpi=80)
