@@ -172,8 +172,8 @@ def report(where: str) -> None:
         "",
         "## Learning curves",
         "",
-        "Return of the last 100 training episodes (tabular: exact return of the greedy policy); mean over seeds, band from",
-        "the worst to the best seed, dashed the target.",
+        "Return of the last 100 training episodes (tabular: exact return of the greedy policy); mean over seeds, band",
+        "from the worst to the best seed, dashed the target.",
         "",
     ]
     lines += [f"![{name}](plots/{name}.png)" for name in pictures]
