@@ -207,7 +207,8 @@ class PPO(ControlModule):
         if not self.penalizes or not datamodule.rollout_is_used_up:
             return
         assert self.network is not None
-        policy, _ = self.network(datamodule.rollout["observation"])
+        with self.trainer.precision_plugin.forward_context():
+            policy, _ = self.network(datamodule.rollout["observation"])
         # Every rank must come to the same β.
         kl = float(self.trainer.strategy.reduce(self.kl_from_old(policy, datamodule.rollout).mean(), reduce_op="mean"))
         self.record_now(kl_coef=self.kl_coef, kl=kl)
