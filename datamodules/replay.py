@@ -153,11 +153,6 @@ class ReplayDataModule(ControlDataModule):
                              "would fit")  # fmt: skip
         rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
 
-    def teardown(self, stage: str) -> None:
-        super().teardown(stage)
-        if stage == "fit":
-            self._drawn.clear()
-
     @property
     def transitions_per_epoch(self) -> int:
         """Transitions that one epoch adds, over all ranks."""
