@@ -49,7 +49,8 @@ class TabularControl(ControlModule):
     Args:
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
+            (½, 1), which forgets the first of them.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
         exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
@@ -85,7 +86,8 @@ class TabularControl(ControlModule):
             if not 0 <= value <= 1:
                 raise UsageError(f"{name}={value} must lie in [0, 1]")
         self.hparams["learning_rate"] = learning_rate
-        self.step_schedule = None if learning_rate == "1/n" else _parse_step_size(learning_rate)
+        self.visit_exponent = _parse_visit_exponent(learning_rate)
+        self.step_schedule = _parse_step_size(learning_rate) if self.visit_exponent is None else None
         self.step_size = 0.0 if self.step_schedule is None else self.step_schedule[0]
         self.gamma = gamma
         self.epsilon = self._exploration_rate(1.0)
@@ -176,7 +178,9 @@ class TabularControl(ControlModule):
         """Q(s, a) ← Q(s, a) + α [target - Q(s, a)]; returns the error in brackets before the move."""
         q, visits = self.tables.q.numpy(), self.tables.visits.numpy()
         visits[table, state, action] += 1
-        step_size = self.step_size if self.step_schedule else 1.0 / visits[table, state, action]
+        step_size = self.step_size
+        if self.visit_exponent is not None:
+            step_size = int(visits[table, state, action]) ** -self.visit_exponent
         error = target - float(q[table, state, action])
         q[table, state, action] += step_size * error
         return error
@@ -262,7 +266,8 @@ class MonteCarlo(TabularControl):
         first_visit: count a pair's first visit in each episode alone; false: every visit.
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
+            (½, 1), which forgets the first of them.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
         exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
@@ -390,7 +395,8 @@ class SARSA(TabularControl):
         expected: bootstrap from the policy's mean instead of one action, which removes that action's variance.
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
+            (½, 1), which forgets the first of them.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
         exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
@@ -503,7 +509,8 @@ class QLearning(TabularControl):
         double: two tables, each evaluating the other's best action, which removes the upward bias of the maximum.
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, or ``1/n`` for the mean of all targets that an entry has seen.
+            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
+            (½, 1), which forgets the first of them.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
         exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
@@ -568,6 +575,18 @@ def rows(batch: dict[str, Tensor], *names: str) -> Iterator[tuple]:
     return zip(*(batch[name].tolist() for name in names), strict=True)
 
 
+def _parse_visit_exponent(learning_rate: float | str) -> float | None:
+    """The w of ``1/n^w``, 1 for ``1/n``, None for anything else."""
+    if learning_rate == "1/n":
+        return 1.0
+    try:
+        exponent = float(str(learning_rate).removeprefix("1/n^"))
+    except ValueError:
+        return None
+    # Outside this range the sum of the steps, or of their squares, has the wrong limit (Robbins & Monro 1951).
+    return exponent if str(learning_rate).startswith("1/n^") and 0.5 < exponent < 1 else None
+
+
 def _parse_step_size(learning_rate: float | str) -> tuple[float, bool]:
     try:
         schedule = parse_schedule(learning_rate, "learning_rate")
@@ -575,7 +594,8 @@ def _parse_step_size(learning_rate: float | str) -> tuple[float, bool]:
         schedule = (0.0, False)
     if not 0 < schedule[0] <= 1:
         raise UsageError(f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
-                         "linear decay to 0, or 1/n for the mean of all targets")  # fmt: skip
+                         "linear decay to 0, 1/n for the mean of all targets, or 1/n^<w> with w between 0.5 "
+                         "and 1")  # fmt: skip
     return schedule
 
 

@@ -92,6 +92,14 @@ def test_step_size_one_over_n_takes_the_mean_of_the_targets():
     assert agent.q[0].tolist() == [100.0, 3.0]
 
 
+def test_step_size_one_over_n_to_a_power_forgets_the_first_targets():
+    agent = known(QLearning(learning_rate="1/n^0.75"))
+    for target in (0.0, 1.0, 1.0):
+        agent.move(0, 1, target)
+    # 1 - (1 - 2^-¾)(1 - 3^-¾): the mean would be ⅔.
+    assert agent.q[0, 1] == pytest.approx(1 - (1 - 2**-0.75) * (1 - 3**-0.75))
+
+
 def test_monte_carlo_counts_the_first_visit_or_every_visit():
     # s: 0 0 1, rewards 1 2 3, γ = ½: G = 1 + ½(2 + ½·3) = 2.75, 2 + ½·3 = 3.5, 3.
     episode = ([0, 0, 1], [1, 1, 0], [1.0, 2.0, 3.0], 0.0)
@@ -380,6 +388,7 @@ def test_cut_rollouts_are_refused():
     ("arguments", "message"),
     [
         ({"learning_rate": "1/m"}, r"learning_rate='1/m' is no step size; .* 1/n"),
+        ({"learning_rate": "1/n^0.4"}, r"learning_rate='1/n\^0.4' is no step size.*w between 0.5 and 1"),
         ({"learning_rate": 1.5}, r"learning_rate=1.5 .*\(0, 1\]"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
         ({"gamma": 1.1}, r"gamma=1.1 must lie in \[0, 1\]"),
