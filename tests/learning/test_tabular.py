@@ -1,4 +1,4 @@
-"""The configs of the tabular agents reach what their headers promise, judged by the exact return of the greedy policy."""
+"""The configs of the tabular agents reach what their headers promise, judged by the greedy policy's exact return."""
 
 from pathlib import Path
 
