@@ -100,12 +100,14 @@ def learns_identity(algorithm: str, make_env: Callable[[], gym.Env], box: bool) 
     return mean_return(model, env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("algorithm", IDENTITY)
 def test_every_action_space_is_learned_in_two_thousand_transitions(algorithm: str, space: str) -> None:
     assert learns_identity(algorithm, SPACES[space], space == "Box") >= 90
 
 
+@pytest.mark.slow
 @pytest.mark.bench
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("algorithm", IDENTITY)
