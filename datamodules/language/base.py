@@ -1,0 +1,304 @@
+"""What every language datamodule shares: records, their tokens, the order of training, evaluation on held-out prompts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+
+from datamodules.language.rewards import RewardFunctions, load_reward_func
+from datamodules.language.sources import load_records
+from datamodules.language.tasks import make_task
+from datamodules.loader import LazyLoader
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError
+
+Record = dict[str, Any]
+Batch = dict[str, Any]
+
+
+class LanguageDataModule(L.LightningDataModule):
+    """Base of the language datamodules; one of them adds ``train_dataloader``.
+
+    Records come from exactly one of ``task`` (made here), ``path`` (a JSONL file) and ``dataset`` (a hub name, or a
+    directory or file that ``datasets`` reads).
+
+    Args:
+        task: a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import
+            path of a Task.
+        task_kwargs: the task's own settings.
+        path: JSONL file of training records.
+        eval_path: JSONL file of held-out records.
+        dataset: hub name, directory or file.
+        dataset_config: the hub dataset's configuration.
+        dataset_split: split to train on.
+        eval_split: split to evaluate on.
+        columns: record's column from the source's, ``{prompt: question}``; None: as they are called.
+        answer_after: keep of the answer what follows this text, such as ``####``.
+        system_prompt: first message of every conversation, for models with a chat template.
+        chat_template: render prompts with the tokenizer's chat template; None: where it has one.
+        overlong: what to do with prompts that the model can't take: ``error``, or ``drop`` with a printed count.
+        n_train: training records; None: all (a task without an end makes 10,000).
+        n_eval: held-out records per evaluation, over all ranks; 0: none.
+        batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
+            micro-batches without changing the step.
+        reward_funcs: names or import paths of reward functions (TRL's signature); None: the task's own. The first one
+            tells whether a completion is right: it is where it reaches ``correct_threshold``.
+        reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
+        correct_threshold: least value of the first reward function that counts as right.
+        eval_steps: optimizer steps between evaluations; 0: none.
+        eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
+        eval_temperature: of those completions; 0: the likeliest words.
+        eval_top_p: nucleus of those completions; None: all words.
+        eval_max_completion_length: tokens; None: the module's.
+        eval_batch_size: completions that are written together.
+        seed: the source of every stream of randomness: tasks, order, sampling, new weights.
+
+    Raises:
+        UsageError: an argument or a record that can't be used, in one sentence.
+    """
+
+    #: Columns that training records must have.
+    required: tuple[str, ...] = ("prompt",)
+
+    def __init__(
+        self,
+        task: str | None = None,
+        task_kwargs: dict[str, Any] | None = None,
+        path: str | None = None,
+        eval_path: str | None = None,
+        dataset: str | None = None,
+        dataset_config: str | None = None,
+        dataset_split: str = "train",
+        eval_split: str = "test",
+        columns: dict[str, str] | None = None,
+        answer_after: str | None = None,
+        system_prompt: str | None = None,
+        chat_template: bool | None = None,
+        overlong: str = "error",
+        n_train: int | None = None,
+        n_eval: int = 256,
+        batch_size: int = 64,
+        reward_funcs: list[str] | None = None,
+        reward_time_limit_s: float | None = None,
+        correct_threshold: float = 1.0,
+        eval_steps: int = 0,
+        eval_num_generations: int = 1,
+        eval_temperature: float = 0.0,
+        eval_top_p: float | None = None,
+        eval_max_completion_length: int | None = None,
+        eval_batch_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        hp: Any = self.hparams
+        given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
+        if len(given) != 1:
+            raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+        for name, least in (("batch_size", 1), ("eval_num_generations", 1), ("eval_batch_size", 1), ("n_eval", 0),
+                            ("eval_steps", 0), ("seed", 0), ("eval_temperature", 0)):  # fmt: skip
+            if hp[name] < least:
+                raise UsageError(f"{name}={hp[name]} must be at least {least}")
+        self.seed = seed
+        self.batch_size = batch_size
+        self.task = None if task is None else make_task(task, seed=seed, **(task_kwargs or {}))
+        specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
+        self.rewards = RewardFunctions([load_reward_func(spec) for spec in specs], reward_time_limit_s)
+        self.train_records: list[Record] = []
+        self.eval_records: list[Record] = []
+        self._permutations: dict[int, list[int]] = {}
+
+    # ---------------------------------------------------------------- records and tokens
+
+    def setup(self, stage: str) -> None:
+        hp: Any = self.hparams
+        if stage == "fit" and not self.train_records:
+            self.train_records = self.load_split("train", hp.n_train)
+        wants_eval = hp.n_eval and (stage != "fit" or hp.eval_steps)
+        if wants_eval and not self.eval_records:
+            self.eval_records = self.load_split("test", hp.n_eval)
+        if stage == "fit":
+            self._schedule_evaluation()
+
+    def load_split(self, split: str, n: int | None) -> list[Record]:
+        """The ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""
+        hp: Any = self.hparams
+        training = split == "train"
+        if hp.path is not None and not training and hp.eval_path is None:
+            raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")
+        records = load_records(
+            task=self.task,
+            path=hp.path if training else hp.eval_path if hp.path is not None else None,
+            dataset=hp.dataset,
+            dataset_config=hp.dataset_config,
+            dataset_split=hp.dataset_split if training else hp.eval_split,
+            columns=hp.columns,
+            answer_after=hp.answer_after,
+            split=split,
+            n=n,
+            seed=self.seed,
+            required=self.required if training else ("prompt",),
+        )
+        return self.encode(records)
+
+    def encode(self, records: list[Record]) -> list[Record]:
+        """Add token ids to records; prompts that the model can't take are refused, or dropped."""
+        limit = self.policy.max_length - 1
+        encoded, dropped = [], 0
+        for i, record in enumerate(records):
+            ids = self.encode_prompt(record["prompt"])
+            if not ids:
+                raise UsageError(f"record {i} has an empty prompt; a completion needs something to start from")
+            if len(ids) > limit:
+                if self.hparams["overlong"] != "drop":
+                    raise UsageError(f"record {i} has a prompt of {len(ids)} tokens, the model takes {limit} and one to "
+                                     "answer; shorten it, or set overlong=drop")  # fmt: skip
+                dropped += 1
+                continue
+            encoded.append({**record, "prompt_ids": ids})
+        if dropped:
+            print(f"{dropped} of {len(records)} records dropped: their prompts are longer than {limit} tokens")
+        if not encoded:
+            raise UsageError(f"none of {len(records)} records is left: every prompt is longer than {limit} tokens")
+        return encoded
+
+    def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
+        """Token ids of a prompt, a text or chat messages, as the model is to read it."""
+        hp: Any = self.hparams
+        tokenizer = self.policy.tokenizer
+        chats = tokenizer.chat_template is not None if hp.chat_template is None else hp.chat_template
+        if isinstance(prompt, str) and not chats:
+            return list(tokenizer(prompt).input_ids)
+        if tokenizer.chat_template is None:
+            raise UsageError("the prompts are chat messages, but the tokenizer has no chat template; give prompts as "
+                             "text, or another tokenizer")  # fmt: skip
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if hp.system_prompt is not None:
+            messages = [{"role": "system", "content": hp.system_prompt}, *messages]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def encode_completion(self, completion: str) -> list[int]:
+        """Token ids of a completion and the EOS token that ends it."""
+        tokenizer = self.policy.tokenizer
+        return [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+    @property
+    def policy(self) -> Any:
+        """The module in training: asked for its tokenizer, the tokens it can take, and completions."""
+        assert self.trainer is not None, "the datamodule belongs to a trainer from setup on"
+        return self.trainer.lightning_module
+
+    # ---------------------------------------------------------------- order
+
+    def record_at(self, position: int) -> int:
+        """Which training record stands at a position of the endless shuffled stream, the same on every rank.
+
+        Each pass over the records has an order of its own, that depends on the seed and the pass alone: where a run
+        stands is one number.
+        """
+        n = len(self.train_records)
+        epoch, offset = divmod(position, n)
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "order", epoch))
+            order = torch.randperm(n, generator=generator).tolist()
+            # Two passes may be in use at once, where a batch goes over the end of one.
+            self._permutations = {k: v for k, v in self._permutations.items() if k == epoch - 1} | {epoch: order}
+        return self._permutations[epoch][offset]
+
+    # ---------------------------------------------------------------- evaluation
+
+    def _schedule_evaluation(self) -> None:
+        # Evaluation is counted in optimizer steps; Lightning counts batches. Its sanity check would evaluate the
+        # untrained model and learn nothing from it.
+        assert self.trainer is not None
+        self.trainer.num_sanity_val_steps = 0
+        if self.hparams["eval_steps"]:
+            self.trainer.val_check_interval = self.hparams["eval_steps"] * self.trainer.accumulate_grad_batches
+            self.trainer.check_val_every_n_epoch = None
+
+    def val_dataloader(self) -> Any:
+        fitting = self.trainer is not None and self.trainer.state.fn == "fit"
+        if not self.hparams["n_eval"] or (fitting and not self.hparams["eval_steps"]):
+            return []
+        return self.held_out_completions()
+
+    def test_dataloader(self) -> Any:
+        return self.held_out_completions()
+
+    def predict_dataloader(self) -> Any:
+        return self.held_out_completions()
+
+    def held_out_completions(self) -> LazyLoader:
+        """Batches of completions of held-out prompts, written when asked for; see :meth:`judge` for their fields."""
+        hp: Any = self.hparams
+        # Every rank makes as many batches, for under sharding they write together.
+        share = len(self.eval_records) // self._world_size
+        if not share:
+            raise UsageError(f"n_eval={hp.n_eval} is less than one record for each of {self._world_size} ranks")
+        per_batch = max(1, hp.eval_batch_size // hp.eval_num_generations)
+        first = self._rank * share
+
+        def play() -> Iterator[Batch]:
+            for start in range(0, share, per_batch):
+                numbers = range(first + start, first + min(start + per_batch, share))
+                yield self.write([self.eval_records[i] for i in numbers], list(numbers))
+
+        return LazyLoader(-(-share // per_batch), play)
+
+    def write(self, records: list[Record], numbers: list[int]) -> Batch:
+        """One batch of held-out completions, with the evaluation's own sampling settings and seeds."""
+        hp: Any = self.hparams
+        k = hp.eval_num_generations
+        settings = {"temperature": hp.eval_temperature, "top_p": hp.eval_top_p}
+        if hp.eval_max_completion_length is not None:
+            settings["max_completion_length"] = hp.eval_max_completion_length
+        # A prompt's seeds depend on its number alone: not on the rank, nor on its neighbours.
+        seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
+        written = self.policy.act([record["prompt_ids"] for record in records], seeds, k, **settings)
+        return self.judge(records, written, k)
+
+    def judge(self, records: list[Record], written: Any, num_generations: int) -> Batch:
+        """Decode completions and score them.
+
+        Args:
+            records: P, one per prompt.
+            written: the sampler's ``Completions`` of P · num_generations rows.
+            num_generations: completions per prompt.
+
+        Returns:
+            ``prompts`` and ``texts`` (lists of P·K strings), ``rewards`` [P·K, F] (NaN: not applicable),
+            ``reward_names``, ``correct`` [P, K] bool, ``answers`` (P lists of K), ``length`` and ``finished`` [P·K].
+        """
+        tokenizer = self.policy.tokenizer
+        lengths = written.length.tolist()
+        ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        repeated = [record for record in records for _ in range(num_generations)]
+        rewards = self.rewards(repeated, texts, ids)
+        correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
+        extract = self.task.extract if self.task is not None else str.strip
+        answers = [extract(text) for text in texts]
+        k = num_generations
+        return {
+            "prompts": [_as_text(record["prompt"]) for record in repeated],
+            "texts": texts,
+            "rewards": rewards,
+            "reward_names": self.rewards.names,
+            "correct": correct,
+            "answers": [answers[i : i + k] for i in range(0, len(answers), k)],
+            "length": written.length,
+            "finished": written.finished,
+        }
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self.trainer is not None else 1
+
+
+def _as_text(prompt: str | list[dict[str, str]]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)

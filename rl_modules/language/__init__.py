@@ -1,0 +1,1 @@
+"""The algorithms that train language models, and what they share: models, tokenizers, the sampler."""

@@ -1,0 +1,384 @@
+"""What every language algorithm shares: the model and its tokenizer, the optimizer, metrics, checkpoints."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from rl_modules import functional as F
+from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
+from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.tables import markdown_table
+from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+
+OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class LanguageModule(L.LightningModule):
+    """Base of the language algorithms; an algorithm adds ``training_step`` and what its batches need.
+
+    Args:
+        model_name_or_path: directory or hub name of a pretrained model; None: one from scratch.
+        model_config: fields of the model's config that differ; from scratch the default is a Qwen2 of 1.06 million
+            parameters (another ``model_type`` starts from that type's own defaults).
+        tokenizer_name_or_path: directory or hub name; None: the model's, or the character tokenizer from scratch.
+        lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
+        torch_dtype: of the weights: float32, bfloat16 or float16; the Trainer's ``precision`` is that of the arithmetic.
+        attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        learning_rate: peak step size.
+        lr_scheduler_type: ``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers'.
+        warmup_steps: optimizer steps of linear warm-up.
+        weight_decay: of AdamW, on matrices (not on biases and norms).
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        optimizer: callable from parameters to an optimizer, in place of AdamW with the numbers above.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
+        logging_steps: optimizer steps between two points of the training curves; ≥ 1.
+        description: architecture and tokenizer as plain data: how a checkpoint is loaded without the directory that
+            the model came from; not for people.
+    """
+
+    #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
+    head = "causal"
+    #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
+    dropout = False
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        model_config: dict[str, Any] | None = None,
+        tokenizer_name_or_path: str | None = None,
+        lora: dict[str, Any] | None = None,
+        torch_dtype: str = "float32",
+        attn_implementation: str | None = None,
+        gradient_checkpointing: bool = False,
+        learning_rate: float = 1e-3,
+        lr_scheduler_type: str = "linear",
+        warmup_steps: int = 0,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = 1.0,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        logging_steps: int = 10,
+        description: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        # Callables are code, which a checkpoint must not hold.
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
+        for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
+                                   ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
+            if value < least:
+                raise UsageError(f"{name}={value} must be at least {least}")
+        known = [kind.value for kind in SchedulerType]
+        if lr_scheduler_type not in known:
+            near = did_you_mean(lr_scheduler_type, known)
+            raise UsageError(f"lr_scheduler_type={lr_scheduler_type!r} must be one of {', '.join(known)}{near}")
+        self.learning_rate = learning_rate
+        self.max_grad_norm = max_grad_norm
+        self.logging_steps = logging_steps
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = lr_scheduler
+        self.model: Any = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        # Sums of (metric · weight) and of weights since the last point of the curves.
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._logged_at = 0
+
+    # ---------------------------------------------------------------- model and tokenizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded when first asked for: datamodules need it before the model is built."""
+        if self._tokenizer is None:
+            hp: Any = self.hparams
+            if hp.description is not None:
+                self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
+            else:
+                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or hp.model_name_or_path)
+        return self._tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model can take, prompt and completion together."""
+        if self.model is not None:
+            return max_length(self.model.config)
+        hp: Any = self.hparams
+        return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
+
+    def configure_model(self) -> None:
+        """Build the model: from its source, or, loading a checkpoint, from the description in it."""
+        if self.model is not None:
+            return
+        hp: Any = self.hparams
+        source = None if hp.description is not None else hp.model_name_or_path
+        fields = hp.model_config if hp.description is None else hp.description["config"]
+        config = make_config(source, fields, self.tokenizer, self.dropout)
+        # New weights come from the datamodule's seed and leave the global generator as it was.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
+            self.build_model(config, source)
+        if hp.description is None:
+            config_dict = {key: value for key, value in config.to_dict().items() if _is_plain(value)}
+            self.hparams["description"] = {"config": config_dict, "tokenizer": tokenizer_to_dict(self.tokenizer)}
+
+    def build_model(self, config: Any, source: str | None) -> None:
+        """Set ``self.model``; an algorithm with further models (reference, value) builds them here too."""
+        hp: Any = self.hparams
+        self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
+                                hp.gradient_checkpointing, hp.lora)  # fmt: skip
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA is merged in."""
+        return export_model(self.model, self.tokenizer, folder)
+
+    def on_fit_start(self) -> None:
+        # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
+        self.model.train()
+
+    # ---------------------------------------------------------------- metrics
+
+    def record(self, weight: Tensor | float = 1.0, **metrics: Tensor) -> None:
+        """Remember scalars; their weighted mean since the last point is logged every ``logging_steps``.
+
+        Never waits for the device.
+
+        Args:
+            weight: how much this minibatch counts, such as its number of tokens.
+            metrics: scalars by name.
+        """
+        for name, value in metrics.items():
+            value = value.detach().float()
+            w = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
+            # A weight of 0 says that there was nothing to measure: NaN must not spread from there.
+            share = torch.where(w > 0, value * w, 0.0)
+            self._sums[name] = self._sums[name] + share if name in self._sums else share
+            self._weights[name] = self._weights[name] + w if name in self._weights else w
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        if step != self._logged_at and step % self.logging_steps == 0:
+            self.write_metrics()
+
+    def on_train_end(self) -> None:
+        if self._sums:
+            self.write_metrics()
+
+    def write_metrics(self) -> None:
+        """One point of every training curve, over the optimizer step, with the means over all ranks."""
+        step = self._logged_at = self.trainer.global_step
+        names = list(self._sums)
+        metrics: dict[str, float] = {}
+        if names:
+            table = torch.stack([torch.stack([self._sums[name], self._weights[name]]) for name in names])
+            if self.trainer.world_size > 1:
+                table = self.trainer.strategy.reduce(table, reduce_op="sum")
+            sums, weights = table.unbind(-1)
+            means = torch.where(weights > 0, sums / weights, torch.nan).tolist()
+            metrics = {name: mean for name, mean in zip(names, means, strict=True) if mean == mean}
+        metrics["learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        metrics = self.summarize(metrics)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self._sums, self._weights = {}, {}
+
+    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics that are functions of means, such as a perplexity; called on what is about to be logged."""
+        return metrics
+
+    def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
+        """Remember means over one batch of an evaluation, for callbacks to monitor and as a curve over the step.
+
+        Args:
+            metrics: scalars by name, ``eval/…``.
+            weight: how much the batch counts, such as its number of prompts or tokens.
+        """
+        self.log_dict(metrics, on_step=False, on_epoch=True, logger=False, batch_size=weight, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking or self.trainer.state.fn != "fit":
+            return
+        metrics = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.trainer.global_step)
+
+    # ---------------------------------------------------------------- optimizer
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """AdamW; matrices decay, biases and norms don't."""
+        named = list(parameters)
+        groups = [
+            {"params": [p for p in named if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
+            {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        # Lightning refuses to clip under mixed precision when the optimizer is fused.
+        fused = self.trainer.precision in ("32-true", "64-true", "bf16-true")
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, eps=1e-8, fused=fused)
+
+    def configure_optimizers(self) -> Any:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        optimizer = (self.optimizer_factory or self.default_optimizer)(trainable)
+        if self.scheduler_factory is not None:
+            scheduler: Any = self.scheduler_factory(optimizer)
+        else:
+            total = self.trainer.estimated_stepping_batches
+            kind = self.hparams["lr_scheduler_type"]
+            if total == float("inf"):
+                if kind not in ("constant", "constant_with_warmup"):
+                    raise UsageError(f"lr_scheduler_type={kind!r} needs an end of the run; give trainer.max_steps or "
+                                     "trainer.max_epochs")  # fmt: skip
+                total = 0
+            scheduler = get_scheduler(kind, optimizer, self.hparams["warmup_steps"], int(total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip to the Trainer's ``gradient_clip_val``, or to ``max_grad_norm`` where it sets none; log the norm."""
+        if gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        self.record(grad_norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["algorithm"] = type(self).__name__
+        checkpoint["unlogged"] = {"sums": self._sums, "weights": self._weights, "at": self._logged_at}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved, here = checkpoint.get("algorithm"), type(self).__name__
+        if saved != here:
+            raise UsageError(f"the checkpoint holds {saved or 'no language algorithm'}, not {here}; load it with that "
+                             "class")  # fmt: skip
+        unlogged = checkpoint["unlogged"]
+        self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
+        self._logged_at = unlogged["at"]
+
+
+class LanguagePolicy(LanguageModule):
+    """Base of the modules whose model writes completions: sampling, and evaluation on held-out prompts.
+
+    An algorithm sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    max_completion_length: int
+
+    def act(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        num_generations: int = 1,
+        **sampling: Any,
+    ) -> Completions:
+        """Write ``num_generations`` completions to each prompt with the current weights.
+
+        Args:
+            prompts: token ids, P lists.
+            seeds: one per completion, P · num_generations; a prompt's completions stand next to each other.
+            num_generations: completions per prompt.
+            sampling: settings that differ from the module's own, such as ``temperature=0.0`` for the likeliest words.
+        """
+        settings = {
+            "max_completion_length": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            **sampling,
+        }
+        return sample(
+            self.model, prompts, num_generations=num_generations, seeds=seeds,
+            eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),  # type: ignore[arg-type]
+            **settings,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- evaluation on held-out prompts
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log_completions(batch, batch_idx)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log_completions(batch, batch_idx)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        return batch
+
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first few.
+
+        Args:
+            batch: what ``LanguageDataModule.judge`` returns.
+            batch_idx: the table is of batch 0.
+        """
+        correct, rewards = batch["correct"], batch["rewards"].float()
+        prompts, k = correct.shape
+        metrics = {
+            "eval/pass@1": correct.float().mean(),
+            "eval/mean_length": batch["length"].float().mean(),
+            "eval/clipped_ratio": 1 - batch["finished"].float().mean(),
+        }
+        if k > 1:
+            metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
+            metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
+        for name, column in zip(batch["reward_names"], rewards.unbind(-1), strict=True):
+            metrics[f"eval/rewards/{name}"] = column.nanmean()
+        self.log_evaluation(metrics, prompts)
+        if batch_idx == 0 and self.trainer.is_global_zero:
+            scores = {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
+            self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})
+
+    def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
+        """Show texts in TensorBoard, over the optimizer step."""
+        for logger in self.trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text(name, markdown_table(columns, rows), self.trainer.global_step)
+
+
+def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
+    """Whether the most frequent answer of each prompt is a right one (cons@k, also called maj@k).
+
+    Several different answers may be right, so that each right one is asked for in turn.
+
+    Args:
+        answers: P lists of K final answers; None, where there is none, is an answer like the others.
+        correct: which of them are right, [P, K].
+
+    Returns:
+        1 or 0, [P].
+    """
+    results = []
+    for row, flags in zip(answers, correct.tolist(), strict=True):
+        right = {answer for answer, flag in zip(row, flags, strict=True) if flag}
+        results.append(max((float(F.cons_at_k([list(row)], [a], len(row))) for a in right), default=0.0))
+    return torch.tensor(results, device=correct.device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint may hold it: numbers, strings, and lists and dictionaries of them."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

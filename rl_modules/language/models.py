@@ -1,0 +1,178 @@
+"""Transformers: read from a directory or the hub, or built from a config; LoRA; export."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rl_modules.errors import UsageError
+
+#: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+
+
+def make_config(
+    model_name_or_path: str | None,
+    model_config: dict[str, Any] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    dropout: bool,
+) -> PretrainedConfig:
+    """The architecture: that of a directory or hub name, or :data:`SMALL` with ``model_config``'s changes.
+
+    Args:
+        model_name_or_path: directory or hub name; None: from scratch.
+        model_config: fields that differ; another ``model_type`` brings that type's own defaults instead.
+        tokenizer: gives a model from scratch its vocabulary and special tokens.
+        dropout: False sets every dropout rate of the config to 0.
+
+    Raises:
+        UsageError: the config can't be read, a type is unknown, or the tokenizer has tokens that the model lacks.
+    """
+    fields = dict(model_config or {})
+    if model_name_or_path is not None:
+        try:
+            config = AutoConfig.from_pretrained(model_name_or_path, **fields)
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(_unreadable(model_name_or_path, error)) from error
+    else:
+        if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
+            fields = {**SMALL, **fields}
+        kind = fields.pop("model_type")
+        special = {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        try:
+            config = AutoConfig.for_model(kind, **{**special, **fields})
+        except ValueError as error:
+            raise UsageError(f"model_config has model_type={kind!r}, which transformers does not know") from error
+    if not dropout:
+        for name, value in config.to_dict().items():
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+    if len(tokenizer) > config.vocab_size:
+        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {config.vocab_size}; "
+                         "give the tokenizer that the model was trained with")  # fmt: skip
+    return config
+
+
+def make_model(
+    config: PretrainedConfig,
+    model_name_or_path: str | None = None,
+    head: str = "causal",
+    torch_dtype: str = "float32",
+    attn_implementation: str | None = None,
+    gradient_checkpointing: bool = False,
+    lora: dict[str, Any] | None = None,
+) -> Any:
+    """The network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator).
+
+    Args:
+        config: the architecture.
+        model_name_or_path: where the weights come from; None: new ones.
+        head: ``causal`` (logits over the vocabulary) or ``score`` (one number per sequence).
+        torch_dtype: of the weights: float32, bfloat16 or float16.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; None: the library's choice.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        lora: arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` …); None: all weights train.
+
+    Raises:
+        UsageError: a directory without weights, a hub that is out of reach, an unknown dtype.
+    """
+    if torch_dtype not in _DTYPES:
+        raise UsageError(f"torch_dtype={torch_dtype!r} must be one of {', '.join(_DTYPES)}")
+    options: dict[str, Any] = {"dtype": _DTYPES[torch_dtype]}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    config = copy.deepcopy(config)
+    if head == "score":
+        config.num_labels = 1
+    try:
+        if model_name_or_path is None:
+            model = _HEADS[head].from_config(config, **options)
+        else:
+            model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(_unreadable(model_name_or_path or config.model_type, error)) from error
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if lora is not None:
+        model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
+    return model
+
+
+def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool) -> Any:
+    """Freeze the model and add low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
+
+    Raises:
+        UsageError: what ``peft`` says about the arguments.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if gradient_checkpointing:
+        model.enable_input_require_grads()
+    try:
+        return get_peft_model(model, LoraConfig(**{"task_type": task_type, **lora}))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"lora={lora} can't be used: {' '.join(str(error).split())}") from error
+
+
+def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
+    """Write a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
+
+    Args:
+        model: a transformers model, or one with LoRA.
+        tokenizer: saved beside it.
+        folder: made if it does not exist.
+
+    Returns:
+        The folder; ``from_pretrained`` loads it.
+    """
+    if hasattr(model, "merge_and_unload"):
+        model = copy.deepcopy(model).merge_and_unload()
+    folder = Path(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def max_length(config: PretrainedConfig) -> int:
+    """Tokens that the model can take, prompt and completion together."""
+    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 2**31))
+
+
+def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion: the generation config's, and the tokenizer's."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = named if isinstance(named, list) else [] if named is None else [named]
+    return sorted({*listed, tokenizer.eos_token_id})
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if Path(name).is_dir():
+        return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"
+    return (f"model {name!r} can't be loaded ({reason}); without network give the path of a downloaded directory "
+            "instead of a hub name")  # fmt: skip

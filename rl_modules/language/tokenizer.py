@@ -1,0 +1,86 @@
+"""Tokenizers: a character tokenizer for models from scratch, any Hugging Face tokenizer, and both as plain data."""
+
+import string
+import tempfile
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rl_modules.errors import UsageError
+
+#: Every character that the character tokenizer knows: printable ASCII and the newline.
+ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per printable ASCII character, and ``<pad>``, ``<eos>``, ``<unk>``.
+
+    It adds nothing to a text. Its alphabet is fixed, so models of different stages and tasks understand each other.
+
+    Returns:
+        99 tokens; saved and loaded as any other tokenizer.
+    """
+    special = ["<pad>", "<eos>", "<unk>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub name; None: the character tokenizer.
+
+    A tokenizer without a pad token pads with its EOS token: padding is told by lengths here, never by ids.
+
+    Raises:
+        UsageError: it can't be loaded, or it has no EOS token, without which no completion could end.
+    """
+    if name_or_path is None:
+        return character_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a tokenizer.json, "
+            "or a hub name that is reachable or cached"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"tokenizer {name_or_path!r} has no EOS token, so no completion could end; set eos_token in its "
+                         "tokenizer_config.json")  # fmt: skip
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The tokenizer's files by name, as text that a checkpoint may hold (bytes as Latin-1 characters)."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes().decode("latin-1") for path in files}
+
+
+def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
+    """The inverse of :func:`tokenizer_to_dict`.
+
+    Raises:
+        UsageError: a file name that leads out of the folder.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder).resolve()
+        for name, text in files.items():
+            path = (root / name).resolve()
+            if not path.is_relative_to(root):
+                raise UsageError(f"the checkpoint's tokenizer has a file {name!r}, which lies outside of its folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode("latin-1"))
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
