@@ -1,4 +1,4 @@
-"""What every language datamodule shares: records, their tokens, the order of training, evaluation on held-out prompts."""
+"""What every language datamodule shares: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -152,8 +152,8 @@ class LanguageDataModule(L.LightningDataModule):
                 raise UsageError(f"record {i} has an empty prompt; a completion needs something to start from")
             if len(ids) > limit:
                 if self.hparams["overlong"] != "drop":
-                    raise UsageError(f"record {i} has a prompt of {len(ids)} tokens, the model takes {limit} and one to "
-                                     "answer; shorten it, or set overlong=drop")  # fmt: skip
+                    raise UsageError(f"record {i} has a prompt of {len(ids)} tokens, the model takes {limit} and one "
+                                     "to answer; shorten it, or set overlong=drop")  # fmt: skip
                 dropped += 1
                 continue
             encoded.append({**record, "prompt_ids": ids})

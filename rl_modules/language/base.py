@@ -31,7 +31,7 @@ class LanguageModule(L.LightningModule):
             parameters (another ``model_type`` starts from that type's own defaults).
         tokenizer_name_or_path: directory or hub name; None: the model's, or the character tokenizer from scratch.
         lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
-        torch_dtype: of the weights: float32, bfloat16 or float16; the Trainer's ``precision`` is that of the arithmetic.
+        torch_dtype: of the weights: float32, bfloat16 or float16; the arithmetic's is the Trainer's ``precision``.
         attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         learning_rate: peak step size.

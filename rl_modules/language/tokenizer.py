@@ -46,12 +46,12 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a tokenizer.json, "
-            "or a hub name that is reachable or cached"
+            f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
+            "tokenizer.json, or a hub name that is reachable or cached"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise UsageError(f"tokenizer {name_or_path!r} has no EOS token, so no completion could end; set eos_token in its "
-                         "tokenizer_config.json")  # fmt: skip
+        raise UsageError(f"tokenizer {name_or_path!r} has no EOS token, so no completion could end; set eos_token in "
+                         "its tokenizer_config.json")  # fmt: skip
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
