@@ -12,6 +12,14 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Half an hour for what trains to a threshold, where pytest-timeout is installed."""
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(1800))
+
+
 @pytest.fixture
 def make_trainer(tmp_path):
     """A CPU trainer without bar, logger or checkpoints unless asked for."""
