@@ -1,0 +1,333 @@
+"""Experience of a language model: completions of prompts, written anew every epoch, in minibatches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.loader import LazyLoader
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError
+
+
+class PromptDataModule(LanguageDataModule):
+    """Prompts to which the model in training writes completions; one epoch is one generation.
+
+    Per epoch ``batch_size · steps_per_generation`` completions are written and judged, then handed out
+    ``num_iterations`` times in ``steps_per_generation`` optimizer steps, each time in a new order.
+
+    Args:
+        num_generations: G, completions per prompt: the group of GRPO; 1 for RLHF with PPO.
+        steps_per_generation: optimizer steps over which one generation is spread.
+        num_iterations: passes over each generation.
+        dynamic_sampling: rounds of further prompts that take the place of groups whose rewards are all equal
+            (DAPO, arXiv:2503.14476); what is missing after them is filled with such groups. 0: none are replaced.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_generations: int = 8,
+        steps_per_generation: int = 1,
+        num_iterations: int = 1,
+        dynamic_sampling: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_hyperparameters(logger=False)
+        hp: Any = self.hparams
+        for name, least in (("num_generations", 1), ("steps_per_generation", 1), ("num_iterations", 1),
+                            ("dynamic_sampling", 0)):  # fmt: skip
+            if hp[name] < least:
+                raise UsageError(f"{name}={hp[name]} must be at least {least}")
+        self.num_generations = num_generations
+        self.generation_size = self.batch_size * steps_per_generation
+        if self.generation_size % num_generations:
+            raise UsageError(
+                f"num_generations={num_generations} does not divide batch_size*steps_per_generation="
+                f"{self.generation_size}; {num_generations * max(1, round(self.batch_size / num_generations))} is a "
+                "batch_size that fits"
+            )
+        self.steps_per_generation = steps_per_generation
+        self.num_iterations = num_iterations
+        self.dynamic_sampling = dynamic_sampling
+        self.drawn = 0  # prompts taken from the stream so far, over all ranks
+        self.generation = 0
+        self._position = 0
+        self._fields: dict[str, Tensor] | None = None
+        self._order = torch.empty(0, dtype=torch.long)
+        self._shuffler = torch.Generator()
+        self._written_at = -1
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            assert self.trainer is not None
+            micro = self.trainer.accumulate_grad_batches
+            if self.batch_size % micro:
+                raise UsageError(
+                    f"trainer.accumulate_grad_batches={micro} does not divide batch_size={self.batch_size}"
+                )
+            self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
+            self.drawn = self.generation = self._position = 0
+            self._fields = None
+
+    # ---------------------------------------------------------------- training batches
+
+    def train_dataloader(self) -> LazyLoader:
+        assert self.trainer is not None
+        steps = self.steps_per_generation * self.num_iterations
+        return LazyLoader(steps * self.trainer.accumulate_grad_batches, self._minibatches)
+
+    def _minibatches(self) -> Iterator[Batch]:
+        """One generation's micro-batches, from where the checkpoint left off."""
+        assert self.trainer is not None
+        n_micro = self.trainer.accumulate_grad_batches
+        per_pass = self.steps_per_generation * n_micro
+        length = self.num_iterations * per_pass
+        if self._position >= length:
+            self._position = 0
+        step: list[Batch] = []
+        for position in range(self._position, length):
+            if position == 0:
+                self._fields = self._new_generation()
+            if position % per_pass == 0:
+                self._order = torch.randperm(self.generation_size, generator=self._shuffler)
+            if position % n_micro == 0 or not step:
+                step = self._step(position % per_pass // n_micro, n_micro)
+            self._position = position + 1
+            yield step[position % n_micro]
+
+    def _step(self, number: int, n_micro: int) -> list[Batch]:
+        """The micro-batches of one optimizer step, each of rows of similar length."""
+        assert self._fields is not None and self.trainer is not None
+        fields = self._fields
+        device = fields["tokens"].device
+        rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].to(device)
+        if n_micro > 1:
+            total = (fields["prompt_length"] + fields["length"])[rows]
+            rows = rows[total.argsort(stable=True)]
+        parts = list(rows.tensor_split(n_micro))
+        # Tokens that count, of the whole step and of each part: averaged over ranks, as their gradients will be.
+        tokens = torch.stack([fields["mask"][part].sum() for part in parts]).float()
+        if self._world_size > 1:
+            tokens = self.trainer.strategy.reduce(tokens, reduce_op="mean")
+        shared = {
+            "on_policy": self.trainer.global_step == self._written_at,
+            "step_rows": self.batch_size,
+            "step_tokens": tokens.sum(),
+            "n_micro": n_micro,
+        }
+        return [
+            {**_trimmed(fields, part), **shared, "micro_rows": len(part), "micro_tokens": count}
+            for part, count in zip(parts, tokens, strict=True)
+        ]
+
+    # ---------------------------------------------------------------- generation
+
+    def _new_generation(self) -> dict[str, Tensor]:
+        """Write, judge, let the module prepare."""
+        assert self.trainer is not None
+        module = self.policy
+        training = module.training
+        module.eval()
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            rollout = self._rollout(self.generation_size // self.num_generations)
+            prepared = module.prepare(rollout)
+        module.train(training)
+        self.generation += 1
+        self._written_at = self.trainer.global_step
+        return prepared
+
+    def _rollout(self, n_prompts: int) -> dict[str, Any]:
+        """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
+        rollout = self._round(n_prompts)
+        for _ in range(self.dynamic_sampling):
+            informative = has_signal(rollout["reward"], self.num_generations)
+            missing = self._most_missing(n_prompts - int(informative.sum()))
+            if missing == 0:
+                return rollout
+            # Every rank draws as many, or they would not meet again; the first with a signal are taken.
+            more = self._round(missing)
+            rollout = _first_with_signal(_joined(rollout, more), self.num_generations, n_prompts)
+        if self.dynamic_sampling:
+            lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
+            if lacking:
+                print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after "
+                      f"{self.dynamic_sampling} rounds of replacements")  # fmt: skip
+        return rollout
+
+    def _round(self, n_prompts: int) -> dict[str, Any]:
+        """Completions of the next prompts of the stream; see DESIGN's rollout for the role of each field.
+
+        Returns:
+            ``tokens`` [B, T] right-padded, ``prompt_length``, ``length`` [B], ``finished`` [B] bool, ``log_prob``
+            [B, L] under the sampler, ``reward`` [B] (NaN: not scored), ``num_generations``, ``generation``,
+            ``records``, and what :meth:`judge` returns.
+        """
+        module, n_each = self.policy, self.num_generations
+        first = self.drawn + self._rank * n_prompts
+        self.drawn += n_prompts * self._world_size
+        records: list[Record] = [self.train_records[self.record_at(first + i)] for i in range(n_prompts)]
+        seeds = [stream_seed(self.seed, 0, "sample", (first + i) * n_each + j)
+                 for i in range(n_prompts) for j in range(n_each)]  # fmt: skip
+        written = module.act([record["prompt_ids"] for record in records], seeds, n_each)
+        rollout = {
+            **self.judge(records, written, n_each),
+            **joined_sequences([record["prompt_ids"] for record in records], written, n_each, self._pad_id),
+            "finished": written.finished,
+            "log_prob": written.log_prob,
+            "records": [record for record in records for _ in range(n_each)],
+            "num_generations": n_each,
+            "generation": self.generation,
+        }
+        rollout["rewards"] = rollout["rewards"].to(written.tokens.device)
+        rollout["reward"] = module.rewards(rollout)
+        return rollout
+
+    def _most_missing(self, missing: int) -> int:
+        """The largest number of groups that any rank still has to replace."""
+        assert self.trainer is not None
+        if self._world_size == 1:
+            return missing
+        return int(self.trainer.strategy.reduce(torch.tensor(float(missing)), reduce_op="max"))
+
+    @property
+    def _pad_id(self) -> int:
+        return int(self.policy.tokenizer.pad_token_id)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of prompts stands, and the generation where it is half used; of every rank."""
+        own = {
+            "position": self._position,
+            "shuffler": self._shuffler.get_state(),
+            "order": self._order,
+            "written_at": self._written_at,
+            "fields": self._half_used(),
+        }
+        ranks: list[Any] = [own]
+        if self._world_size > 1:
+            ranks = [None] * self._world_size
+            torch.distributed.all_gather_object(ranks, own)
+        return {"drawn": self.drawn, "generation": self.generation, "ranks": ranks}
+
+    def _half_used(self) -> dict[str, Tensor] | None:
+        if self._fields is None or self.trainer is None:
+            return None
+        length = self.num_iterations * self.steps_per_generation * self.trainer.accumulate_grad_batches
+        return None if self._position >= length else {name: x.cpu() for name, x in self._fields.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            UsageError: the checkpoint is of another number of ranks.
+        """
+        if self.trainer is None or self.trainer.state.fn != "fit":
+            return
+        if len(state_dict["ranks"]) != self._world_size:
+            raise UsageError(f"the checkpoint was written by {len(state_dict['ranks'])} ranks, this run has "
+                             f"{self._world_size}; resume with as many")  # fmt: skip
+        own = state_dict["ranks"][self._rank]
+        device = self.trainer.strategy.root_device
+        self.drawn, self.generation = state_dict["drawn"], state_dict["generation"]
+        self._position, self._written_at = own["position"], own["written_at"]
+        self._shuffler.set_state(own["shuffler"].cpu())
+        self._order = own["order"].cpu()
+        self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}
+
+
+def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
+    """Prompts and their completions as one right-padded sequence each.
+
+    Args:
+        prompts: P lists of token ids.
+        written: the sampler's ``Completions`` of P · num_generations rows.
+        num_generations: completions per prompt.
+        pad_id: what stands behind the end.
+
+    Returns:
+        ``tokens`` [B, T], ``prompt_length`` [B], ``length`` [B].
+    """
+    device = written.tokens.device
+    prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
+    width = int((prompt_length + written.length).max())
+    tokens = torch.full((len(prompt_length), width), pad_id, dtype=torch.long, device=device)
+    longest = max(len(p) for p in prompts)
+    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts], device=device)
+    tokens[:, :longest] = padded.repeat_interleave(num_generations, 0)[:, :width]
+    row, column = written.mask.nonzero(as_tuple=True)
+    tokens[row, prompt_length[row] + column] = written.tokens[row, column]
+    return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}
+
+
+def has_signal(reward: Tensor, num_generations: int) -> Tensor:
+    """Whether the scored rewards of each group differ, [P] bool; equal ones teach nothing.
+
+    Args:
+        reward: [P · num_generations], NaN where nothing could score.
+        num_generations: completions per group.
+    """
+    groups = reward.view(-1, num_generations)
+    highest = groups.nan_to_num(nan=-torch.inf).amax(-1)
+    lowest = groups.nan_to_num(nan=torch.inf).amin(-1)
+    return highest > lowest
+
+
+def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two rollouts as one; what is as wide as the longest row is padded with zeros."""
+    joined: dict[str, Any] = {}
+    for name, left in one.items():
+        right = other[name]
+        if isinstance(left, Tensor):
+            if left.ndim == 2 and left.shape[1] != right.shape[1]:
+                width = max(left.shape[1], right.shape[1])
+                left, right = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (left, right))
+            joined[name] = torch.cat([left, right])
+        elif isinstance(left, list) and name != "reward_names":
+            joined[name] = left + right
+        else:
+            joined[name] = left
+    return joined
+
+
+def _first_with_signal(rollout: dict[str, Any], num_generations: int, n_prompts: int) -> dict[str, Any]:
+    """The first groups with a signal, filled up with the first of those without."""
+    informative = has_signal(rollout["reward"], num_generations)
+    groups = torch.argsort((~informative).int(), stable=True)[:n_prompts].tolist()
+    rows = [g * num_generations + j for g in groups for j in range(num_generations)]
+    n_groups = len(informative)
+    chosen: dict[str, Any] = {}
+    for name, value in rollout.items():
+        if name == "reward_names" or not isinstance(value, Tensor | list):
+            chosen[name] = value
+            continue
+        numbers = groups if len(value) == n_groups and num_generations > 1 else rows
+        chosen[name] = value[numbers] if isinstance(value, Tensor) else [value[i] for i in numbers]
+    return chosen
+
+
+def _trimmed(fields: dict[str, Tensor], rows: Tensor) -> Batch:
+    """Some rows of a generation, as wide as the longest of them; rows that teach nothing are left out.
+
+    One row stays in any case, so that every rank makes a step of the same kind.
+    """
+    if "keep" in fields:
+        kept = rows[fields["keep"][rows]]
+        rows = kept if len(kept) else rows[:1]
+    length, total = fields["length"][rows], (fields["prompt_length"] + fields["length"])[rows]
+    longest, widest = int(length.max()), int(total.max())
+    full = fields["mask"].shape[1]
+    batch: Batch = {}
+    for name, value in fields.items():
+        value = value[rows]
+        if name == "tokens":
+            value = value[:, :widest]
+        elif value.ndim == 2 and value.shape[1] == full:
+            value = value[:, :longest]
+        batch[name] = value
+    return batch

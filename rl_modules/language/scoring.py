@@ -1,0 +1,117 @@
+"""What a model says about given texts: log-probabilities of completions, scores of sequences, values of tokens.
+
+Sequences are right-padded. With causal attention no token sees what stands to its right, so that padding needs no
+attention mask, and positions count from 0 by themselves.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+
+
+def completion_positions(prompt_length: Tensor, length: Tensor) -> Tensor:
+    """Where each completion's tokens stand in their sequences, [b, L] with L the longest completion.
+
+    Column j is that of token j of the completion; behind a completion's end its last place is repeated.
+
+    Args:
+        prompt_length: tokens before the completion, [b], ≥ 1.
+        length: tokens of the completion, [b], ≥ 1.
+    """
+    columns = torch.arange(int(length.max()), device=length.device)
+    return prompt_length.unsqueeze(1) + torch.minimum(columns, length.unsqueeze(1) - 1)
+
+
+def completion_log_probs(
+    model: Any,
+    tokens: Tensor,
+    prompt_length: Tensor,
+    length: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log π of every completion token, by one forward pass with logits for the completions' places only.
+
+    Args:
+        model: causal language model.
+        tokens: prompts and completions, right-padded, [b, T].
+        prompt_length: [b], ≥ 1.
+        length: tokens of the completions, [b], ≥ 1.
+        temperature: T, the one that the tokens were sampled with.
+        entropy: also return the entropies (without gradient).
+
+    Returns:
+        log π(y_j) in nats, [b, L] float32, 0 behind each completion's end; and H_j in nats, likewise, or None.
+    """
+    place = completion_positions(prompt_length, length)
+    first, last = int(prompt_length.min()), int((prompt_length + length).max())
+    # Logits at t - 1 judge the token at t.
+    judging = torch.arange(first - 1, last - 1, device=tokens.device)
+    logits = model(input_ids=tokens[:, :last], logits_to_keep=judging, use_cache=False).logits
+    log_prob = F.token_log_probs(logits, tokens[:, first:last], temperature)
+    counts = completion_mask(length)
+    aligned = torch.where(counts, log_prob.gather(1, place - first), 0.0)
+    if not entropy:
+        return aligned, None
+    spread = F.token_entropy(logits.detach(), temperature)
+    return aligned, torch.where(counts, spread.gather(1, place - first), 0.0)
+
+
+def completion_mask(length: Tensor, width: int | None = None) -> Tensor:
+    """True for the tokens of each completion, [b, L].
+
+    Args:
+        length: tokens of the completions, [b].
+        width: L; None: the longest.
+    """
+    columns = torch.arange(int(length.max()) if width is None else width, device=length.device)
+    return columns < length.unsqueeze(1)
+
+
+def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+    """V of the state before each completion token: what has been written up to there, [b, L] float32.
+
+    Args:
+        model: model with a ``score`` head of one output.
+        tokens: prompts and completions, right-padded, [b, T].
+        prompt_length: [b], ≥ 1.
+        length: tokens of the completions, [b], ≥ 1.
+    """
+    place = completion_positions(prompt_length, length) - 1
+    return score_head(model, _gather_states(_hidden(model, tokens), place)).squeeze(-1).float()
+
+
+def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
+    """The score of each sequence, read at its last token, [b] float32.
+
+    The last token is found by length: Transformers' own heads look for the pad id, which may be the EOS token's.
+
+    Args:
+        model: model with a ``score`` head of one output.
+        tokens: right-padded, [b, T].
+        total_length: tokens of each sequence, [b], ≥ 1.
+    """
+    states = _gather_states(_hidden(model, tokens), total_length.unsqueeze(1) - 1)
+    return score_head(model, states).view(-1).float()
+
+
+def score_head(model: Any, states: Tensor) -> Tensor:
+    """The head's output for hidden states, [..., 1]."""
+    return _unwrapped(model).score(states)
+
+
+def _hidden(model: Any, tokens: Tensor) -> Tensor:
+    """The last layer's states, [b, T, hidden]."""
+    return _unwrapped(model).base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def _gather_states(states: Tensor, place: Tensor) -> Tensor:
+    return states.gather(1, place.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+
+def _unwrapped(model: Any) -> Any:
+    """The transformers model inside peft's wrapper, whose adapters are in its layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
