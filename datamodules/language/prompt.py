@@ -19,24 +19,29 @@ class PromptDataModule(LanguageDataModule):
     ``num_iterations`` times in ``steps_per_generation`` optimizer steps, each time in a new order.
 
     Args:
+        task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
         num_generations: G, completions per prompt: the group of GRPO; 1 for RLHF with PPO.
         steps_per_generation: optimizer steps over which one generation is spread.
         num_iterations: passes over each generation.
         dynamic_sampling: rounds of further prompts that take the place of groups whose rewards are all equal
             (DAPO, arXiv:2503.14476); what is missing after them is filled with such groups. 0: none are replaced.
+        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other arguments
+            of :class:`~datamodules.language.base.LanguageDataModule`.
+
+    Raises:
+        UsageError: an argument or a record that can't be used, in one sentence.
     """
 
     def __init__(
         self,
-        *args: Any,
+        task: str | None = None,
         num_generations: int = 8,
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         dynamic_sampling: int = 0,
-        **kwargs: Any,
+        **source: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self.save_hyperparameters(logger=False)
+        super().__init__(task, **source)
         hp: Any = self.hparams
         for name, least in (("num_generations", 1), ("steps_per_generation", 1), ("num_iterations", 1),
                             ("dynamic_sampling", 0)):  # fmt: skip
