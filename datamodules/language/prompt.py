@@ -25,8 +25,8 @@ class PromptDataModule(LanguageDataModule):
         num_iterations: passes over each generation.
         dynamic_sampling: rounds of further prompts that take the place of groups whose rewards are all equal
             (DAPO, arXiv:2503.14476); what is missing after them is filled with such groups. 0: none are replaced.
-        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other arguments
-            of :class:`~datamodules.language.base.LanguageDataModule`.
+        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
+            arguments of :class:`~datamodules.language.base.LanguageDataModule`.
 
     Raises:
         UsageError: an argument or a record that can't be used, in one sentence.
