@@ -1,0 +1,35 @@
+"""Records, tasks with verifiers, and reward functions for language models; imported when they are first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "RewardFunctions": "datamodules.language.reward_calls",
+    "Task": "datamodules.language.tasks.base",
+    "bayes_accuracy": "datamodules.language.tasks.base",
+    "combine_rewards": "datamodules.language.reward_calls",
+    "load_records": "datamodules.language.sources",
+    "load_reward_func": "datamodules.language.rewards",
+    "make_task": "datamodules.language.tasks.registry",
+}
+
+__all__ = [
+    "RewardFunctions", "Task", "bayes_accuracy", "combine_rewards", "load_records", "load_reward_func", "make_task",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from datamodules.language.reward_calls import RewardFunctions, combine_rewards
+    from datamodules.language.rewards import load_reward_func
+    from datamodules.language.sources import load_records
+    from datamodules.language.tasks.base import Task, bayes_accuracy
+    from datamodules.language.tasks.registry import make_task
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

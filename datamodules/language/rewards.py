@@ -1,0 +1,220 @@
+"""Reward functions with TRL's signature, and the one place that calls them.
+
+A reward function is ``f(prompts, completions, completion_ids=None, **columns) -> list[float | None]``: one value per
+completion, ``None`` where it does not apply. Completions are strings or lists of chat messages. Columns are the
+records'.
+"""
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datamodules.language.loading import load_object, require_settings
+from datamodules.language.reward_calls import RewardFunctions, combine_rewards
+from datamodules.language.text import answer_of, is_think_and_answer, text_of
+from rl_modules.errors import UsageError
+
+__all__ = [
+    "RewardFunctions", "answer_in_tags", "combine_rewards", "exact_answer", "length_reward", "load_reward_func",
+    "math_accuracy", "soft_overlong_penalty", "think_answer_format",
+]  # fmt: skip
+
+Rewards = list[float | None]
+RewardFunction = Callable[..., Rewards]
+
+
+def exact_answer(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[str | None], **columns: Any
+) -> Rewards:
+    """1.0 where the completion is the reference answer (space around it does not count), else 0.0; None without one."""
+    return [
+        None if reference is None else float(text_of(completion).strip() == reference.strip())
+        for completion, reference in zip(completions, answer, strict=True)
+    ]
+
+
+def answer_in_tags(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[str | None], **columns: Any
+) -> Rewards:
+    """1.0 where the last ``<answer>…</answer>`` holds the reference answer, else 0.0; None without a reference."""
+    return [
+        None if reference is None else float(answer_of(text_of(completion)) == reference.strip())
+        for completion, reference in zip(completions, answer, strict=True)
+    ]
+
+
+def think_answer_format(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+    """1.0 where the completion is one ``<think>…</think><answer>…</answer>`` and nothing else, 0.0 otherwise.
+
+    Source: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
+    """
+    return [float(is_think_and_answer(text_of(completion))) for completion in completions]
+
+
+def math_accuracy(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[str | None], **columns: Any
+) -> Rewards:
+    """1.0 where ``math-verify`` finds the completion's answer equal to the reference, 0.0 where not.
+
+    None where the reference is missing or no mathematics. What stands in ``<answer>`` tags is the completion's answer;
+    without tags math-verify looks for it.
+    """
+    from math_verify import parse, verify
+
+    # math-verify limits its time by a signal, which only the main thread can receive.
+    here = threading.current_thread() is threading.main_thread()
+    if not here:
+        for part in ("parser", "grader"):
+            logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
+    rewards: Rewards = []
+    for completion, reference in zip(completions, answer, strict=True):
+        gold = [] if reference is None else _parse_reference(reference, 5 if here else None)
+        if not gold:
+            rewards.append(None)
+            continue
+        text = text_of(completion)
+        tagged = answer_of(text)
+        found = parse(text, parsing_timeout=5 if here else None) if tagged is None else _parse_reference(
+            tagged, 5 if here else None
+        )  # fmt: skip
+        rewards.append(float(verify(gold, found, timeout_seconds=5 if here else None)))
+    return rewards
+
+
+def _parse_reference(text: str, timeout_s: int | None) -> list[Any]:
+    """A short text as mathematics; LaTeX may come without the dollars that math-verify expects around it."""
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=timeout_s) or parse(f"${text}$", parsing_timeout=timeout_s)
+
+
+def length_reward(target: int) -> RewardFunction:
+    """A reward for completions of a certain length: −|length − target| / target, at least −1.
+
+    Args:
+        target: length to aim at, in tokens (in characters where no tokens are given), at least 1.
+
+    Raises:
+        UsageError: a target below 1.
+    """
+    if target < 1:
+        raise UsageError(f"length_reward: target={target} must be at least 1")
+
+    def reward(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+        return [max(-1.0, -abs(length - target) / target) for length in _lengths(completions, completion_ids)]
+
+    return _named(reward, "length_reward")
+
+
+def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> RewardFunction:
+    """A penalty that grows from 0 to −1 over the last ``cache_length`` tokens before the limit.
+
+    R(y) = 0                                       where |y| ≤ L_max − L_cache
+           (L_max − L_cache − |y|) / L_cache       where |y| ≤ L_max
+           −1                                      beyond
+
+    Args:
+        max_completion_length: L_max, in tokens (in characters where no tokens are given).
+        cache_length: L_cache, from 1 to ``max_completion_length``.
+
+    Raises:
+        UsageError: a ``cache_length`` out of its range.
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+    """
+    if not 1 <= cache_length <= max_completion_length:
+        raise UsageError(f"soft_overlong_penalty: cache_length={cache_length} must lie between 1 and "
+                         f"max_completion_length={max_completion_length}")  # fmt: skip
+    free = max_completion_length - cache_length
+
+    def penalty(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+        lengths = _lengths(completions, completion_ids)
+        return [-1.0 if n > max_completion_length else min(0.0, (free - n) / cache_length) for n in lengths]
+
+    return _named(penalty, "soft_overlong_penalty")
+
+
+#: Reward functions that are ready.
+FUNCTIONS: dict[str, RewardFunction] = {
+    "exact_answer": exact_answer,
+    "answer_in_tags": answer_in_tags,
+    "think_answer_format": think_answer_format,
+    "math_accuracy": math_accuracy,
+}
+#: Those that settings make.
+FACTORIES: dict[str, Callable[..., RewardFunction]] = {
+    "length_reward": length_reward,
+    "soft_overlong_penalty": soft_overlong_penalty,
+}
+
+
+def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = None) -> RewardFunction:
+    """A reward function from what a config says.
+
+    Args:
+        spec: a built-in name; a name of one of the task's own (``accuracy``); an import path
+            ``package.module:function`` or ``package.module.function``; any of these with settings, ``{length_reward: {target: 20}}``, which calls
+            what the name stands for to make the function; or a function.
+        task: the task whose functions may be named.
+
+    Returns:
+        The function. Those of ``trl.rewards`` read chat messages only, so they are given strings in that form.
+
+    Raises:
+        UsageError: an unknown name, an import path without a function, missing or unknown settings.
+    """
+    if isinstance(spec, dict):
+        if len(spec) != 1 or not isinstance(next(iter(spec.values())), dict):
+            raise UsageError(f"reward function {spec} must be one name with its settings, such as "
+                             "{length_reward: {target: 20}}")  # fmt: skip
+        ((name, settings),) = spec.items()
+        factory = (
+            FACTORIES[name] if name in FACTORIES else load_object(name, "reward function", [*FUNCTIONS, *FACTORIES])
+        )
+        require_settings(factory, settings, f"reward function {name!r}")
+        return load_reward_func(_with_name(factory(**settings), name))
+    if isinstance(spec, str):
+        own = {func.__name__: func for func in task.reward_funcs} if task is not None else {}
+        if spec in own:
+            return own[spec]
+        if spec in FACTORIES:
+            needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
+            raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
+        func = (
+            FUNCTIONS[spec]
+            if spec in FUNCTIONS
+            else load_object(spec, "reward function", [*own, *FUNCTIONS, *FACTORIES])
+        )
+    else:
+        func = spec
+    if not callable(func) or inspect.isclass(func):
+        raise UsageError(f"reward function {spec!r} is a {type(func).__name__}, not a function")
+    if getattr(func, "__module__", "").startswith("trl.rewards"):
+        return _with_messages(func)
+    return func
+
+
+def _with_messages(func: RewardFunction) -> RewardFunction:
+    @functools.wraps(func)
+    def call(*, completions: Any, **columns: Any) -> Rewards:
+        chats = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
+        return func(completions=chats, **columns)
+
+    # TRL's classes with settings are objects without a name.
+    return _with_name(call, type(func).__name__)
+
+
+def _named(func: RewardFunction, name: str) -> RewardFunction:
+    func.__name__ = func.__qualname__ = name
+    return func
+
+
+def _with_name(func: RewardFunction, name: str) -> RewardFunction:
+    return func if hasattr(func, "__name__") else _named(functools.partial(func), name.rpartition(".")[2])
+
+
+def _lengths(completions: Any, completion_ids: Any) -> list[int]:
+    return [len(ids) for ids in (completion_ids if completion_ids is not None else map(text_of, completions))]

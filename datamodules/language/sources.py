@@ -1,0 +1,296 @@
+"""Records from a task, a JSONL file or a dataset, with one set of checks."""
+
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from datamodules.language.tasks import Task, make_task
+from datamodules.language.tasks.base import Record, fill
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError, did_you_mean
+
+#: Columns that must be text where they occur; numbers become text.
+TEXTS = ("answer", "completion", "chosen", "rejected")
+_SLICE = re.compile(r"([^\[\]]+?)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+
+
+def load_records(
+    *,
+    task: str | Task | None = None,
+    task_kwargs: dict[str, Any] | None = None,
+    path: str | Path | None = None,
+    dataset: str | None = None,
+    dataset_config: str | None = None,
+    dataset_split: str | None = None,
+    columns: dict[str, str] | None = None,
+    answer_after: str | None = None,
+    split: str = "train",
+    n: int | None = None,
+    seed: int = 0,
+    required: Sequence[str] = ("prompt",),
+) -> list[Record]:
+    """Records from exactly one source.
+
+    Args:
+        task: a task, its name or its import path.
+        task_kwargs: the task's settings.
+        path: JSONL file, one object per line.
+        dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads.
+        dataset_config: the hub dataset's configuration.
+        dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
+        columns: record's column → the source's column, or a template such as ``"{question} ->"``; None: by the same
+            names. Columns that are not mentioned keep their names.
+        answer_after: keep of every answer what follows this text, such as GSM8K's ``####``.
+        split: of a task, ``train`` or ``test``. Files and datasets are taken whole.
+        n: of a task, so many records; of a file or dataset at most so many, drawn with ``seed``; None: all.
+        seed: of what is drawn.
+        required: columns that every record must have; ``chosen`` and ``rejected`` beside ``prompt`` make preferences
+            (where they are made by a task, they are synthesised).
+
+    Returns:
+        Dicts with at least the required columns. ``prompt`` is text or a list of chat messages; ``answer``,
+        ``completion``, ``chosen`` and ``rejected`` are text.
+
+    Raises:
+        UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.
+    """
+    given = [name for name, value in (("task", task), ("path", path), ("dataset", dataset)) if value is not None]
+    if len(given) != 1:
+        raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+    if task is not None:
+        made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
+        if "rejected" in required:
+            return made.preferences(split, n)
+        records = made.records(split, n)
+        for name in required:
+            if records and records[0].get(name) is None:
+                raise UsageError(f"task {made.name!r} has no {name!r}; it has {', '.join(records[0])}")
+        return records
+    if path is not None:
+        where, rows = str(path), list(read_jsonl(path))
+    else:
+        assert dataset is not None
+        where, rows = f"dataset {dataset!r}", read_dataset(dataset, dataset_config, dataset_split)
+    if not rows:
+        raise UsageError(f"{where} is empty; at least one record is needed")
+    if n is not None and n < len(rows):
+        chosen = random.Random(stream_seed(seed, 0, "records")).sample(range(len(rows)), n)
+        rows = [rows[i] for i in sorted(chosen)]
+    return [_record(row, place, columns, answer_after, required) for place, row in rows]
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with its ``file:line``. Empty lines are passed over.
+
+    Raises:
+        UsageError: no such file, or a line that is not UTF-8, not JSON or not an object.
+    """
+    try:
+        file = Path(path).open("rb")
+    except OSError as error:
+        raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file") from error
+    with file:
+        for number, raw in enumerate(file, 1):
+            place = f"{path}:{number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{place}: byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8; "
+                                 "save the file as UTF-8") from error  # fmt: skip
+            if not line:
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}") from error
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{place}: JSON that can't be read ({error})") from error
+            if not isinstance(row, dict):
+                raise UsageError(
+                    f'{place}: a {type(row).__name__}, where an object such as {{"prompt": "…"}} should be'
+                )
+            yield place, row
+
+
+def read_dataset(name: str, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a dataset, each with its place, read by ``datasets``; no code of the dataset is run.
+
+    Args:
+        name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json.
+        config: the hub dataset's configuration.
+        split: a split or a part of it, ``train[:90%]``; None: the only one.
+
+    Raises:
+        UsageError: it can't be loaded, has no such split, or holds text that is not UTF-8.
+    """
+    import datasets
+
+    base, start, stop = _parse_split(split)
+    try:
+        found = _open_dataset(name, config)
+    except Exception as error:  # `datasets` raises errors of many libraries
+        raise UsageError(_unreadable(name, error)) from error
+    splits = dict(found) if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
+    if base is None and len(splits) > 1:
+        raise UsageError(f"dataset {name!r} has several splits; set dataset_split to one of {', '.join(splits)}")
+    if base is not None and base not in splits:
+        raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(splits)}, and a part of one is "
+                         "written 'train[90%:]'")  # fmt: skip
+    rows = splits[base] if base is not None else next(iter(splits.values()))
+    rows = rows.select(range(*slice(_position(start, len(rows)), _position(stop, len(rows))).indices(len(rows))))
+    listed: list[tuple[str, dict[str, Any]]] = []
+    try:
+        for row in rows:
+            listed.append((f"dataset {name!r}, row {len(listed)}", row))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"dataset {name!r}, row {len(listed)}: text that is not UTF-8 ({error.reason})") from error
+    return listed
+
+
+def _open_dataset(name: str, config: str | None) -> Any:
+    import datasets
+
+    path = Path(name)
+    if path.is_dir() and any((path / file).exists() for file in ("dataset_dict.json", "state.json")):
+        return datasets.load_from_disk(name)
+    if path.is_file():
+        kinds = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+        if path.suffix not in kinds:
+            raise ValueError(f"a file ending in {path.suffix!r}, not in one of {', '.join(kinds)}")
+        return datasets.load_dataset(kinds[path.suffix], data_files=name)
+    return datasets.load_dataset(name, config)
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    # The cause says more than "An error occurred while generating the dataset".
+    if error.__cause__ is not None and str(error.__cause__).strip():
+        reason = str(error.__cause__).strip().splitlines()[0].rstrip(".")
+    if Path(name).exists():
+        return f"dataset {name!r} can't be read ({reason}); give what save_to_disk wrote, or parquet, csv or json files"
+    return (f"dataset {name!r} can't be loaded ({reason}); without network download it elsewhere, keep it with "
+            "save_to_disk, and give that directory instead of the hub name")  # fmt: skip
+
+
+def _parse_split(split: str | None) -> tuple[str | None, str | None, str | None]:
+    if split is None:
+        return None, None, None
+    match = _SLICE.fullmatch(split)
+    if match is None:
+        raise UsageError(f"dataset_split={split!r} is not understood; write 'train', 'train[:1000]' or 'train[90%:]'")
+    return match[1], match[2], match[3]
+
+
+def _position(text: str | None, length: int) -> int | None:
+    if text is None:
+        return None
+    return round(length * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+
+# -------------------------------------------------------------------- one record
+
+
+def _record(
+    row: dict[str, Any],
+    place: str,
+    columns: dict[str, str] | None,
+    answer_after: str | None,
+    required: Sequence[str],
+) -> Record:
+    record = dict(row)
+    for target, source in (columns or {}).items():
+        where = f"{place}: columns.{target}={source!r}"
+        if source in row:
+            record[target] = row[source]
+        elif "{" in source:
+            record[target] = fill(source, row, where)
+        else:
+            raise UsageError(
+                f"{where}: there is no column {source!r}{did_you_mean(source, row)}, only {', '.join(row)}"
+            )
+    for name in required:
+        if record.get(name) is None:
+            raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}"
+                             if name not in record else f"{place}: {name!r} is null")  # fmt: skip
+    record["prompt"] = _prompt(record["prompt"], place)
+    for name in TEXTS:
+        if record.get(name) is not None:
+            record[name] = _text(record[name], f"{place}: {name!r}")
+    if answer_after is not None and record.get("answer") is not None:
+        _, found, answer = record["answer"].rpartition(answer_after)
+        if not found:
+            raise UsageError(f"{place}: the answer has no {answer_after!r}, as answer_after wants it to")
+        record["answer"] = answer.strip()
+    return record
+
+
+def _prompt(value: Any, place: str) -> str | list[dict[str, str]]:
+    if isinstance(value, str):
+        return _text(value, f"{place}: 'prompt'")
+    shaped = isinstance(value, list) and value and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )  # fmt: skip
+    if not shaped:
+        raise UsageError(f"{place}: 'prompt' is {_short(value)}, where text or a list of messages with role and "
+                         "content should be")  # fmt: skip
+    return [{"role": m["role"], "content": _text(m["content"], f"{place}: 'prompt'")} for m in value]
+
+
+def _text(value: Any, what: str) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise UsageError(f"{what} is {_short(value)}, where text should be")
+    try:
+        value.encode()  # JSON may hold half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} has {value[error.start]!a} in place {error.start}, half of a character; it can't be "
+                         "written as UTF-8") from error  # fmt: skip
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+
+
+# -------------------------------------------------------------------- lengths
+
+
+def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlong: str = "error") -> list[int]:
+    """Which records have a prompt that the model can take.
+
+    Args:
+        lengths: tokens of every prompt.
+        limit: most tokens of a prompt.
+        where: the records' source, for the message.
+        overlong: ``error``, or ``drop`` with one printed count.
+
+    Returns:
+        Indices of the records to keep, in order.
+
+    Raises:
+        UsageError: a prompt is too long under ``error``; all are under ``drop``; another value of ``overlong``.
+    """
+    if overlong not in ("error", "drop"):
+        raise UsageError(f"overlong={overlong!r} must be error or drop")
+    kept = [i for i, length in enumerate(lengths) if length <= limit]
+    dropped = len(lengths) - len(kept)
+    if dropped and (overlong == "error" or not kept):
+        first = next(i for i, length in enumerate(lengths) if length > limit)
+        raise UsageError(f"{where}: {dropped} of {len(lengths)} prompts are longer than {limit} tokens (record {first} "
+                         f"has {lengths[first]}); shorten them or take a model with more positions"
+                         + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
+    if dropped:
+        rank_zero_info(
+            f"{where}: {dropped} of {len(lengths)} records left out, their prompts are longer than {limit} tokens"
+        )
+    return kept

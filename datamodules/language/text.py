@@ -1,0 +1,29 @@
+"""The text of a completion, and the answer in it."""
+
+import re
+from typing import Any
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def text_of(completion: str | list[dict[str, Any]]) -> str:
+    """The text of a completion, which is a string or a list of chat messages (the last one counts)."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def answer_of(text: str) -> str | None:
+    """What stands in the last ``<answer>…</answer>``, stripped; None where there is no such pair."""
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
+def think_and_answer(thought: str, answer: str) -> str:
+    """``<think>thought</think><answer>answer</answer>``."""
+    return f"<think>{thought}</think><answer>{answer}</answer>"
+
+
+def is_think_and_answer(text: str) -> bool:
+    """Whether a text is one ``<think>…</think>`` followed by one ``<answer>…</answer>``, and nothing else but space."""
+    return all(text.count(tag) == 1 for tag in _TAGS) and _THINK_ANSWER.fullmatch(text) is not None
