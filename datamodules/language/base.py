@@ -7,7 +7,7 @@ import lightning as L
 import torch
 
 from datamodules.language.rewards import RewardFunctions, load_reward_func
-from datamodules.language.sources import load_records
+from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.tasks import make_task
 from datamodules.loader import LazyLoader
 from datamodules.seeding import stream_seed
@@ -15,6 +15,9 @@ from rl_modules.errors import UsageError
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
+
+#: Training records that are made of a task whose questions have no end, where ``n_train`` says nothing.
+ENDLESS = 10_000
 
 
 class LanguageDataModule(L.LightningDataModule):
@@ -31,9 +34,10 @@ class LanguageDataModule(L.LightningDataModule):
         eval_path: JSONL file of held-out records.
         dataset: hub name, directory or file.
         dataset_config: the hub dataset's configuration.
-        dataset_split: split to train on.
-        eval_split: split to evaluate on.
-        columns: record's column from the source's, ``{prompt: question}``; None: as they are called.
+        dataset_split: split to train on, or a part of it, ``train[:90%]``.
+        eval_split: split to evaluate on, or a part of it.
+        columns: record's column from the source's, ``{prompt: question}``, or from a template of several,
+            ``{prompt: "{context} {question}"}``; None: as they are called.
         answer_after: keep of the answer what follows this text, such as ``####``.
         system_prompt: first message of every conversation, for models with a chat template.
         chat_template: render prompts with the tokenizer's chat template; None: where it has one.
@@ -42,8 +46,9 @@ class LanguageDataModule(L.LightningDataModule):
         n_eval: held-out records per evaluation, over all ranks; 0: none.
         batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
-        reward_funcs: names or import paths of reward functions (TRL's signature); None: the task's own. The first one
-            tells whether a completion is right: it is where it reaches ``correct_threshold``.
+        reward_funcs: names or import paths of reward functions (TRL's signature), with settings as
+            ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one tells
+            whether a completion is right: it is where it reaches ``correct_threshold``.
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
         correct_threshold: least value of the first reward function that counts as right.
         eval_steps: optimizer steps between evaluations; 0: none.
@@ -79,7 +84,7 @@ class LanguageDataModule(L.LightningDataModule):
         n_train: int | None = None,
         n_eval: int = 256,
         batch_size: int = 64,
-        reward_funcs: list[str] | None = None,
+        reward_funcs: list[str | dict[str, Any]] | None = None,
         reward_time_limit_s: float | None = None,
         correct_threshold: float = 1.0,
         eval_steps: int = 0,
@@ -102,9 +107,13 @@ class LanguageDataModule(L.LightningDataModule):
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
         self.seed = seed
         self.batch_size = batch_size
-        self.task = None if task is None else make_task(task, seed=seed, **(task_kwargs or {}))
+        if task_kwargs and task is None:
+            raise UsageError(f"task_kwargs={task_kwargs} are settings of a task, but none is given")
+        if overlong not in ("error", "drop"):
+            raise UsageError(f"overlong={overlong!r} must be error or drop")
+        self.task = None if task is None else make_task(task, **{"seed": seed, **(task_kwargs or {})})
         specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
-        self.rewards = RewardFunctions([load_reward_func(spec) for spec in specs], reward_time_limit_s)
+        self.rewards = RewardFunctions([load_reward_func(spec, self.task) for spec in specs], reward_time_limit_s)
         self.train_records: list[Record] = []
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
@@ -127,6 +136,8 @@ class LanguageDataModule(L.LightningDataModule):
         training = split == "train"
         if hp.path is not None and not training and hp.eval_path is None:
             raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")
+        if self.task is not None and n is None and self.task.size is None:
+            n = ENDLESS
         records = load_records(
             task=self.task,
             path=hp.path if training else hp.eval_path if hp.path is not None else None,
@@ -142,33 +153,40 @@ class LanguageDataModule(L.LightningDataModule):
         )
         return self.encode(records)
 
+    @property
+    def source(self) -> str:
+        """Where the records come from, for messages and names: the task's, file's or dataset's name."""
+        hp: Any = self.hparams
+        return next(str(value) for value in (hp.task, hp.path, hp.dataset) if value is not None)
+
     def encode(self, records: list[Record]) -> list[Record]:
         """Add token ids to records; prompts that the model can't take are refused, or dropped."""
-        limit = self.policy.max_length - 1
-        encoded, dropped = [], 0
-        for i, record in enumerate(records):
-            ids = self.encode_prompt(record["prompt"])
+        prompts = self.encode_prompts([record["prompt"] for record in records])
+        for i, ids in enumerate(prompts):
             if not ids:
-                raise UsageError(f"record {i} has an empty prompt; a completion needs something to start from")
-            if len(ids) > limit:
-                if self.hparams["overlong"] != "drop":
-                    raise UsageError(f"record {i} has a prompt of {len(ids)} tokens, the model takes {limit} and one "
-                                     "to answer; shorten it, or set overlong=drop")  # fmt: skip
-                dropped += 1
-                continue
-            encoded.append({**record, "prompt_ids": ids})
-        if dropped:
-            print(f"{dropped} of {len(records)} records dropped: their prompts are longer than {limit} tokens")
-        if not encoded:
-            raise UsageError(f"none of {len(records)} records is left: every prompt is longer than {limit} tokens")
-        return encoded
+                raise UsageError(f"{self.source}: record {i} has an empty prompt; a completion needs something to "
+                                 "start from")  # fmt: skip
+        limit = self.policy.max_length - 1
+        kept = check_prompt_lengths([len(ids) for ids in prompts], limit, self.source, self.hparams["overlong"])
+        return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
+
+    def encode_prompts(self, prompts: list[str | list[dict[str, str]]]) -> list[list[int]]:
+        """Token ids of prompts, texts or chat messages, as the model is to read them."""
+        if all(isinstance(prompt, str) for prompt in prompts) and not self._chats:
+            return [list(ids) for ids in self.policy.tokenizer(prompts).input_ids]
+        return [self.encode_prompt(prompt) for prompt in prompts]
+
+    @property
+    def _chats(self) -> bool:
+        """Whether texts are put into the tokenizer's chat template."""
+        wanted = self.hparams["chat_template"]
+        return self.policy.tokenizer.chat_template is not None if wanted is None else wanted
 
     def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """Token ids of a prompt, a text or chat messages, as the model is to read it."""
         hp: Any = self.hparams
         tokenizer = self.policy.tokenizer
-        chats = tokenizer.chat_template is not None if hp.chat_template is None else hp.chat_template
-        if isinstance(prompt, str) and not chats:
+        if isinstance(prompt, str) and not self._chats:
             return list(tokenizer(prompt).input_ids)
         if tokenizer.chat_template is None:
             raise UsageError("the prompts are chat messages, but the tokenizer has no chat template; give prompts as "
@@ -178,10 +196,14 @@ class LanguageDataModule(L.LightningDataModule):
             messages = [{"role": "system", "content": hp.system_prompt}, *messages]
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
-    def encode_completion(self, completion: str) -> list[int]:
-        """Token ids of a completion and the EOS token that ends it."""
+    def encode_completions(self, completions: list[str]) -> list[list[int]]:
+        """Token ids of completions, each with the EOS token that ends it.
+
+        They are tokenized apart from their prompts, for that is where a model that writes them begins.
+        """
         tokenizer = self.policy.tokenizer
-        return [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        encoded = tokenizer(completions, add_special_tokens=False).input_ids
+        return [[*ids, tokenizer.eos_token_id] for ids in encoded]
 
     @property
     def policy(self) -> Any:
@@ -268,7 +290,8 @@ class LanguageDataModule(L.LightningDataModule):
 
         Returns:
             ``prompts`` and ``texts`` (lists of P·K strings), ``rewards`` [P·K, F] (NaN: not applicable),
-            ``reward_names``, ``correct`` [P, K] bool, ``answers`` (P lists of K), ``length`` and ``finished`` [P·K].
+            ``reward_names``, ``correct`` [P, K] bool (None where there is no reward function to tell), ``answers`` (P
+            lists of K), ``length`` and ``finished`` [P·K].
         """
         tokenizer = self.policy.tokenizer
         lengths = written.length.tolist()
@@ -276,7 +299,9 @@ class LanguageDataModule(L.LightningDataModule):
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
         rewards = self.rewards(repeated, texts, ids)
-        correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
+        correct = None
+        if len(self.rewards):
+            correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
         extract = self.task.extract if self.task is not None else str.strip
         answers = [extract(text) for text in texts]
         k = num_generations

@@ -93,6 +93,8 @@ class LanguageModule(L.LightningModule):
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._logged_at = 0
+        #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
+        self.num_tokens = 0
 
     # ---------------------------------------------------------------- model and tokenizer
 
@@ -186,13 +188,19 @@ class LanguageModule(L.LightningModule):
             means = torch.where(weights > 0, sums / weights, torch.nan).tolist()
             metrics = {name: mean for name, mean in zip(names, means, strict=True) if mean == mean}
         metrics["learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        if self.num_tokens:
+            metrics["num_tokens"] = float(self.num_tokens)
         metrics = self.summarize(metrics)
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self._sums, self._weights = {}, {}
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics that are functions of means, such as a perplexity; called on what is about to be logged."""
+        """Add metrics that are functions of means, such as a perplexity; called on what is about to be logged.
+
+        Args:
+            metrics: of training, or ``eval/…`` of an evaluation.
+        """
         return metrics
 
     def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
@@ -205,11 +213,16 @@ class LanguageModule(L.LightningModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, logger=False, batch_size=weight, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.sanity_checking or self.trainer.state.fn != "fit":
-            return
-        metrics = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=self.trainer.global_step)
+        means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
+        metrics = self.summarize(means)
+        if derived := {name: value for name, value in metrics.items() if name not in means}:
+            self.log_dict(derived, logger=False)
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step=self.trainer.global_step)
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
 
     # ---------------------------------------------------------------- optimizer
 
@@ -259,6 +272,7 @@ class LanguageModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["algorithm"] = type(self).__name__
+        checkpoint["num_tokens"] = self.num_tokens
         checkpoint["unlogged"] = {"sums": self._sums, "weights": self._weights, "at": self._logged_at}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -266,6 +280,7 @@ class LanguageModule(L.LightningModule):
         if saved != here:
             raise UsageError(f"the checkpoint holds {saved or 'no language algorithm'}, not {here}; load it with that "
                              "class")  # fmt: skip
+        self.num_tokens = checkpoint["num_tokens"]
         unlogged = checkpoint["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]
@@ -333,15 +348,16 @@ class LanguagePolicy(LanguageModule):
             batch_idx: the table is of batch 0.
         """
         correct, rewards = batch["correct"], batch["rewards"].float()
-        prompts, k = correct.shape
+        prompts, k = len(batch["answers"]), len(batch["answers"][0])
         metrics = {
-            "eval/pass@1": correct.float().mean(),
             "eval/mean_length": batch["length"].float().mean(),
             "eval/clipped_ratio": 1 - batch["finished"].float().mean(),
         }
-        if k > 1:
-            metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
-            metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
+        if correct is not None:
+            metrics["eval/pass@1"] = correct.float().mean()
+            if k > 1:
+                metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
+                metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
         for name, column in zip(batch["reward_names"], rewards.unbind(-1), strict=True):
             metrics[f"eval/rewards/{name}"] = column.nanmean()
         self.log_evaluation(metrics, prompts)
