@@ -21,7 +21,7 @@ from rl_modules.functional.policy import (
 from rl_modules.functional.preferences import bradley_terry_loss
 from rl_modules.functional.reductions import masked_mean, masked_whiten
 from rl_modules.functional.returns import discounted_returns, gae, n_step_returns
-from rl_modules.functional.rlhf import rlhf_rewards
+from rl_modules.functional.rlhf import proportional_kl_coefficient, rlhf_rewards
 from rl_modules.functional.tokens import token_entropy, token_log_probs
 from rl_modules.functional.value import dqn_target, explained_variance, td_loss, value_loss
 
@@ -49,6 +49,7 @@ __all__ = [
     "policy_gradient_loss",
     "ppo_clip_loss",
     "ppo_penalty_loss",
+    "proportional_kl_coefficient",
     "rlhf_rewards",
     "td_loss",
     "token_entropy",

@@ -1,11 +1,17 @@
-"""Rewards of RLHF: one score for a whole answer, and a price per token for leaving the reference model."""
+"""Rewards of RLHF: one score for a whole answer, a price per token for leaving the reference model, and that price."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_ndim, require_nonnegative, require_shape
+from rl_modules.functional.checks import (
+    as_constant,
+    require_ndim,
+    require_nonnegative,
+    require_positive,
+    require_shape,
+)
 
 
 def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -39,3 +45,35 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
     penalty = torch.where(counts, as_constant(log_prob) - as_constant(ref_log_prob), 0.0) * -beta
     is_last = counts & (counts.cumsum(-1) == counts.sum(-1, keepdim=True))
     return penalty + torch.where(is_last, as_constant(score).unsqueeze(-1), 0.0)
+
+
+def proportional_kl_coefficient(beta: float, kl: float | Tensor, target: float, gain: float = 0.1) -> float:
+    """RLHF's rule for the price of KL: a controller that moves β in proportion to the error, in logarithms.
+
+    e = clip((KL - target) / target, -0.2, 0.2)
+    β ← β (1 + K e)
+
+    Args:
+        beta: β, at least 0.
+        kl: the mean over answers of KL(π || π_ref), summed over an answer's tokens, in nats; a number or a scalar
+            tensor (which is read, so that a GPU waits). Call this once per batch of fresh answers.
+        target: the KL to hold, in nats per answer, above 0.
+        gain: K, at least 0 and below 5 (a larger one could turn β negative).
+
+    Returns:
+        The β of the next batch.
+
+    Raises:
+        ValueError: beta or gain is out of range, target is not positive, or kl is NaN.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (K = 0.1).
+    """
+    require_nonnegative("beta", beta)
+    require_positive("target", target)
+    if not 0 <= gain < 5:
+        raise ValueError(f"gain must lie in [0, 5), got {gain!r}.")
+    measured = float(kl)
+    if measured != measured:
+        raise ValueError("kl must be a number, got nan: the policy has diverged.")
+    error = min(max((measured - target) / target, -0.2), 0.2)
+    return float(beta) * (1 + gain * error)

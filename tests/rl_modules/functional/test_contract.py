@@ -43,6 +43,7 @@ SIGNATURES = {
     "approx_kl": "(log_prob, old_log_prob)",
     "clip_fraction": "(log_prob, old_log_prob, clip_range)",
     "explained_variance": "(value, returns)",
+    "proportional_kl_coefficient": "(beta, kl, target, gain=0.1)",
     "finite_horizon_evaluation": "(transition, reward, policy, horizon, gamma=1.0)",
     "finite_horizon_value_iteration": "(transition, reward, horizon, gamma=1.0)",
 }
@@ -142,6 +143,7 @@ CASES = {name: (function, tensors) for name, function, tensors in cases()}
 # These return a Python number, or check that their tables hold distributions.
 DATA_DEPENDENT = {
     "adapt_kl_coefficient",
+    "proportional_kl_coefficient",
     "policy_evaluation",
     "value_iteration",
     "finite_horizon_evaluation",

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from rl_modules.functional import rlhf_rewards
+from rl_modules.functional import proportional_kl_coefficient, rlhf_rewards
 
 from .helpers import coins, randn, repeatable, seeds
 
@@ -71,3 +71,33 @@ def test_refuses_by_name():
         rlhf_rewards(score, square, square, score, 0.1)
     with pytest.raises(ValueError, match=r"^beta"):
         rlhf_rewards(score, square, square, square, -0.1)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    # By hand from section 2.2 of Ziegler et al.: the error of 0, within the clip, and beyond it on either side.
+    [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98)],
+)
+def test_the_controller_moves_beta_in_proportion_to_the_error_up_to_a_clip(kl, factor):
+    assert proportional_kl_coefficient(0.15, kl, target=6.0) == pytest.approx(0.15 * factor)
+    assert proportional_kl_coefficient(0.15, torch.tensor(kl), 6.0, gain=0.2) == pytest.approx(
+        0.15 * (1 + 2 * (factor - 1))
+    )
+
+
+def test_the_controller_finds_the_price_that_holds_the_target():
+    beta = 1.0
+    for _ in range(1000):  # A policy whose KL falls as 1/β holds KL = 4 at β = 1/2.
+        beta = proportional_kl_coefficient(beta, 2 / beta, target=4.0)
+    assert beta == pytest.approx(0.5, rel=1e-3)
+
+
+def test_the_controller_refuses_by_name():
+    for name, arguments in {
+        "beta": (-1.0, 1.0, 1.0),
+        "target": (1.0, 1.0, 0.0),
+        "kl": (1.0, float("nan"), 1.0),
+        "gain": (1.0, 1.0, 1.0, 5.0),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name} must"):
+            proportional_kl_coefficient(*arguments)
