@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 from gymnasium.envs.registration import register, registry
 
 _EXPORTS = {
+    "InstructionDataModule": "datamodules.language.instruction",
+    "PromptDataModule": "datamodules.language.prompt",
     "ReplayDataModule": "datamodules.replay",
     "RolloutDataModule": "datamodules.rollout",
 }
 
-__all__ = ["ReplayDataModule", "RolloutDataModule"]
+__all__ = ["InstructionDataModule", "PromptDataModule", "ReplayDataModule", "RolloutDataModule"]
 
 if TYPE_CHECKING:
+    from datamodules.language.instruction import InstructionDataModule
+    from datamodules.language.prompt import PromptDataModule
     from datamodules.replay import ReplayDataModule
     from datamodules.rollout import RolloutDataModule
 

@@ -63,8 +63,9 @@ class LanguageDataModule(L.LightningDataModule):
         UsageError: an argument or a record that can't be used, in one sentence.
     """
 
-    #: Columns that training records must have.
+    #: Columns that training records must have, and held-out ones.
     required: tuple[str, ...] = ("prompt",)
+    eval_required: tuple[str, ...] = ("prompt",)
 
     def __init__(
         self,
@@ -149,9 +150,19 @@ class LanguageDataModule(L.LightningDataModule):
             split=split,
             n=n,
             seed=self.seed,
-            required=self.required if training else ("prompt",),
+            required=self.required if training else self.eval_required,
+            reshape=self.reshape,
         )
         return self.encode(records)
+
+    def reshape(self, row: Record, place: str) -> Record:
+        """Bring a row of a file or dataset into the form of a record, before its columns are checked.
+
+        Args:
+            row: its columns, renamed as ``columns`` says.
+            place: the file and line, or the dataset and row, for messages.
+        """
+        return row
 
     @property
     def source(self) -> str:
@@ -243,12 +254,16 @@ class LanguageDataModule(L.LightningDataModule):
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
         if not self.hparams["n_eval"] or (fitting and not self.hparams["eval_steps"]):
             return []
-        return self.held_out_completions()
+        return self.evaluation()
 
     def test_dataloader(self) -> Any:
-        return self.held_out_completions()
+        return self.evaluation()
 
     def predict_dataloader(self) -> Any:
+        return self.held_out_completions()
+
+    def evaluation(self) -> LazyLoader:
+        """What ``validate`` and ``test`` go through; a datamodule may add to the completions."""
         return self.held_out_completions()
 
     def held_out_completions(self) -> LazyLoader:

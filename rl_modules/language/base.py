@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
@@ -51,6 +51,8 @@ class LanguageModule(L.LightningModule):
     head = "causal"
     #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
     dropout = False
+    #: What the default optimizer adds to the root of the second moment.
+    adam_eps = 1e-8
 
     def __init__(
         self,
@@ -130,8 +132,10 @@ class LanguageModule(L.LightningModule):
             torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
             self.build_model(config, source)
         if hp.description is None:
-            config_dict = {key: value for key, value in config.to_dict().items() if _is_plain(value)}
-            self.hparams["description"] = {"config": config_dict, "tokenizer": tokenizer_to_dict(self.tokenizer)}
+            self.hparams["description"] = {
+                "config": plain_config(config),
+                "tokenizer": tokenizer_to_dict(self.tokenizer),
+            }
 
     def build_model(self, config: Any, source: str | None) -> None:
         """Set ``self.model``; an algorithm with further models (reference, value) builds them here too."""
@@ -215,7 +219,8 @@ class LanguageModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
-        if derived := {name: value for name, value in metrics.items() if name not in means}:
+        # The last evaluation's derived ones are among the means by now.
+        if derived := {name: value for name, value in metrics.items() if means.get(name) != value}:
             self.log_dict(derived, logger=False)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             for logger in self.trainer.loggers:
@@ -235,7 +240,9 @@ class LanguageModule(L.LightningModule):
         ]
         # Lightning refuses to clip under mixed precision when the optimizer is fused.
         fused = self.trainer.precision in ("32-true", "64-true", "bf16-true")
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, eps=1e-8, fused=fused)
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=self.learning_rate, eps=self.adam_eps, fused=fused
+        )
 
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
@@ -389,6 +396,11 @@ def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) 
         right = {answer for answer, flag in zip(row, flags, strict=True) if flag}
         results.append(max((float(F.cons_at_k([list(row)], [a], len(row))) for a in right), default=0.0))
     return torch.tensor(results, device=correct.device)
+
+
+def plain_config(config: PretrainedConfig) -> dict[str, Any]:
+    """A transformers config's fields, as far as a checkpoint may hold them."""
+    return {key: value for key, value in config.to_dict().items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,222 @@
+"""Demonstrations: prompts with the completions that a model is to learn."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.sequences import Sequences
+from datamodules.loader import LazyLoader
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError
+
+#: Optimizer steps whose sequences are sorted by length together.
+BUCKET_STEPS = 50
+
+
+class InstructionDataModule(LanguageDataModule):
+    """Prompts and completions to imitate, in an endless shuffled stream; one epoch is about one pass over the records.
+
+    Records need ``prompt`` and ``completion``. An optimizer step takes ``batch_size`` sequences per rank, however they
+    are padded, packed, or divided into micro-batches.
+
+    Args:
+        task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
+        completion_only_loss: the completions' tokens count in the loss; False: the prompts' too.
+        packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest.
+        group_by_length: sequences of similar length come in the same step (50 steps' sequences are sorted, and their
+            steps shuffled): less padding; False: those of a step are any.
+        max_length: most tokens of prompt and completion together; None: what the model takes. ``overlong`` says what
+            becomes of longer ones.
+        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
+            arguments of :class:`~datamodules.language.base.LanguageDataModule`.
+
+    Raises:
+        UsageError: an argument or a record that can't be used, in one sentence.
+    """
+
+    required = ("prompt", "completion")
+
+    def __init__(
+        self,
+        task: str | None = None,
+        completion_only_loss: bool = True,
+        packing: bool = False,
+        group_by_length: bool = True,
+        max_length: int | None = None,
+        **source: Any,
+    ) -> None:
+        super().__init__(task, **source)
+        if max_length is not None and max_length < 2:
+            raise UsageError(f"max_length={max_length} must be at least 2, a prompt's and a completion's token")
+        self.completion_only_loss = completion_only_loss
+        self.packing = packing
+        self.group_by_length = group_by_length
+        self.max_length = max_length
+        self.sequences: Sequences | None = None
+        self._position = 0  # micro-batches handed out
+        self._bucket: tuple[int, list[Tensor]] = (-1, [])
+
+    # ---------------------------------------------------------------- records
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            if self.batch_size % self._n_micro:
+                raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="
+                                 f"{self.batch_size}, the sequences of an optimizer step")  # fmt: skip
+            if self.sequences is None:
+                self.sequences = self._as_sequences(self.train_records)
+            self._position = 0
+            self._bucket = (-1, [])
+
+    def encode(self, records: list[Record]) -> list[Record]:
+        """Add the token ids of prompts and, where there are demonstrations, of completions with their EOS."""
+        records = super().encode(records)
+        shown = [i for i, record in enumerate(records) if record.get("completion") is not None]
+        for i, ids in zip(shown, self.encode_completions([records[i]["completion"] for i in shown]), strict=True):
+            records[i]["completion_ids"] = ids
+        limit = min(self.policy.max_length, self.max_length or self.policy.max_length)
+        lengths = [len(record["prompt_ids"]) + len(record.get("completion_ids", ())) for record in records]
+        kept = [i for i, length in enumerate(lengths) if length <= limit]
+        if len(kept) < len(records):
+            first = next(i for i, length in enumerate(lengths) if length > limit)
+            if self.hparams["overlong"] == "error" or not kept:
+                raise UsageError(
+                    f"{self.source}: {len(records) - len(kept)} of {len(records)} records are longer than {limit} tokens "
+                    f"with their completions (record {first} has {lengths[first]}); shorten them"
+                    + (", raise max_length" if limit < self.policy.max_length else "")
+                    + ("" if self.hparams["overlong"] == "drop" else ", or set overlong=drop")
+                )
+            print(f"{self.source}: {len(records) - len(kept)} of {len(records)} records left out, they are longer than "
+                  f"{limit} tokens with their completions")  # fmt: skip
+        return [records[i] for i in kept]
+
+    def _as_sequences(self, records: list[Record]) -> Sequences:
+        prompts, completions = [r["prompt_ids"] for r in records], [r["completion_ids"] for r in records]
+        return Sequences(prompts, completions, self.completion_only_loss)
+
+    # ---------------------------------------------------------------- training batches
+
+    def train_dataloader(self) -> LazyLoader:
+        return LazyLoader(self._steps_per_epoch * self._n_micro, self._micro_batches)
+
+    @property
+    def _n_micro(self) -> int:
+        return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return max(1, len(self.train_records) // (self.batch_size * self._world_size))
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        """One epoch's micro-batches, from where the checkpoint left off."""
+        n_micro = self._n_micro
+        length = self._steps_per_epoch * n_micro
+        step: list[Batch] = []
+        for position in range(self._position, (self._position // length + 1) * length):
+            if position % n_micro == 0 or not step:
+                step = self._step(position // n_micro)
+            self._position = position + 1
+            yield {**step[position % n_micro], "seed": stream_seed(self.seed, self._rank, "dropout", position)}
+
+    def _step(self, number: int) -> list[Batch]:
+        """This rank's micro-batches of one optimizer step.
+
+        Returns:
+            Per micro-batch the fields of :meth:`Sequences.batch`, and ``step_tokens``: tokens that count in the whole
+            step, averaged over ranks, as their gradients will be; ``n_micro``; ``num_tokens``: all tokens of the step
+            over all ranks, told once, with its last micro-batch.
+        """
+        assert self.sequences is not None
+        n_micro = self._n_micro
+        index = self._sequences_of(number)
+        index = index[self.sequences.total[index].argsort(stable=True)]
+        # Neighbours in length go to different ranks, so that these have equally much to do.
+        own = index[self._rank :: self._world_size]
+        # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
+        parts = [own[i::n_micro] for i in range(n_micro)] if self.packing else list(own.tensor_split(n_micro))
+        step_tokens = int(self.sequences.counted[index].sum()) / self._world_size
+        num_tokens = int(self.sequences.total[index].sum())
+        return [
+            {
+                **self.sequences.batch(part, self._pad_id, self.packing),
+                "step_tokens": step_tokens,
+                "n_micro": n_micro,
+                "num_tokens": num_tokens if i == n_micro - 1 else 0,
+            }
+            for i, part in enumerate(parts)
+        ]
+
+    def _sequences_of(self, number: int) -> Tensor:
+        """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""
+        assert self.sequences is not None
+        size = self.batch_size * self._world_size
+        if not self.group_by_length:
+            return torch.tensor([self.record_at(number * size + i) for i in range(size)])
+        # A bucket does not hold a record twice, where there are as many: the two would come in the same step.
+        steps = min(BUCKET_STEPS, self._steps_per_epoch)
+        bucket, offset = divmod(number, steps)
+        if self._bucket[0] != bucket:
+            first = bucket * steps * size
+            index = torch.tensor([self.record_at(first + i) for i in range(steps * size)])
+            index = index[self.sequences.total[index].argsort(stable=True)]
+            generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "buckets", bucket))
+            order = torch.randperm(steps, generator=generator)
+            self._bucket = (bucket, list(index.view(steps, size)[order]))
+        return self._bucket[1][offset]
+
+    @property
+    def _pad_id(self) -> int:
+        return int(self.policy.tokenizer.pad_token_id)
+
+    # ---------------------------------------------------------------- evaluation
+
+    def evaluation(self) -> LazyLoader:
+        """Completions of held-out prompts, then batches of the held-out demonstrations."""
+        written, shown = self.held_out_completions(), self.held_out_demonstrations()
+        return LazyLoader(len(written) + len(shown), lambda: chain(written, shown))
+
+    def held_out_demonstrations(self) -> LazyLoader:
+        """This rank's share of the held-out demonstrations as batches with the fields of :meth:`Sequences.batch`.
+
+        Every rank has as many. Empty where the held-out records have no completions.
+        """
+        share = len(self.eval_records) // self._world_size
+        records = self.eval_records[self._rank * share : (self._rank + 1) * share]
+        if any("completion_ids" not in record for record in self.eval_records):
+            return LazyLoader(0, lambda: iter(()))
+        size = self.hparams["eval_batch_size"]
+
+        def batches() -> Iterator[Batch]:
+            sequences = self._as_sequences(records)
+            for part in sequences.total.argsort(stable=True).split(size):
+                yield sequences.batch(part, self._pad_id, self.packing)
+
+        return LazyLoader(-(-share // size), batches)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: everything else follows from the seed."""
+        return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
+                "ranks": self._world_size}  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            UsageError: the checkpoint's steps were cut differently.
+        """
+        if self.trainer is None or self.trainer.state.fn != "fit":
+            return
+        here = self.state_dict()
+        for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
+                               ("micro_batches", "trainer.accumulate_grad_batches")):  # fmt: skip
+            if state_dict[name] != here[name]:
+                raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume with "
+                                 "as many")  # fmt: skip
+        self._position = state_dict["position"]

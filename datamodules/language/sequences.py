@@ -1,0 +1,92 @@
+"""Tokenized texts side by side: padded to the longest, or packed several to a row."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Sequences:
+    """Prompts with completions as one flat tensor, from which batches are cut without a loop over tokens.
+
+    Args:
+        prompts: n lists of token ids, none empty.
+        completions: n lists of token ids.
+        completion_only: completions alone count in the loss; False: every token but a sequence's first, which nothing
+            predicts.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], completion_only: bool
+    ) -> None:
+        joined = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
+        #: Tokens of each sequence, [n].
+        self.total = torch.tensor([len(ids) for ids in joined])
+        self._tokens = torch.tensor([token for ids in joined for token in ids])
+        self._start = self.total.cumsum(0) - self.total
+        self._first = torch.tensor([len(p) for p in prompts]) if completion_only else torch.ones_like(self.total)
+        #: Tokens of each sequence that count, [n].
+        self.counted = self.total - self._first
+
+    def __len__(self) -> int:
+        return len(self.total)
+
+    def batch(self, index: Tensor, pad_id: int, packing: bool = False) -> dict[str, Tensor]:
+        """Some of the sequences as rows of equal width.
+
+        Args:
+            index: which ones, [b].
+            pad_id: what fills the rows up.
+            packing: several to a row, in rows as wide as the longest of them.
+
+        Returns:
+            ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count; where
+            packed also ``position_ids`` [rows, width], which begin again at 0 where a sequence begins.
+        """
+        total = self.total[index]
+        width = int(total.max())
+        if packing:
+            row, column = pack(total.tolist(), width)
+        else:
+            row, column = torch.arange(len(index)), torch.zeros_like(total)
+        owner = torch.arange(len(index)).repeat_interleave(total)
+        within = torch.arange(len(owner)) - (total.cumsum(0) - total)[owner]
+        place = (row * width + column)[owner] + within
+        rows = int(row.max()) + 1
+        tokens = torch.full((rows * width,), pad_id)
+        tokens[place] = self._tokens[self._start[index][owner] + within]
+        batch = {"tokens": tokens.view(rows, width), "counted": place[within >= self._first[index][owner]]}
+        if packing:
+            # Each pad is at 0 too: a sequence of its own, that no other token sees.
+            position = torch.zeros_like(tokens)
+            position[place] = within
+            batch["position_ids"] = position.view(rows, width)
+        return batch
+
+
+def pack(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """Lay sequences into as few rows as best-fit decreasing finds.
+
+    Args:
+        lengths: n of them, each at most ``width``.
+        width: room of a row.
+
+    Returns:
+        Row and first column of each sequence, [n] each. At most 11/9 of the fewest possible rows, and one.
+
+    Source: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms".
+    """
+    row, column = [0] * len(lengths), [0] * len(lengths)
+    free: list[tuple[int, int]] = []  # (room left, row), ascending
+    rows = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(free, (lengths[i], -1))
+        if at < len(free):
+            room, row[i] = free.pop(at)
+        else:
+            room, row[i] = width, rows
+            rows += 1
+        column[i] = width - room
+        insort(free, (room - lengths[i], row[i]))
+    return torch.tensor(row), torch.tensor(column)

@@ -1,0 +1,117 @@
+"""Supervised fine-tuning."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.errors import UsageError
+from rl_modules.language.base import LanguagePolicy
+from rl_modules.language.logits import logits_at
+
+
+class SFT(LanguagePolicy):
+    """Supervised fine-tuning: the likelihood of demonstrations goes up (behaviour cloning, with words for actions).
+
+    Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Per optimizer step, over its N tokens that count,
+
+        L = -1/N Σ log π(y_t | x, y_<t)
+
+    N is that of the whole step: neither the number of micro-batches nor that of ranks changes a token's weight. The
+    names are TRL's. Departures from it: logits are computed where tokens count and nowhere else; a packed row is as
+    wide as the longest sequence of its micro-batch, and packing does not change which sequences a step has; token
+    accuracy and entropy are measured on the step of a point of the curves, not on those between.
+
+    Args:
+        max_completion_length: tokens of a completion at most, in evaluation.
+        **language: ``model_name_or_path``, ``model_config``, ``lora``, ``learning_rate``, ``lr_scheduler_type``,
+            ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
+    """
+
+    #: A model's own dropout stays on; what it drops follows from the batch's seed.
+    dropout = True
+    temperature = 1.0
+    top_k = None
+    top_p = None
+    min_p = None
+    repetition_penalty = 1.0
+
+    def __init__(self, max_completion_length: int = 256, **language: Any) -> None:
+        super().__init__(**language)
+        if max_completion_length < 1:
+            raise UsageError(f"max_completion_length={max_completion_length} must be at least 1")
+        self.max_completion_length = max_completion_length
+        self._drops = False
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        rates = [value for key, value in self.model.config.to_dict().items() if "drop" in key and key != "layerdrop"]
+        layers = [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
+        self._drops = any(isinstance(rate, int | float) and rate > 0 for rate in [*rates, *layers])
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        log_prob, logits, target = self.demonstrated(batch)
+        total = -log_prob.sum()
+        counted = log_prob.numel()
+        self.num_tokens += batch["num_tokens"]
+        self.record(counted, loss=total / counted)
+        if (self.trainer.global_step + 1) % self.logging_steps == 0:
+            logits = logits.detach()
+            self.record(
+                counted,
+                mean_token_accuracy=(logits.argmax(-1) == target).float().mean(),
+                entropy=F.token_entropy(logits).mean(),
+            )
+        # Lightning divides by the number of micro-batches; the tokens of the whole step are divided by here.
+        return total * batch["n_micro"] / batch["step_tokens"]
+
+    def demonstrated(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log π of the demonstrations' tokens that count.
+
+        Args:
+            batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where rows
+                are packed; ``seed`` of the dropout, in training.
+
+        Returns:
+            log π [1, m] in nats, the logits [1, m, V], and the tokens [1, m].
+        """
+        tokens, counted = batch["tokens"], batch["counted"]
+        inputs = {"input_ids": tokens}
+        if "position_ids" in batch:
+            inputs["position_ids"] = batch["position_ids"]
+            if "flash" in str(self.model.config._attn_implementation):
+                # Flash attention tells sequences apart by their positions, but within one row only.
+                inputs = {name: value.view(1, -1) for name, value in inputs.items()}
+        # The state before a token is the one that predicts it.
+        if self._drops and "seed" in batch:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(batch["seed"])
+                logits = logits_at(self.model, counted - 1, **inputs)
+        else:
+            logits = logits_at(self.model, counted - 1, **inputs)
+        target = tokens.flatten()[counted].unsqueeze(0)
+        return F.token_log_probs(logits, target), logits, target
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Completions of held-out prompts, and likelihood of held-out demonstrations."""
+        if "texts" in batch:
+            self.log_completions(batch, batch_idx)
+            return
+        log_prob, logits, target = self.demonstrated(batch)
+        metrics = {
+            "eval/loss": -log_prob.mean(),
+            "eval/mean_token_accuracy": (logits.argmax(-1) == target).float().mean(),
+        }
+        self.log_evaluation(metrics, log_prob.numel())
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add the perplexity, exp of the mean loss per token."""
+        for prefix in ("", "eval/"):
+            if f"{prefix}loss" in metrics:
+                metrics = {**metrics, f"{prefix}perplexity": math.exp(min(metrics[f"{prefix}loss"], 700.0))}
+        return metrics
