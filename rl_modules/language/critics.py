@@ -1,0 +1,111 @@
+"""The models beside a policy in training: frozen judges, and a value model that starts from the reward model."""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rl_modules.errors import UsageError
+from rl_modules.language.models import add_lora, make_model
+from rl_modules.language.scoring import completion_log_probs, completion_positions
+
+
+def frozen(model: Any) -> Any:
+    """The same model, without gradient and in evaluation mode."""
+    return model.requires_grad_(False).eval()
+
+
+def without_dropout(config: Any) -> Any:
+    """A copy of a transformers config with every dropout rate at 0."""
+    config = copy.deepcopy(config)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def value_model_from(
+    reward_model: Any, gradient_checkpointing: bool = False, lora: dict[str, Any] | None = None
+) -> Any:
+    """A trainable copy of a reward model, to become the value of a text that is not finished yet.
+
+    Args:
+        reward_model: model with a ``score`` head of one output.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
+    """
+    dtype = str(next(reward_model.parameters()).dtype).removeprefix("torch.")
+    model = make_model(without_dropout(reward_model.config), None, "score", dtype, None, gradient_checkpointing)
+    model.load_state_dict(reward_model.state_dict())
+    model.requires_grad_(True).train()
+    return model if lora is None else add_lora(model, lora, "SEQ_CLS", gradient_checkpointing)
+
+
+class HeadOnPolicy(nn.Module):
+    """A value head on the policy's last hidden states: V = w·h + b, with V = 0 to begin with.
+
+    The reward model's own head would read states of another network, so that nothing is taken over from it.
+
+    Args:
+        hidden_size: of the policy.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(
+        self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """One forward pass of the policy for everything that it and its head say about completions.
+
+        Args:
+            model: the policy.
+            tokens: prompts and completions, right-padded, [b, T].
+            prompt_length: [b], ≥ 1.
+            length: tokens of the completions, [b], ≥ 1.
+            temperature: the one that the tokens were sampled with.
+            entropy: also return the entropies.
+
+        Returns:
+            Log-probabilities, entropies (or None) and values of the completions' tokens, [b, L] each.
+        """
+        states: list[Tensor] = []
+
+        def tapped(**inputs: Any) -> Any:
+            output = model(**inputs, output_hidden_states=True)
+            states.append(output.hidden_states[-1])
+            return output
+
+        log_prob, spread = completion_log_probs(tapped, tokens, prompt_length, length, temperature, entropy)
+        place = (completion_positions(prompt_length, length) - 1).unsqueeze(-1)
+        before = states[0].gather(1, place.expand(-1, -1, states[0].shape[-1]))
+        return log_prob, spread, self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
+
+
+def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that reads other tokens than the policy writes.
+
+    Args:
+        argument: the argument that named the model, with its value, for the message.
+        other: the model's tokenizer.
+        policy: the policy's.
+
+    Raises:
+        UsageError: an id stands for different tokens.
+    """
+    theirs, ours = other.get_vocab(), policy.get_vocab()
+    if theirs == ours:
+        return
+    by_id = {i: token for token, i in ours.items()}
+    differing = sorted({i for token, i in set(theirs.items()) ^ set(ours.items())})
+    theirs_by_id = {i: token for token, i in theirs.items()}
+    i = differing[0]
+    raise UsageError(
+        f"{argument} has a tokenizer with {len(theirs)} tokens in which id {i} is {theirs_by_id.get(i)!r}, in the "
+        f"policy's {len(ours)} it is {by_id.get(i)!r}; both must be trained with one tokenizer"
+    )

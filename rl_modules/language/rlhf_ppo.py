@@ -1,0 +1,466 @@
+"""Reinforcement learning from human feedback with proximal policy optimization."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.errors import UsageError
+from rl_modules.language.base import LanguagePolicy, plain_config
+from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, frozen, value_model_from
+from rl_modules.language.models import make_config, make_model, max_length
+from rl_modules.language.reward_model import load_reward_model
+from rl_modules.language.scoring import completion_log_probs, completion_mask, sequence_scores, token_values
+from rl_modules.language.tokenizer import load_tokenizer
+
+Rollout = dict[str, Any]
+
+
+class RLHFPPO(LanguagePolicy):
+    """RLHF: a policy raises a reward model's score and pays for every nat it moves away from a reference.
+
+    Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155; details from Huang et al. 2024,
+    arXiv:2403.17031. A completion is an episode, a token an action:
+
+        r_t = -β (log π - log π_ref)_t,   plus the score on the last token;   A = GAE(γ, λ),  R = A + V
+
+        L = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)] + vf_coef·½E[max((V-R)², (V_clip-R)²)] - ptx_coef·E[log π(x)]
+
+    E is the mean over all completion tokens of the optimizer step, however it is cut into micro-batches and ranks. The
+    value model starts as a copy of the reward model. Policy, reference, reward and value model are all in a checkpoint,
+    which therefore loads and goes on without the directories that they came from.
+
+    Names and defaults are those of TRL's PPO, whose ``kl_coef`` is ``beta`` here as in GRPO. Departures from it: the
+    score stands on the last token of the completion (TRL: one place behind it), and whitening is over all ranks.
+
+    Args:
+        model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel with the policy's tokenizer.
+        ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
+        value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
+            of its own: half the memory, but both losses pull at the same weights.
+        beta: β, price of the KL to the reference, in units of score per nat; ≥ 0.
+        target_kl: nats per completion that β is adapted to hold (Ziegler et al.); None: β stays.
+        kl_gain: how fast: the largest change of β per generation is a fifth of this; in [0, 5).
+        kl_estimator: ``k1`` (the log-ratio) or ``k3`` (never negative; the optimum is then another one).
+        gamma: discount γ per token, in [0, 1].
+        lam: λ of generalized advantage estimation, in [0, 1].
+        cliprange: ε of the policy's ratio, ≥ 0.
+        cliprange_value: ε of the value, in units of score; None: no clipping.
+        vf_coef: weight of the value loss.
+        whiten_advantages: scale and shift advantages over a generation's tokens to variance 1 and mean 0.
+        whiten_rewards: scale the tokens' rewards likewise, without moving their mean.
+        missing_eos_penalty: taken from the score of completions that have no end, in units of score; None: nothing.
+        ptx_coef: weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the
+            datamodule's ``ptx_batch_size``.
+        temperature: of sampling, and of all log-probabilities; > 0.
+        top_k: sample from the k likeliest tokens; None: all.
+        top_p: sample from the nucleus of this probability; None: all.
+        min_p: sample from tokens with this fraction of the likeliest one's probability; None: all.
+        repetition_penalty: of sampling; 1: none.
+        max_completion_length: tokens.
+        local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
+        completions_steps: optimizer steps between two tables of completions in TensorBoard; 0: none.
+        learning_rate: peak step size, of the value model too.
+        **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
+            :class:`~rl_modules.language.base.LanguageModule`.
+
+    Raises:
+        UsageError: an argument out of range, a reward model or reference that is missing or reads other tokens.
+    """
+
+    adam_eps = 1e-5
+    reward_offset: Tensor
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        reward_model_name_or_path: str | None = None,
+        ref_model_name_or_path: str | None = None,
+        value_head_on_policy: bool = False,
+        beta: float = 0.05,
+        target_kl: float | None = None,
+        kl_gain: float = 0.1,
+        kl_estimator: str = "k1",
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        cliprange: float = 0.2,
+        cliprange_value: float | None = 0.2,
+        vf_coef: float = 0.1,
+        whiten_advantages: bool = True,
+        whiten_rewards: bool = False,
+        missing_eos_penalty: float | None = None,
+        ptx_coef: float = 0.0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        max_completion_length: int = 256,
+        local_rollout_forward_batch_size: int = 64,
+        completions_steps: int = 100,
+        learning_rate: float = 3e-6,
+        **model: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
+        hp: Any = self.hparams
+        if reward_model_name_or_path is None:
+            raise UsageError("reward_model_name_or_path is missing; give the directory or .ckpt file of a trained "
+                             "RewardModel")  # fmt: skip
+        for name in ("gamma", "lam"):
+            if not 0 <= hp[name] <= 1:
+                raise UsageError(f"{name}={hp[name]} must lie in [0, 1]")
+        for name in ("beta", "cliprange", "cliprange_value", "vf_coef", "ptx_coef", "missing_eos_penalty",
+                     "completions_steps"):  # fmt: skip
+            if hp[name] is not None and not hp[name] >= 0:
+                raise UsageError(f"{name}={hp[name]} must be at least 0")
+        for name in ("temperature", "target_kl"):
+            if hp[name] is not None and not hp[name] > 0:
+                raise UsageError(f"{name}={hp[name]} must be above 0")
+        for name in ("max_completion_length", "local_rollout_forward_batch_size"):
+            if hp[name] < 1:
+                raise UsageError(f"{name}={hp[name]} must be at least 1")
+        if not 0 <= kl_gain < 5:
+            raise UsageError(f"kl_gain={kl_gain} must lie in [0, 5)")
+        if kl_estimator not in ("k1", "k3"):
+            raise UsageError(f"kl_estimator={kl_estimator!r} must be k1 or k3")
+        if target_kl is not None and beta == 0:
+            raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
+        self.beta = beta
+        self.target_kl, self.kl_gain, self.kl_estimator = target_kl, kl_gain, kl_estimator
+        self.gamma, self.lam = gamma, lam
+        self.cliprange, self.cliprange_value, self.vf_coef = cliprange, cliprange_value, vf_coef
+        self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards
+        self.missing_eos_penalty = missing_eos_penalty
+        self.ptx_coef = ptx_coef
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
+        self.forward_rows = local_rollout_forward_batch_size
+        self.completions_steps = completions_steps
+        self.reference: Any = None
+        self.reward_model: Any = None
+        self.value_model: Any = None
+        self.value_head: HeadOnPolicy | None = None
+        self._table_due_at = 0
+
+    # ---------------------------------------------------------------- models
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        self.hparams["description"] |= {
+            "reward_config": plain_config(self.reward_model.config),
+            "reference_config": None if self.reference is None else plain_config(self.reference.config),
+        }
+
+    def build_model(self, config: Any, source: str | None) -> None:
+        """Policy, reference, reward model, and the value model or head."""
+        super().build_model(config, source)
+        hp: Any = self.hparams
+        loads = hp.description is not None
+        # Rewards are scores less this, the mean score of demonstrations; values are measured from there too.
+        self.register_buffer("reward_offset", torch.zeros(()))
+        self.reward_model = frozen(self._described("reward_config", "score") if loads else self._read_reward_model())
+        if loads and hp.description["reference_config"] is not None:
+            self.reference = frozen(self._described("reference_config", "causal"))
+        elif not loads and hp.ref_model_name_or_path is not None:
+            self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
+        elif not loads and hp.lora is None:
+            self.reference = frozen(copy.deepcopy(self.model))
+        if hp.value_head_on_policy:
+            self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
+        else:
+            self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, hp.lora)
+
+    def train(self, mode: bool = True) -> "RLHFPPO":
+        super().train(mode)
+        for judge in (self.reference, self.reward_model):
+            if judge is not None:
+                judge.eval()
+        return self
+
+    def on_fit_start(self) -> None:
+        self.train()
+
+    @contextmanager
+    def reference_model(self) -> Iterator[Any]:
+        """π_ref: a model of its own, or the policy without its adapters."""
+        if self.reference is not None:
+            yield self.reference
+        else:
+            with self.model.disable_adapter():
+                yield self.model
+
+    # ---------------------------------------------------------------- experience
+
+    def rewards(self, rollout: Rollout) -> Tensor:
+        """What each completion earns at its end, [B]: the reward model's score, less the penalty for not ending.
+
+        NaN takes a completion out of the losses.
+
+        Args:
+            rollout: a generation, see ``PromptDataModule``.
+        """
+        score = self.in_parts(rollout, lambda *part: {"score": self.scores(*part)})["score"]
+        if self.missing_eos_penalty is None:
+            return score
+        return score - self.missing_eos_penalty * (~rollout["finished"]).float()
+
+    def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+        """The reward model's score of whole texts, [b]."""
+        longest = max_length(self.reward_model.config)
+        if tokens.shape[1] > longest:
+            raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the reward model takes "
+                             f"{longest}; lower max_completion_length")  # fmt: skip
+        return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
+
+    def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
+        """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
+
+        Returns:
+            tokens [B, T], prompt_length and length [B]; mask, log_prob, value, advantage and returns [B, L].
+        """
+        unscored = rollout["reward"].isnan()
+        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1]) & ~unscored.unsqueeze(1)
+        rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
+        rollout |= self.in_parts(rollout, self.judged)
+        reward = self.token_rewards(rollout)
+        advantage = self.advantages(reward, rollout["value"], mask)
+        returns = torch.where(mask, advantage + rollout["value"], 0.0)
+        if self.whiten_advantages:
+            advantage = self.whiten(advantage, mask)
+        self.record_generation(rollout, returns)
+        names = ("tokens", "prompt_length", "length", "mask", "log_prob", "value")
+        return {**{name: rollout[name] for name in names}, "advantage": advantage, "returns": returns}
+
+    def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+        """Log π, log π_ref, V and the policy's entropy of the completions' tokens, [b, L] each.
+
+        The sampler's own log-probabilities are of a filtered distribution under top_k, top_p or min_p, and under mixed
+        precision of another rounding; here they come from the arithmetic of training.
+        """
+        text = (tokens, prompt_length, length)
+        log_prob, value, entropy = self.policy_and_value(*text, entropy=True)
+        with self.reference_model() as reference:
+            ref_log_prob, _ = completion_log_probs(reference, *text, self.temperature)
+        return {"log_prob": log_prob, "ref_log_prob": ref_log_prob, "value": value, "entropy": entropy}
+
+    def policy_and_value(
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Log π and V of the completions' tokens, and the entropies where asked for, [b, L] each."""
+        text = (tokens, prompt_length, length)
+        if self.value_head is not None:
+            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy)
+        else:
+            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy)
+            value = token_values(self.value_model, *text) - self.reward_offset
+        return log_prob, torch.where(completion_mask(length), value, 0.0), spread
+
+    # ---------------------------------------------------------------- optimization
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        log_prob, value, _ = self.policy_and_value(batch["tokens"], batch["prompt_length"], batch["length"])
+        if batch["on_policy"]:
+            # The same weights: all that could differ from the stored ones is the rounding of another batch size.
+            batch = {**batch, "log_prob": log_prob.detach()}
+        policy_loss, value_loss = self.policy_loss(log_prob, batch), self.value_loss(value, batch)
+        # Means over this micro-batch become parts of the mean over the step; Lightning divides by their number.
+        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1) * batch["n_micro"]
+        loss = share * (policy_loss + self.vf_coef * value_loss)
+        self.record_minibatch(log_prob.detach(), value.detach(), policy_loss, value_loss, batch)
+        if self.ptx_coef or "ptx_tokens" in batch:
+            loss = loss + self.ptx_coef * self.demonstration_loss(batch)
+        return loss
+
+    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The clipped surrogate, mean over the counted tokens."""
+        return F.ppo_clip_loss(log_prob, batch["log_prob"], batch["advantage"], self.cliprange, batch["mask"])
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Half the mean squared error to the returns, clipped around the earlier value."""
+        return F.value_loss(value, batch["returns"], batch["value"], self.cliprange_value, batch["mask"])
+
+    def demonstration_loss(self, batch: dict[str, Any]) -> Tensor:
+        """-E[log π(x)] per token of the demonstrations in the batch, at temperature 1, as its part of the step's mean.
+
+        Raises:
+            UsageError: ptx_coef without demonstrations, or the other way round.
+        """
+        if "ptx_tokens" not in batch:
+            raise UsageError(f"ptx_coef={self.ptx_coef} needs demonstrations in every step; give the datamodule a "
+                             "ptx_batch_size above 0")  # fmt: skip
+        if not self.ptx_coef:
+            raise UsageError("ptx_batch_size brings demonstrations, but ptx_coef=0 makes nothing of them; set both or "
+                             "neither")  # fmt: skip
+        length = batch["ptx_length"]
+        log_prob, _ = completion_log_probs(self.model, batch["ptx_tokens"], batch["ptx_prompt_length"], length)
+        loss = -log_prob.sum() / batch["ptx_step_tokens"] * batch["n_micro"]
+        self.record(**{"loss/ptx_avg": loss})
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def token_rewards(self, rollout: Rollout) -> Tensor:
+        """r_t of every token, [B, L]: the price of the KL, and the completion's reward on its last token."""
+        kl = F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
+        # For k1 this is log π - log π_ref itself.
+        reward = F.rlhf_rewards(rollout["reward"], kl, torch.zeros_like(kl), rollout["mask"], self.beta)
+        return self.whiten(reward, rollout["mask"], shift_mean=False) if self.whiten_rewards else reward
+
+    def advantages(self, reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """A of every token, [B, L]: GAE over each completion, which ends at its last token, whether by EOS or not."""
+        following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+        last = mask & ~following
+        next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
+        never = torch.zeros_like(last)
+        advantage = F.gae(reward.T, value.T, next_value.T, (last | ~mask).T, never.T, self.gamma, self.lam).T
+        return torch.where(mask, advantage, 0.0)
+
+    def whiten(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+        """``F.masked_whiten`` over the completions of all ranks, [B, L]."""
+        if self.trainer.world_size == 1:
+            return F.masked_whiten(x, mask, shift_mean)
+        width = int(self.trainer.strategy.reduce(torch.tensor(float(x.shape[1])), reduce_op="max"))
+        padded = torch.nn.functional.pad(torch.stack([x, mask.to(x.dtype)]), (0, width - x.shape[1]))
+        everyone: Any = self.all_gather(padded)
+        whitened = F.masked_whiten(everyone[:, 0], everyone[:, 1], shift_mean)
+        return whitened[self.trainer.global_rank, :, : x.shape[1]]
+
+    # ---------------------------------------------------------------- diagnostics, the price of KL
+
+    def record_generation(self, rollout: Rollout, returns: Tensor) -> None:
+        """What a generation earned and how far it is from the reference; adapts β to that."""
+        mask, score = rollout["mask"], rollout["reward"]
+        per_token = torch.where(mask, rollout["log_prob"] - rollout["ref_log_prob"], 0.0)
+        kl = per_token.sum(-1)
+        priced = F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
+        non_score = -self.beta * torch.where(mask, priced, 0.0).sum(-1)
+        lengths = rollout["length"].float()
+        metrics = {
+            "objective/kl": kl.mean(),
+            "objective/entropy": torch.where(mask, rollout["entropy"], 0.0).sum(-1).mean(),
+            "objective/non_score_reward": non_score.mean(),
+            "objective/rlhf_reward": (score + non_score).mean(),
+            "objective/scores": score.mean(),
+            "val/num_eos_tokens": rollout["finished"].float().sum(),
+            "val/explained_variance": F.explained_variance(rollout["value"][mask], returns[mask]),
+            "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(),
+            "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1 - rollout["finished"].float().mean(),
+            "beta": torch.tensor(self.beta, device=kl.device),
+        }
+        self.record(**{name: value.nan_to_num() for name, value in metrics.items()})
+        for name, column in zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True):
+            scored = ~column.isnan()
+            mean = F.masked_mean(column, scored)
+            self.record(scored.sum(), **{f"rewards/{name}/mean": mean})
+        totals = torch.stack([kl.mean(), (rollout["prompt_length"] + rollout["length"]).sum().float()])
+        if self.trainer.world_size > 1:
+            totals = self.trainer.strategy.reduce(totals, reduce_op="mean")
+        mean_kl, tokens = totals.tolist()
+        self.num_tokens += round(tokens * self.trainer.world_size)
+        if self.target_kl is not None:
+            self.beta = F.proportional_kl_coefficient(self.beta, mean_kl, self.target_kl, self.kl_gain)
+        step = self.trainer.global_step
+        if self.completions_steps and step >= self._table_due_at:
+            self._table_due_at = step - step % self.completions_steps + self.completions_steps
+            self.write_completions(rollout, kl)
+
+    def write_completions(self, rollout: Rollout, kl: Tensor) -> None:
+        """A table of a few completions with their score, KL and true rewards."""
+        if not self.trainer.is_global_zero:
+            return
+        columns = {"prompt": rollout["prompts"], "completion": rollout["texts"], "score": rollout["reward"].tolist(),
+                   "kl": kl.tolist()}  # fmt: skip
+        for name, column in zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True):
+            columns[name] = column.tolist()
+        self.write_table("completions", columns)
+
+    @torch.no_grad()
+    def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,
+                         batch: dict[str, Any]) -> None:  # fmt: skip
+        """What an update does: losses, ratios, and how often either clip is active."""
+        mask, advantage = batch["mask"], batch["advantage"]
+        log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
+        ratio = log_ratio.exp()
+        binds = ratio * advantage > ratio.clamp(1 - self.cliprange, 1 + self.cliprange) * advantage
+        metrics = {
+            "loss/policy_avg": policy_loss,
+            "loss/value_avg": value_loss,
+            "policy/approxkl_avg": F.masked_mean(0.5 * log_ratio.square(), mask),
+            "policy/clipfrac_avg": F.masked_mean(binds.float(), mask),
+            "val/ratio": F.masked_mean(ratio, mask),
+        }
+        if self.cliprange_value is not None:
+            moved = (value - batch["value"]).abs() > self.cliprange_value
+            metrics["val/clipfrac_avg"] = F.masked_mean(moved.float(), mask)
+        self.record(mask.sum(), **metrics)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["beta"], checkpoint["table_due_at"] = self.beta, self._table_due_at
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.beta, self._table_due_at = checkpoint["beta"], checkpoint["table_due_at"]
+
+    # ---------------------------------------------------------------- helpers
+
+    def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Run a forward pass over a generation in parts of rows of similar length.
+
+        Args:
+            rollout: tokens, prompt_length, length.
+            compute: from the tokens, prompt lengths and lengths of b rows to tensors [b] or [b, L].
+
+        Returns:
+            The same tensors for all rows; what is narrower than the longest completion is filled with 0.
+        """
+        total = rollout["prompt_length"] + rollout["length"]
+        results: dict[str, Tensor] = {}
+        for rows in total.argsort(stable=True).split(self.forward_rows):
+            tokens = rollout["tokens"][rows, : int(total[rows].max())]
+            for name, value in compute(tokens, rollout["prompt_length"][rows], rollout["length"][rows]).items():
+                if name not in results:
+                    width = (int(rollout["length"].max()),) * (value.ndim - 1)
+                    results[name] = value.new_zeros((len(total), *width))
+                if value.ndim == 1:
+                    results[name][rows] = value
+                else:
+                    results[name][rows, : value.shape[1]] = value
+        return results
+
+    def _read_reward_model(self) -> Any:
+        path = self.hparams["reward_model_name_or_path"]
+        try:
+            found = load_reward_model(path, self.tokenizer, self.hparams["torch_dtype"])
+        except UsageError as error:
+            raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
+        self.reward_offset.fill_(found.offset)
+        return found.model.to(self.model.dtype)
+
+    def _read_reference(self, path: str) -> Any:
+        hp: Any = self.hparams
+        try:
+            tokenizer = load_tokenizer(path)
+            config = make_config(path, None, tokenizer, self.dropout)
+            model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
+        except UsageError as error:
+            raise UsageError(f"ref_model_name_or_path={path!r} is no reference: {error}") from error
+        check_same_tokens(f"ref_model_name_or_path={path!r}", tokenizer, self.tokenizer)
+        return model
+
+    def _described(self, which: str, head: str) -> Any:
+        """A model without its weights, which the checkpoint brings."""
+        hp: Any = self.hparams
+        config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
+        return make_model(config, None, head, hp.torch_dtype, hp.attn_implementation)
