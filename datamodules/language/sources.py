@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def load_records(
     n: int | None = None,
     seed: int = 0,
     required: Sequence[str] = ("prompt",),
+    reshape: Callable[[Record, str], Record] | None = None,
 ) -> list[Record]:
     """Records from exactly one source.
 
@@ -51,6 +52,8 @@ def load_records(
         seed: of what is drawn.
         required: columns that every record must have; ``chosen`` and ``rejected`` beside ``prompt`` make preferences
             (where they are made by a task, they are synthesised).
+        reshape: brings a row of a file or dataset, whose place it is told, into the form of a record, before the
+            columns are checked.
 
     Returns:
         Dicts with at least the required columns. ``prompt`` is text or a list of chat messages; ``answer``,
@@ -81,43 +84,46 @@ def load_records(
     if n is not None and n < len(rows):
         chosen = random.Random(stream_seed(seed, 0, "records")).sample(range(len(rows)), n)
         rows = [rows[i] for i in sorted(chosen)]
-    return [_record(row, place, columns, answer_after, required) for place, row in rows]
+    return [_record(row, place, columns, answer_after, required, reshape) for place, row in rows]
 
 
 # -------------------------------------------------------------------- reading
 
 
-def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
+def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with its ``file:line``. Empty lines are passed over.
 
     Raises:
         UsageError: no such file, or a line that is not UTF-8, not JSON or not an object.
     """
+    for number, raw in enumerate(_lines(path), 1):
+        place = f"{path}:{number}"
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{place}: byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8; "
+                             "save the file as UTF-8") from error  # fmt: skip
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{place}: JSON that can't be read ({error})") from error
+        if not isinstance(row, dict):
+            raise UsageError(
+                f'{place}: a {type(row).__name__}, where an object such as {{"prompt": "…"}} should be'
+            )
+        yield place, row
+
+
+def _lines(path: str | Path) -> Iterator[bytes]:
     try:
-        file = Path(path).open("rb")
+        with Path(path).open("rb") as file:
+            yield from file
     except OSError as error:
         raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file") from error
-    with file:
-        for number, raw in enumerate(file, 1):
-            place = f"{path}:{number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise UsageError(f"{place}: byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8; "
-                                 "save the file as UTF-8") from error  # fmt: skip
-            if not line:
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}") from error
-            except (ValueError, RecursionError) as error:
-                raise UsageError(f"{place}: JSON that can't be read ({error})") from error
-            if not isinstance(row, dict):
-                raise UsageError(
-                    f'{place}: a {type(row).__name__}, where an object such as {{"prompt": "…"}} should be'
-                )
-            yield place, row
 
 
 def read_dataset(name: str, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
@@ -204,6 +210,7 @@ def _record(
     columns: dict[str, str] | None,
     answer_after: str | None,
     required: Sequence[str],
+    reshape: Callable[[Record, str], Record] | None,
 ) -> Record:
     record = dict(row)
     for target, source in (columns or {}).items():
@@ -216,6 +223,8 @@ def _record(
             raise UsageError(
                 f"{where}: there is no column {source!r}{did_you_mean(source, row)}, only {', '.join(row)}"
             )
+    if reshape is not None:
+        record = reshape(record, place)
     for name in required:
         if record.get(name) is None:
             raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}"
