@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from datamodules import RolloutDataModule
 from rl_modules.control import ControlModule
 
 
-def fit(model: ControlModule, data: Any, ckpt_path: Path | None = None, **trainer_arguments: Any) -> L.Trainer:
+def fit(model: L.LightningModule, data: Any, ckpt_path: Path | None = None, **trainer_arguments: Any) -> L.Trainer:
     """Train to the datamodule's ``total_timesteps`` (or ``max_epochs``); returns the trainer."""
     warnings.filterwarnings("ignore", message=".*(bar|logger|loader|epoch|treespec|ModelCheckpoint).*")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -76,12 +77,17 @@ def assert_equal_checkpoints(one: Path, other: Path) -> None:
 
 
 def assert_resumes_exactly(
-    make_model: Callable[[], ControlModule], make_data: Callable[[], Any], folder: Path, epochs: int = 4
+    make_model: Callable[[], Any],
+    make_data: Callable[[], Any],
+    folder: Path,
+    epochs: int = 4,
+    **trainer_arguments: Any,
 ) -> None:
     """Stop after each epoch, go on from the checkpoint, and end where the uninterrupted run ends, bit for bit."""
-    fit(make_model(), make_data(), max_epochs=epochs).save_checkpoint(folder / "whole.ckpt")
+    run = partial(fit, **trainer_arguments)
+    run(make_model(), make_data(), max_epochs=epochs).save_checkpoint(folder / "whole.ckpt")
     for stop in range(1, epochs):
-        fit(make_model(), make_data(), max_epochs=stop).save_checkpoint(folder / "part.ckpt")
-        resumed = fit(make_model(), make_data(), ckpt_path=folder / "part.ckpt", max_epochs=epochs)
+        run(make_model(), make_data(), max_epochs=stop).save_checkpoint(folder / "part.ckpt")
+        resumed = run(make_model(), make_data(), ckpt_path=folder / "part.ckpt", max_epochs=epochs)
         resumed.save_checkpoint(folder / "resumed.ckpt")
         assert_equal_checkpoints(folder / "whole.ckpt", folder / "resumed.ckpt")

@@ -1,0 +1,214 @@
+"""Generations handed out in minibatches: what each row holds, replacement of silent groups, exact resume."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules.language.prompt import PromptDataModule, has_signal, joined_sequences
+from rl_modules.errors import UsageError
+from rl_modules.language.base import LanguagePolicy
+from rl_modules.language.sampling import Completions
+from rl_modules.language.scoring import completion_log_probs, completion_mask
+from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+
+
+class Reinforce(LanguagePolicy):
+    """The least that learns from a generation; keeps the batches that it was given."""
+
+    temperature, max_completion_length, repetition_penalty = 1.0, 4, 1.0
+    top_k = top_p = min_p = None
+
+    def __init__(self, reward=None, **arguments):
+        super().__init__(model_config=TINY, lr_scheduler_type="constant", **arguments)
+        self.save_hyperparameters(ignore=["reward"])
+        self.reward, self.seen, self.rollouts = reward, [], []
+
+    def rewards(self, rollout):
+        if self.reward is not None:
+            return self.reward(rollout)
+        # Depends on what was written, and no two rows have the same.
+        return (rollout["tokens"] % 7).float().mean(-1) + 1e-3 * torch.arange(len(rollout["texts"]))
+
+    def prepare(self, rollout):
+        self.rollouts.append(rollout)
+        names = ("tokens", "prompt_length", "length", "log_prob")
+        return {**{name: rollout[name] for name in names}, "mask": completion_mask(rollout["length"]),
+                "advantage": rollout["reward"]}  # fmt: skip
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch)
+        log_prob, _ = completion_log_probs(self.model, batch["tokens"], batch["prompt_length"], batch["length"])
+        loss = -(log_prob.sum(-1) * batch["advantage"]).sum() / batch["step_rows"]
+        return loss * batch["n_micro"]
+
+
+def addition(**arguments):
+    defaults = {"batch_size": 8, "num_generations": 4, "eval_steps": 0, "n_train": 12}
+    return PromptDataModule("addition", **{**defaults, **arguments})
+
+
+def test_every_completion_is_handed_out_once_per_pass_with_its_own_numbers():
+    model = Reinforce()
+    fit(model, addition(steps_per_generation=2, num_iterations=2), max_epochs=1)
+    (rollout,) = model.rollouts
+    assert len(model.seen) == 4 and [len(batch["tokens"]) for batch in model.seen] == [8] * 4
+    place = {float(reward): i for i, reward in enumerate(rollout["reward"])}
+    rows_of_pass = [torch.cat([b["advantage"] for b in model.seen[i : i + 2]]) for i in (0, 2)]
+    for rows in rows_of_pass:
+        assert sorted(rows.tolist()) == sorted(rollout["reward"].tolist())
+    assert rows_of_pass[0].tolist() != rows_of_pass[1].tolist(), "each pass has an order of its own"
+    for batch in model.seen:
+        for row in range(8):
+            original = place[float(batch["advantage"][row])]
+            n, m = int(batch["prompt_length"][row]), int(batch["length"][row])
+            assert batch["tokens"][row, : n + m].tolist() == rollout["tokens"][original, : n + m].tolist()
+            assert batch["log_prob"][row, :m].tolist() == rollout["log_prob"][original, :m].tolist()
+    assert [batch["on_policy"] for batch in model.seen] == [True, False, False, False]
+
+
+def test_rows_are_prompt_then_completion_and_the_sampler_said_how_likely_they_are():
+    model = Reinforce(learning_rate=0.0)
+    fit(model, addition(), max_epochs=1)
+    (rollout,) = model.rollouts
+    tokenizer = model.tokenizer
+    for i, record in enumerate(rollout["records"]):
+        n, m = int(rollout["prompt_length"][i]), int(rollout["length"][i])
+        assert tokenizer.decode(rollout["tokens"][i, :n]) == record["prompt"]
+        assert tokenizer.decode(rollout["tokens"][i, n : n + m], skip_special_tokens=True) == rollout["texts"][i]
+        assert (rollout["tokens"][i, n + m :] == tokenizer.pad_token_id).all()
+    with torch.no_grad():
+        log_prob, _ = completion_log_probs(model.model, rollout["tokens"], rollout["prompt_length"], rollout["length"])
+    torch.testing.assert_close(log_prob, rollout["log_prob"], atol=1e-5, rtol=0)
+
+
+def test_micro_batches_share_the_step_and_are_sorted_by_length():
+    model = Reinforce()
+    fit(model, addition(), max_epochs=2, accumulate_grad_batches=2)
+    for first, second in (model.seen[:2], model.seen[2:]):
+        assert first["n_micro"] == 2 and first["step_rows"] == 8 and first["micro_rows"] == 4
+        totals = [(b["prompt_length"] + b["length"]) for b in (first, second)]
+        assert totals[0].max() <= totals[1].min()
+        counted = [float(b["mask"].sum()) for b in (first, second)]
+        assert [float(b["micro_tokens"]) for b in (first, second)] == counted
+        assert float(first["step_tokens"]) == float(second["step_tokens"]) == sum(counted)
+
+
+def test_accumulation_does_not_change_the_step():
+    weights = []
+    for n_micro in (1, 4):
+        model = Reinforce(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=None)
+        fit(model, addition(), max_epochs=3, accumulate_grad_batches=n_micro)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-5, rtol=1e-4)
+
+
+def test_prompts_come_in_a_new_order_every_pass_and_each_once():
+    model = Reinforce()
+    fit(model, addition(), max_epochs=12)
+    prompts = [rollout["records"][i]["prompt"] for rollout in model.rollouts for i in (0, 4)]
+    passes = [prompts[:12], prompts[12:]]
+    assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1]) and len(set(passes[0])) == 12
+
+
+def silent_first_time(rollout):
+    """The first of a round's groups has equal rewards."""
+    reward = torch.arange(len(rollout["texts"]), dtype=torch.float32)
+    reward[:4] = 1.0
+    return reward
+
+
+def test_dynamic_sampling_replaces_groups_without_signal():
+    model = Reinforce(reward=silent_first_time)
+    data = addition(dynamic_sampling=3, batch_size=16)
+    fit(model, data, max_epochs=1)
+    (rollout,) = model.rollouts
+    # A replacement round of one group is silent too: its bound of three rounds is used up, and one group stays.
+    assert data.drawn == 4 + 3
+    assert has_signal(rollout["reward"], 4).tolist() == [True, True, True, False]
+    for i in range(0, 16, 4):
+        assert len({r["prompt"] for r in rollout["records"][i : i + 4]}) == 1
+        assert rollout["prompts"][i] == rollout["records"][i]["prompt"]
+    assert len(rollout["correct"]) == len(rollout["answers"]) == 4
+
+
+def test_dynamic_sampling_stops_when_every_group_has_a_signal(capsys):
+    rounds = []
+
+    def reward(rollout):
+        rounds.append(len(rollout["texts"]))
+        values = torch.arange(len(rollout["texts"]), dtype=torch.float32)
+        if len(rounds) == 1:
+            values[4:8] = torch.nan
+        return values
+
+    model = Reinforce(reward=reward)
+    fit(model, addition(dynamic_sampling=5, batch_size=16), max_epochs=1)
+    assert rounds == [16, 4] and has_signal(model.rollouts[0]["reward"], 4).all()
+    assert "without signal" not in capsys.readouterr().out
+
+
+def test_a_bound_that_is_reached_is_said(capsys):
+    fit(Reinforce(reward=lambda r: torch.zeros(len(r["texts"]))), addition(dynamic_sampling=2), max_epochs=1)
+    assert "2 of 2 groups are without signal after 2 rounds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_run_stopped_between_generations_resumes_exactly(tmp_path, micro):
+    trainer = {"accumulate_grad_batches": micro}
+    assert_resumes_exactly(Reinforce, lambda: addition(steps_per_generation=2), tmp_path, epochs=3, **trainer)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, micro):
+    def run(name, ckpt_path=None, callbacks=None):
+        data = addition(steps_per_generation=2, num_iterations=2)
+        limits = {"max_steps": 7, "accumulate_grad_batches": micro}
+        checkpoints = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+        fit(Reinforce(), data, ckpt_path=ckpt_path, **limits, **checkpoints).save_checkpoint(tmp_path / name)
+
+    every_step = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run("whole.ckpt", callbacks=[every_step])
+    for step in range(1, 7):
+        part = tmp_path / f"step={step}.ckpt"
+        stored = torch.load(part, weights_only=True)["PromptDataModule"]["ranks"][0]["fields"]
+        assert (stored is None) == (step % 4 == 0), "half-used generations are in the checkpoint, used ones are not"
+        run("resumed.ckpt", part)
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+def test_joined_sequences_by_hand():
+    written = Completions(
+        tokens=torch.tensor([[5, 1], [6, 0], [7, 8], [1, 0]]), log_prob=torch.zeros(4, 2),
+        length=torch.tensor([2, 1, 2, 1]), finished=torch.tensor([True, False, False, True]),
+    )  # fmt: skip
+    joined = joined_sequences([[9, 9, 9], [3]], written, 2, pad_id=0)
+    assert joined["tokens"].tolist() == [[9, 9, 9, 5, 1], [9, 9, 9, 6, 0], [3, 7, 8, 0, 0], [3, 1, 0, 0, 0]]
+    assert joined["prompt_length"].tolist() == [3, 3, 1, 1]
+
+
+def test_signal_ignores_what_was_not_scored():
+    nan = float("nan")
+    reward = torch.tensor([1.0, 1.0, 0.0, 1.0, nan, 1.0, nan, nan, nan, 2.0, 3.0, nan])
+    assert has_signal(reward, 3).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"num_generations": 3}, "num_generations=3 does not divide"),
+        ({"num_iterations": 0}, "num_iterations=0 must be at least 1"),
+        ({"task": None}, "exactly one of task, path and dataset"),
+    ],
+)
+def test_refused_arguments(arguments, sentence):
+    settings = {"task": "addition", "batch_size": 8, "num_generations": 4, **arguments}
+    with pytest.raises(UsageError, match=sentence):
+        PromptDataModule(**settings)
+
+
+def test_micro_batches_must_divide_the_batch():
+    with pytest.raises(UsageError, match="accumulate_grad_batches=3 does not divide batch_size=8"):
+        fit(Reinforce(), addition(), max_epochs=1, accumulate_grad_batches=3)
