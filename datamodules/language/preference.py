@@ -1,0 +1,370 @@
+"""Preferences: pairs of answers to one prompt, of which one was chosen."""
+
+import math
+from collections.abc import Iterator
+from os.path import commonprefix
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.sources import load_records
+from datamodules.loader import LazyLoader
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError
+
+#: Steps whose pairs are sorted by length together, so that few pads are computed.
+WINDOW = 32
+
+
+class PreferenceDataModule(LanguageDataModule):
+    """Pairs of a chosen and a rejected answer, from a file, a dataset, or a task that synthesises them.
+
+    A record has ``prompt``, ``chosen``, ``rejected`` and perhaps a ``margin`` in units of reward. Without ``prompt``,
+    it is what both answers begin with. Answers are texts or lists of chat messages. One epoch is one pass over the
+    pairs; what does not fill an optimizer step waits for another pass.
+
+    Args:
+        task: a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``.
+        task_kwargs: the task's own settings.
+        path: JSONL file of training pairs.
+        eval_path: JSONL file of held-out pairs.
+        dataset: hub name, directory or file.
+        dataset_config: the hub dataset's configuration.
+        dataset_split: split to train on, or a part of it, ``train[:90%]``.
+        eval_split: split to evaluate on, or a part of it.
+        columns: record's column from the source's, ``{chosen: better}``, or from a template of several; None: as they
+            are called.
+        system_prompt: first message of every conversation, for models with a chat template.
+        chat_template: render prompts with the tokenizer's chat template; None: where it has one.
+        max_length: most tokens of a prompt, answer and EOS together; None: what the model takes.
+        overlong: what to do with pairs that are longer: ``error``, or ``drop`` with a printed count.
+        n_train: training pairs; None: all (a task makes 10,000).
+        n_eval: held-out pairs per evaluation, over all ranks; 0: none.
+        batch_size: pairs per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
+            micro-batches without changing the step.
+        group_by_length: put pairs of similar length into one step; False: wholly random steps.
+        demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0; None: the task's
+            own demonstrations, or the chosen answers of a file or dataset.
+        n_demonstrations: how many of them are scored; ≥ 1.
+        eval_steps: optimizer steps between evaluations; 0: none.
+        eval_batch_size: held-out pairs that are scored together.
+        seed: the source of every stream of randomness: tasks, order, new weights.
+
+    Raises:
+        UsageError: an argument or a record that can't be used, in one sentence.
+    """
+
+    required = eval_required = ("prompt", "chosen", "rejected")
+
+    def __init__(
+        self,
+        task: str | None = None,
+        task_kwargs: dict[str, Any] | None = None,
+        path: str | None = None,
+        eval_path: str | None = None,
+        dataset: str | None = None,
+        dataset_config: str | None = None,
+        dataset_split: str = "train",
+        eval_split: str = "test",
+        columns: dict[str, str] | None = None,
+        system_prompt: str | None = None,
+        chat_template: bool | None = None,
+        max_length: int | None = None,
+        overlong: str = "error",
+        n_train: int | None = None,
+        n_eval: int = 1024,
+        batch_size: int = 64,
+        group_by_length: bool = True,
+        demonstrations_path: str | None = None,
+        n_demonstrations: int = 256,
+        eval_steps: int = 0,
+        eval_batch_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            task, task_kwargs, path, eval_path, dataset, dataset_config, dataset_split, eval_split, columns,
+            system_prompt=system_prompt, chat_template=chat_template, overlong=overlong, n_train=n_train,
+            n_eval=n_eval, batch_size=batch_size, eval_steps=eval_steps, eval_batch_size=eval_batch_size, seed=seed,
+        )  # fmt: skip
+        for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"{name}={value} must be at least {least}")
+        self.demonstration_ids: list[Tensor] = []
+        self._windows: dict[int, list[list[int]]] = {}
+        self._position = 0  # micro-batches handed out since the run began
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage != "fit":
+            return
+        assert self.trainer is not None
+        micro = self.trainer.accumulate_grad_batches
+        if micro > self.batch_size:
+            raise UsageError(f"trainer.accumulate_grad_batches={micro} is more than the batch_size={self.batch_size} "
+                             "pairs that it divides")  # fmt: skip
+        if not self.demonstration_ids:
+            self.demonstration_ids = self._load_demonstrations()
+        self._position = 0
+        self._windows = {}
+
+    # ---------------------------------------------------------------- records and tokens
+
+    def reshape(self, row: Record, place: str) -> Record:
+        """Any form of a preference as ``prompt`` and two texts; the margin is checked."""
+        margin = row.get("margin")
+        if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
+            raise UsageError(f"{place}: margin={margin!r} is not a number; give the units of reward by which the chosen "
+                             "answer should win")  # fmt: skip
+        chosen, rejected = row.get("chosen"), row.get("rejected")
+        if chosen is None or rejected is None:
+            return row  # what is missing is said with the other columns
+        if isinstance(chosen, list) and isinstance(rejected, list):
+            return {**row, **_from_messages(row.get("prompt"), chosen, rejected, place)}
+        if isinstance(chosen, list) or isinstance(rejected, list):
+            raise UsageError(f"{place}: one of chosen and rejected is text, the other a list of messages; give both in "
+                             "one form")  # fmt: skip
+        if row.get("prompt") is None and isinstance(chosen, str) and isinstance(rejected, str):
+            cut = _end_of_prompt(chosen, rejected)
+            return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+        return row
+
+    def encode(self, records: list[Record]) -> list[Record]:
+        """Add both sequences as token ids; pairs that are too long are refused or dropped, equal ones dropped."""
+        prompts = self.encode_prompts([record["prompt"] for record in records])
+        sides = [self.encode_completions([record[name] for record in records]) for name in ("chosen", "rejected")]
+        limit = self._limit
+        kept: list[Record] = []
+        equal = overlong = 0
+        for i, (record, prompt, chosen, rejected) in enumerate(zip(records, prompts, *sides, strict=True)):
+            length = len(prompt) + max(len(chosen), len(rejected))
+            if length > limit:
+                if self.hparams["overlong"] == "error":
+                    raise UsageError(f"{self.source}: pair {i} has {length} tokens, {limit} are allowed; shorten it, raise "
+                                     "max_length where the model takes more, or set overlong=drop")  # fmt: skip
+                overlong += 1
+            elif chosen == rejected:
+                equal += 1
+            else:
+                kept.append({
+                    **record,
+                    "chosen_ids": torch.tensor(prompt + chosen, dtype=torch.int32),
+                    "rejected_ids": torch.tensor(prompt + rejected, dtype=torch.int32),
+                })  # fmt: skip
+        for count, why in ((overlong, f"are longer than {limit} tokens"), (equal, "have chosen equal to rejected")):
+            if count == len(records):
+                raise UsageError(f"{self.source}: all {count} pairs {why}; there is nothing to learn from")
+            if count:
+                rank_zero_info(f"{self.source}: {count} of {len(records)} pairs left out, they {why}")
+        if not kept:
+            raise UsageError(f"{self.source}: of {len(records)} pairs {overlong} are longer than {limit} tokens and the "
+                             "others have chosen equal to rejected; there is nothing to learn from")  # fmt: skip
+        return kept
+
+    @property
+    def _limit(self) -> int:
+        most, asked = self.policy.max_length, self.hparams["max_length"]
+        if asked is not None and asked > most:
+            raise UsageError(f"max_length={asked} is more than the {most} tokens that the model takes")
+        return most if asked is None else asked
+
+    def _load_demonstrations(self) -> list[Tensor]:
+        """Token ids of the texts whose mean reward is to be 0."""
+        hp: Any = self.hparams
+        n = hp.n_demonstrations
+        if hp.demonstrations_path is None and self.task is None:
+            return [record["chosen_ids"] for record in self.train_records[:n]]
+        records = load_records(
+            task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
+            # A task with an end may have fewer than are asked for.
+            n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
+            required=("prompt", "completion"),
+        )[:n]  # fmt: skip
+        prompts = self.encode_prompts([record["prompt"] for record in records])
+        completions = self.encode_completions([record["completion"] for record in records])
+        ids = [p + c for p, c in zip(prompts, completions, strict=True)]
+        fitting = [torch.tensor(row, dtype=torch.int32) for row in ids if len(row) <= self._limit]
+        if not fitting:
+            raise UsageError(f"none of {len(ids)} demonstrations has at most {self._limit} tokens; give others with "
+                             "demonstrations_path")  # fmt: skip
+        if len(fitting) < len(ids):
+            rank_zero_info(f"{len(ids) - len(fitting)} of {len(ids)} demonstrations left out, they are longer than "
+                           f"{self._limit} tokens")  # fmt: skip
+        return fitting
+
+    # ---------------------------------------------------------------- training batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the pairs; 1 where they do not fill one."""
+        return max(1, len(self.train_records) // (self.batch_size * self._world_size))
+
+    def train_dataloader(self) -> LazyLoader:
+        assert self.trainer is not None
+        return LazyLoader(self.steps_per_epoch * self.trainer.accumulate_grad_batches, self._micro_batches)
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        """One pass, from where the checkpoint left off."""
+        assert self.trainer is not None
+        n_micro = self.trainer.accumulate_grad_batches
+        length = self.steps_per_epoch * n_micro
+        parts: list[list[int]] = []
+        tokens = 0
+        for position in range(self._position % length, length):
+            step, part = divmod(self._position, n_micro)
+            if part == 0 or not parts:
+                rows = self.rows_of_step(step)
+                # Of all ranks, for the count of tokens; of this one, in micro-batches of similar length.
+                tokens = sum(sum(self._lengths(i)) for i in rows)
+                parts = _split(rows[self._rank :: self._world_size], n_micro)
+            self._position += 1
+            batch = collate([self.train_records[i] for i in parts[part]])
+            yield {
+                **batch,
+                "step_pairs": self.batch_size,
+                "n_micro": n_micro,
+                "new_tokens": tokens if position % n_micro == n_micro - 1 else 0,
+            }
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """The training pairs of an optimizer step on all ranks together, from the shortest to the longest.
+
+        Args:
+            step: its number since the run began; what it holds depends on this, the seed and the records alone.
+        """
+        per_step, per_epoch = self.batch_size * self._world_size, self.steps_per_epoch
+        epoch, place = divmod(step, per_epoch)
+        window, place = divmod(place, WINDOW)
+        steps = min(WINDOW, per_epoch - window * WINDOW)
+        number = epoch * (-(-per_epoch // WINDOW)) + window
+        if number not in self._windows:
+            # Fewer pairs than a step are gone through endlessly; else each pass begins with its own order.
+            start = step * per_step if per_step > len(self.train_records) else epoch * len(self.train_records)
+            start += window * WINDOW * per_step
+            rows = [self.record_at(start + i) for i in range(steps * per_step)]
+            if self.hparams["group_by_length"]:
+                rows.sort(key=lambda i: max(self._lengths(i)))
+            batches = [rows[i : i + per_step] for i in range(0, len(rows), per_step)]
+            generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "windows", number))
+            order = torch.randperm(steps, generator=generator).tolist()
+            self._windows = {number: [sorted(batches[i], key=lambda i: max(self._lengths(i))) for i in order]}
+        return self._windows[number][place]
+
+    def _lengths(self, i: int) -> tuple[int, int]:
+        record = self.train_records[i]
+        return len(record["chosen_ids"]), len(record["rejected_ids"])
+
+    # ---------------------------------------------------------------- evaluation
+
+    def evaluation(self) -> LazyLoader:
+        """Held-out pairs, from the shortest to the longest; each rank has its share."""
+        pairs = sorted(self.eval_records, key=lambda r: max(len(r["chosen_ids"]), len(r["rejected_ids"])))
+        return self._held_out(pairs)
+
+    def predict_dataloader(self) -> LazyLoader:
+        """Held-out pairs in the order of their source."""
+        return self._held_out(self.eval_records)
+
+    def _held_out(self, pairs: list[Record]) -> LazyLoader:
+        # Every rank has as many, for under sharding they compute together.
+        share = len(pairs) // self._world_size
+        if not share:
+            raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(pairs)} held-out pairs, less than one for each "
+                             f"of {self._world_size} ranks")  # fmt: skip
+        own = pairs[self._rank : share * self._world_size : self._world_size]
+        size = self.hparams["eval_batch_size"]
+        return LazyLoader(-(-share // size), lambda: (collate(own[i : i + size]) for i in range(0, share, size)))
+
+    def demonstrations(self) -> LazyLoader:
+        """Batches of ``tokens`` [b, T], ``length`` [b] and ``weight`` [b]: this rank's share of the demonstrations.
+
+        Every rank has as many; the last ones' weight may be 0.
+        """
+        ids, world = sorted(self.demonstration_ids, key=len), self._world_size
+        share, size = -(-len(ids) // world), self.hparams["eval_batch_size"]
+
+        def play() -> Iterator[Batch]:
+            for start in range(0, share, size):
+                numbers = [i * world + self._rank for i in range(start, min(start + size, share))]
+                weight = torch.tensor([float(i < len(ids)) for i in numbers])
+                yield {**padded([ids[min(i, len(ids) - 1)] for i in numbers]), "weight": weight}
+
+        return LazyLoader(-(-share // size), play)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of pairs stands."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._position = state_dict["position"]
+
+
+def collate(records: list[Record]) -> Batch:
+    """Pairs as one batch.
+
+    Args:
+        records: b pairs with ``chosen_ids``, ``rejected_ids`` and perhaps ``margin`` and ``probability``.
+
+    Returns:
+        ``tokens`` [2b, T] right-padded and ``length`` [2b], the chosen ones first; ``margin`` [b], 0 where none is
+        given; ``probability`` [b], NaN where it is not known.
+    """
+    sequences = [record["chosen_ids"] for record in records] + [record["rejected_ids"] for record in records]
+    return {
+        **padded(sequences),
+        "margin": torch.tensor([float(record.get("margin") or 0.0) for record in records]),
+        "probability": torch.tensor([float(record.get("probability", math.nan)) for record in records]),
+    }
+
+
+def padded(sequences: list[Tensor]) -> dict[str, Tensor]:
+    """``tokens`` [b, T] with zeros behind each end, where nothing reads them, and ``length`` [b]."""
+    return {
+        "tokens": pad_sequence(sequences, batch_first=True).long(),
+        "length": torch.tensor([len(ids) for ids in sequences]),
+    }
+
+
+def _split(rows: list[int], parts: int) -> list[list[int]]:
+    """Into as many contiguous parts, their sizes differing by at most one."""
+    size, longer = divmod(len(rows), parts)
+    ends = [0]
+    for i in range(parts):
+        ends.append(ends[-1] + size + (i < longer))
+    return [rows[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def _end_of_prompt(chosen: str, rejected: str) -> int:
+    """Where the text that both begin with ends: before its last white space, for there a word begins."""
+    shared = commonprefix([chosen, rejected])
+    words = shared.rstrip()
+    if len(words) < len(shared):
+        return len(words)
+    last = max((i for i, character in enumerate(shared) if character.isspace()), default=len(shared))
+    return len(shared[:last].rstrip()) if last < len(shared) else last
+
+
+def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: str) -> Record:
+    """Prompt and texts of two conversations; the messages that they share belong to the prompt."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        last = messages[-1] if messages else None
+        if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
+            raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages behind the {shared} that both "
+                             "answers share, where exactly one with role and content should be")  # fmt: skip
+    # A prompt in words that stands beside whole conversations is their first message once more.
+    if shared:
+        prompt = [*prompt, *chosen[:shared]] if isinstance(prompt, list) and prompt != chosen[:shared] else chosen[:shared]
+    return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

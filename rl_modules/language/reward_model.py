@@ -1,0 +1,283 @@
+"""Reward models: a scalar head on a transformer, fitted to preferences; and how a finished one is loaded."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rl_modules import functional as F
+from rl_modules.errors import UsageError
+from rl_modules.language.base import LanguageModule
+from rl_modules.language.critics import check_same_tokens
+from rl_modules.language.models import add_lora, export_model, make_config, make_model
+from rl_modules.language.preference_metrics import PreferenceMetrics
+from rl_modules.language.reliability import reliability_diagram
+from rl_modules.language.scoring import sequence_scores
+from rl_modules.language.tokenizer import load_tokenizer
+
+
+class RewardModel(LanguageModule):
+    """A judge of texts that learns from comparisons (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
+
+    -log σ(r_c - r_r - margin) + center_rewards_coefficient · (r_c + r_r)², mean over the pairs of an optimizer step
+
+    The score is read at the last token of prompt, answer and EOS, found by length. Preferences say nothing about the
+    scores' zero: each checkpoint and export carries the mean score of demonstrations, ``reward_offset``, to subtract.
+
+    Args:
+        model_name_or_path: directory or hub name: of a causal model, such as an exported SFT model, whose head is then
+            drawn anew, or of a reward model to train further; None: one from scratch.
+        center_rewards_coefficient: c, the weight that keeps scores around 0 while training; ≥ 0, TRL suggests 0.01.
+        **base: ``model_config``, ``lora``, ``learning_rate`` and the other arguments of
+            :class:`~rl_modules.language.base.LanguageModule`.
+
+    Raises:
+        UsageError: an argument that can't be used, or a model without a ``score`` head.
+    """
+
+    head = "score"
+
+    def __init__(
+        self, model_name_or_path: str | None = None, center_rewards_coefficient: float = 0.0, **base: Any
+    ) -> None:
+        super().__init__(model_name_or_path, **base)
+        if not 0 <= center_rewards_coefficient < math.inf:
+            raise UsageError(f"center_rewards_coefficient={center_rewards_coefficient} must be at least 0")
+        self.center_rewards_coefficient = center_rewards_coefficient
+        #: Mean raw score of demonstrations; 0 until :meth:`normalize` has measured it.
+        self.reward_offset = 0.0
+        self.judged = PreferenceMetrics()
+
+    def build_model(self, config: Any, source: str | None) -> None:
+        hp: Any = self.hparams
+        trained = is_reward_model(config) if source is not None else False
+        self.model = make_model(config, source, "score", hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing)
+        if not isinstance(getattr(self.model, "score", None), nn.Linear):
+            raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; take "
+                             "a causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
+        if not trained:
+            initialize_head(self.model.score)
+        if trained and hp.description is None:
+            self.reward_offset = float(getattr(config, "reward_offset", 0.0))
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        if hp.lora is not None:
+            self.model = add_lora(self.model, hp.lora, "SEQ_CLS", hp.gradient_checkpointing)
+
+    # ---------------------------------------------------------------- training
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        chosen, rejected = self.pair_scores(batch)
+        loss = self.loss(chosen, rejected, batch["margin"])
+        with torch.no_grad():
+            lead, rewards = chosen - rejected, torch.cat([chosen, rejected])
+            self.record(
+                len(lead), loss=loss, accuracy=(lead > 0).float().mean(), margin=lead.mean(),
+                min_reward=rewards.min(), mean_reward=rewards.mean(), max_reward=rewards.max(),
+            )  # fmt: skip
+        self.num_tokens += batch["new_tokens"]
+        # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
+        return loss * (len(lead) * batch["n_micro"] / batch["step_pairs"])
+
+    def pair_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Raw scores of the chosen and the rejected answers by one forward pass, [b] each.
+
+        Args:
+            batch: ``tokens`` [2b, T] right-padded, the chosen ones first, and ``length`` [2b].
+        """
+        chosen, rejected = sequence_scores(self.model, batch["tokens"], batch["length"]).chunk(2)
+        return chosen, rejected
+
+    def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
+        """What is minimised, mean over the pairs.
+
+        Args:
+            chosen: r_c, [b].
+            rejected: r_r, [b].
+            margin: by how much the chosen one should win, [b].
+        """
+        return F.bradley_terry_loss(chosen, rejected, margin, self.center_rewards_coefficient)
+
+    # ---------------------------------------------------------------- evaluation
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        chosen, rejected = self.pair_scores(batch)
+        self.judged.update(chosen, rejected, self.loss(chosen, rejected, batch["margin"]), batch["probability"])
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Normalised scores of both answers, [b] each."""
+        chosen, rejected = self.pair_scores(batch)
+        return {"chosen_reward": chosen - self.reward_offset, "rejected_reward": rejected - self.reward_offset}
+
+    def on_validation_epoch_end(self) -> None:
+        scalars, bins = self.judged.compute()
+        self.judged.reset()
+        metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
+        # For callbacks to monitor; the numbers are already those of all ranks.
+        self.log_dict(metrics, logger=False)
+        if self.trainer.sanity_checking or self.trainer.state.fn != "fit":
+            return
+        step = self.trainer.global_step
+        for logger in self.trainer.loggers:
+            logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+            if isinstance(logger, TensorBoardLogger) and self.trainer.is_global_zero:
+                picture = reliability_diagram(bins, float(scalars["calibration_error"]))
+                logger.experiment.add_image("eval/reliability", picture, step, dataformats="HWC")
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    # ---------------------------------------------------------------- normalisation, export, checkpoints
+
+    @torch.no_grad()
+    def normalize(self, batches: Any) -> float:
+        """Measure ``reward_offset``: the mean score of demonstrations, which are to score 0 on average.
+
+        Args:
+            batches: iterable of ``tokens`` [b, T] right-padded, ``length`` [b] and ``weight`` [b] (0: counts not);
+                of every rank its own.
+
+        Returns:
+            The offset, the same on all ranks.
+
+        Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; Ouyang et al. 2022, section 3.5.
+        """
+        training = self.training
+        self.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        with self.trainer.precision_plugin.forward_context():
+            for batch in batches:
+                scores = sequence_scores(self.model, batch["tokens"].to(self.device), batch["length"].to(self.device))
+                weight = batch["weight"].double()
+                total += torch.stack([(scores.double().cpu() * weight).sum(), weight.sum()])
+        self.train(training)
+        if self.trainer.world_size > 1:
+            total = self.trainer.strategy.reduce(total.to(self.device), reduce_op="sum").cpu()
+        if total[1]:
+            self.reward_offset = float(total[0] / total[1])
+        return self.reward_offset
+
+    @torch.no_grad()
+    def score(self, prompts: list[str], completions: list[str]) -> Tensor:
+        """Normalised rewards of answers that have come to their end, [b] float32.
+
+        Args:
+            prompts: b texts.
+            completions: b texts, without EOS.
+        """
+        self.configure_model()
+        eos = self.tokenizer.eos_token_id
+        ids = [[*self.tokenizer(p).input_ids, *self.tokenizer(c, add_special_tokens=False).input_ids, eos]
+               for p, c in zip(prompts, completions, strict=True)]  # fmt: skip
+        length = torch.tensor([len(row) for row in ids], device=self.device)
+        width = int(length.max())
+        tokens = torch.tensor([row + [eos] * (width - len(row)) for row in ids], device=self.device)
+        training = self.training
+        scores = sequence_scores(self.eval().model, tokens, length)
+        self.train(training)
+        return scores - self.reward_offset
+
+    def export(self, folder: str | Path) -> Path:
+        """Write a directory that ``AutoModelForSequenceClassification`` and TRL load; LoRA is merged in.
+
+        Their scores are the raw ones, for their heads have no bias: ``reward_offset`` stands in config.json, where
+        :func:`load_reward_model` finds it.
+        """
+        self.model.config.reward_offset = self.reward_offset
+        return export_model(self.model, self.tokenizer, folder)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        demonstrations = getattr(getattr(self._trainer, "datamodule", None), "demonstrations", None)
+        if demonstrations is not None:
+            self.normalize(demonstrations())
+        checkpoint["reward_offset"] = self.reward_offset
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.reward_offset = float(checkpoint["reward_offset"])
+
+
+class FrozenReward(NamedTuple):
+    """A finished reward model: the reward of a text is its score minus ``offset``."""
+
+    #: Transformers model with a ``score`` head, without gradient, in evaluation mode, on the CPU.
+    model: Any
+    #: Mean raw score of demonstrations.
+    offset: float
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_reward_model(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, torch_dtype: str = "float32"
+) -> FrozenReward:
+    """A reward model to judge with, from a Lightning checkpoint, an exported directory or a hub name.
+
+    ``sequence_scores(model, tokens, length) - offset`` are the rewards.
+
+    Args:
+        path: a ``.ckpt`` file of :class:`RewardModel`, or what ``AutoModelForSequenceClassification`` takes.
+        tokenizer: the policy's, whose tokens are to be judged; None: not compared.
+        torch_dtype: of the weights of a directory or hub name; a checkpoint's stay as they were trained.
+
+    Raises:
+        UsageError: it can't be loaded, is no reward model, or has another tokenizer than the policy.
+    """
+    path = str(path)
+    if path.endswith(".ckpt"):
+        module = _from_checkpoint(path)
+        found = FrozenReward(module.model, module.reward_offset, module.tokenizer)
+        if hasattr(found.model, "merge_and_unload"):
+            found = found._replace(model=found.model.merge_and_unload())
+    else:
+        own = load_tokenizer(path)
+        config = make_config(path, None, own, dropout=False)
+        if not is_reward_model(config):
+            kind = ", ".join(config.architectures or ["model without a named architecture"])
+            raise UsageError(f"{path!r} holds a {kind}, which has no reward head; give what `rl export` wrote of a "
+                             "RewardModel, or its .ckpt file")  # fmt: skip
+        model = make_model(config, path, "score", torch_dtype)
+        found = FrozenReward(model, float(getattr(config, "reward_offset", 0.0)), own)
+    if tokenizer is not None:
+        check_same_tokens(f"reward model {path!r}", found.tokenizer, tokenizer)
+    found.model.requires_grad_(False).eval()
+    return found
+
+
+def is_reward_model(config: Any) -> bool:
+    """Whether a config is that of a trained model with one score per sequence.
+
+    Raises:
+        UsageError: it is a classifier of several classes.
+    """
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        return False
+    if config.num_labels != 1:
+        raise UsageError(f"the model is a classifier with {config.num_labels} labels, where a reward model has 1; give "
+                         "a causal model, or a reward model")  # fmt: skip
+    return True
+
+
+def initialize_head(head: nn.Linear) -> None:
+    """Draw a reward head's weights with standard deviation 1/√(d+1), d inputs (Ziegler et al. 2019, section 2.2)."""
+    nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)
+
+
+def _from_checkpoint(path: str) -> RewardModel:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        algorithm = checkpoint.get("algorithm")
+    except Exception as error:  # torch raises errors of many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UsageError(f"checkpoint {path!r} can't be read ({reason})") from error
+    if algorithm != RewardModel.__name__:
+        raise UsageError(f"checkpoint {path!r} holds {algorithm or 'no language algorithm'}, where a RewardModel should be")
+    return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)
