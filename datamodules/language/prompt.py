@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.demonstrations import Demonstrations
+from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
 from datamodules.seeding import stream_seed
 from rl_modules.errors import UsageError
@@ -25,6 +27,8 @@ class PromptDataModule(LanguageDataModule):
         num_iterations: passes over each generation.
         dynamic_sampling: rounds of further prompts that take the place of groups whose rewards are all equal
             (DAPO, arXiv:2503.14476); what is missing after them is filled with such groups. 0: none are replaced.
+        ptx_batch_size: demonstrations per optimizer step and rank, for PPO-ptx; 0: none.
+        ptx_path: JSONL file of them, with prompt and completion; None: the task's or source's own.
         **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
             arguments of :class:`~datamodules.language.base.LanguageDataModule`.
 
@@ -39,12 +43,14 @@ class PromptDataModule(LanguageDataModule):
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         dynamic_sampling: int = 0,
+        ptx_batch_size: int = 0,
+        ptx_path: str | None = None,
         **source: Any,
     ) -> None:
         super().__init__(task, **source)
         hp: Any = self.hparams
         for name, least in (("num_generations", 1), ("steps_per_generation", 1), ("num_iterations", 1),
-                            ("dynamic_sampling", 0)):  # fmt: skip
+                            ("dynamic_sampling", 0), ("ptx_batch_size", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
         self.num_generations = num_generations
@@ -57,7 +63,14 @@ class PromptDataModule(LanguageDataModule):
             )
         self.steps_per_generation = steps_per_generation
         self.num_iterations = num_iterations
+        if dynamic_sampling and num_generations == 1:
+            raise UsageError(f"dynamic_sampling={dynamic_sampling} replaces groups whose rewards are all equal, which "
+                             "groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
+        if ptx_path is not None and not ptx_batch_size:
+            raise UsageError(f"ptx_path={ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
         self.dynamic_sampling = dynamic_sampling
+        self.ptx_batch_size, self.ptx_path = ptx_batch_size, ptx_path
+        self.demonstrations: Demonstrations | None = None
         self.drawn = 0  # prompts taken from the stream so far, over all ranks
         self.generation = 0
         self._position = 0
@@ -75,6 +88,11 @@ class PromptDataModule(LanguageDataModule):
                 raise UsageError(
                     f"trainer.accumulate_grad_batches={micro} does not divide batch_size={self.batch_size}"
                 )
+            if self.ptx_batch_size and self.ptx_batch_size < micro:
+                raise UsageError(f"ptx_batch_size={self.ptx_batch_size} is less than one demonstration for each of "
+                                 f"trainer.accumulate_grad_batches={micro} micro-batches")  # fmt: skip
+            if self.ptx_batch_size and self.demonstrations is None:
+                self.demonstrations = self._load_demonstrations()
             self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
             self._fields = None
@@ -102,6 +120,9 @@ class PromptDataModule(LanguageDataModule):
                 self._order = torch.randperm(self.generation_size, generator=self._shuffler)
             if position % n_micro == 0 or not step:
                 step = self._step(position % per_pass // n_micro, n_micro)
+                if self.demonstrations is not None:
+                    number = (self.generation - 1) * (length // n_micro) + position // n_micro
+                    step = self._with_demonstrations(step, number)
             self._position = position + 1
             yield step[position % n_micro]
 
@@ -129,6 +150,32 @@ class PromptDataModule(LanguageDataModule):
             {**_trimmed(fields, part), **shared, "micro_rows": len(part), "micro_tokens": count}
             for part, count in zip(parts, tokens, strict=True)
         ]
+
+    # ---------------------------------------------------------------- demonstrations
+
+    def _load_demonstrations(self) -> Demonstrations:
+        """Those of ``ptx_path``, or those that the prompts' records bring along."""
+        records = self.train_records
+        if self.ptx_path is not None:
+            records = load_records(path=self.ptx_path, required=("prompt", "completion"))
+        missing = next((i for i, record in enumerate(records) if record.get("completion") is None), None)
+        if missing is not None:
+            raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
+                             f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
+        return Demonstrations(
+            self.encode_prompts([record["prompt"] for record in records]),
+            self.encode_completions([record["completion"] for record in records]),
+            self.ptx_batch_size,
+            self.seed,
+            self.policy.max_length,
+        )
+
+    def _with_demonstrations(self, step: list[Batch], number: int) -> list[Batch]:
+        """The micro-batches of optimizer step ``number`` with their share of demonstrations."""
+        assert self.demonstrations is not None
+        device = step[0]["tokens"].device
+        parts = self.demonstrations.parts(number, self._rank, self._world_size, len(step), self._pad_id, device)
+        return [{**batch, **part} for batch, part in zip(step, parts, strict=True)]
 
     # ---------------------------------------------------------------- generation
 

@@ -12,6 +12,7 @@ from rl_modules import functional as F
 from rl_modules.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, frozen, value_model_from
+from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import completion_log_probs, completion_mask, sequence_scores, token_values
@@ -298,9 +299,9 @@ class RLHFPPO(LanguagePolicy):
         if not self.ptx_coef:
             raise UsageError("ptx_batch_size brings demonstrations, but ptx_coef=0 makes nothing of them; set both or "
                              "neither")  # fmt: skip
-        length = batch["ptx_length"]
-        log_prob, _ = completion_log_probs(self.model, batch["ptx_tokens"], batch["ptx_prompt_length"], length)
-        loss = -log_prob.sum() / batch["ptx_step_tokens"] * batch["n_micro"]
+        logits = logits_at(self.model, batch["ptx_counted"] - 1, input_ids=batch["ptx_tokens"])
+        target = batch["ptx_tokens"].flatten()[batch["ptx_counted"]].unsqueeze(0)
+        loss = -F.token_log_probs(logits, target).sum() / batch["ptx_step_tokens"] * batch["n_micro"]
         self.record(**{"loss/ptx_avg": loss})
         return loss
 
