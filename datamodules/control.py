@@ -168,6 +168,11 @@ class ControlDataModule(L.LightningDataModule):
         assert self._example_env is not None, "setup comes first"
         return transition_model(self._example_env)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``total_timesteps`` are reached and everything of them is learned from."""
+        raise NotImplementedError  # each datamodule's own
+
     def observation_statistics(self) -> Any:
         """What :func:`rl_modules.spaces.normalize` takes; None where nothing is normalised."""
         assert self.collector is not None, "statistics are gathered by training"
@@ -274,6 +279,26 @@ class ControlDataModule(L.LightningDataModule):
         assert self.collector is not None and self.trainer is not None
         self.collector.load_state_dict(state["collector"], self.trainer.strategy.root_device)
 
+    def resumed_position(self, state: dict[str, Any], layout: dict[str, int]) -> int:
+        """Where in its epoch a run goes on, in batches.
+
+        Args:
+            state: ``position`` and ``layout`` as the checkpoint's run had them.
+            layout: this run's settings that say what the batches of an epoch are; ``length`` is their number.
+
+        Raises:
+            UsageError: the epoch is half over, and its batches were others than this run's.
+        """
+        saved = state["layout"]
+        if saved == layout:
+            return state["position"]
+        if state["position"] % saved["length"]:
+            changed = ", ".join(f"{name}={value} (it has {saved[name]})" for name, value in layout.items()
+                                if value != saved[name] and name != "length")  # fmt: skip
+            raise UsageError(f"{changed}: the checkpoint is from the middle of an epoch, whose batches can't be changed; "
+                             "go on with the old settings, or from a checkpoint of a finished run")  # fmt: skip
+        return 0
+
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly, of every rank (Lightning keeps rank 0's alone)."""
         if self.collector is None:
@@ -298,6 +323,9 @@ class ControlDataModule(L.LightningDataModule):
             raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {n_envs}; resume with as many")
         self.num_timesteps = self._started_at = state_dict["num_timesteps"]
         self.load_rank_state(own)
+        if self.is_complete:
+            assert self.trainer is not None
+            self.trainer.should_stop = True
 
     @property
     def _rank(self) -> int:

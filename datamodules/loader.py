@@ -18,9 +18,20 @@ class LazyLoader:
     def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:
         self._length = length
         self._make_batches = make_batches
+        #: Called whenever a batch is asked for, before it is made: the one moment at which nothing of the last batch is
+        #: left to do, and nothing of the next has begun.
+        self.before_next: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._make_batches()
+        batches = self._make_batches()
+        while True:
+            if self.before_next is not None:
+                self.before_next()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch

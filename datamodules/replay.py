@@ -163,6 +163,11 @@ class ReplayDataModule(ControlDataModule):
     def train_dataloader(self) -> LazyLoader:
         return LazyLoader(self.rollouts_per_epoch * self.gradient_steps, self._minibatches)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``total_timesteps`` are reached and the last round's minibatches learned from."""
+        return self.num_timesteps >= self.total_timesteps and self._position % self.gradient_steps == 0
+
     def _minibatches(self) -> Iterator[Batch]:
         """One epoch's minibatches, from where the checkpoint left off."""
         length = self.rollouts_per_epoch * self.gradient_steps
@@ -180,6 +185,8 @@ class ReplayDataModule(ControlDataModule):
             if step + 1 == self.gradient_steps and self.num_timesteps >= self.total_timesteps:
                 assert self.trainer is not None
                 self.trainer.should_stop = True
+                # This is where the epoch ends, should the run go on with a larger total_timesteps.
+                self._position = length
             batch = self._drawn.popleft()
             self._learning = batch.get("index")
             yield batch
@@ -265,6 +272,12 @@ class ReplayDataModule(ControlDataModule):
 
     # ---------------------------------------------------------------- state
 
+    @property
+    def _layout(self) -> dict[str, int]:
+        names = ("n_envs", "train_freq", "gradient_steps", "batch_size", "rollouts_per_epoch")
+        return {**{name: getattr(self, name) for name in names},
+                "length": self.rollouts_per_epoch * self.gradient_steps}  # fmt: skip
+
     def rank_state(self) -> dict[str, Any]:
         """The collector, the buffer, what is known about priorities, and the minibatches already drawn."""
         assert self.replay is not None and self.sampler is not None
@@ -272,6 +285,7 @@ class ReplayDataModule(ControlDataModule):
         return {
             **super().rank_state(),
             "position": self._position,
+            "layout": self._layout,
             "replay": self.replay.state_dict(),
             "sampler": self.sampler.state_dict(),
             "drawn": [tree_map(lambda x: x.cpu(), batch) for batch in self._drawn],
@@ -291,7 +305,7 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with "
                              "the same")  # fmt: skip
         device = self.trainer.strategy.root_device
-        self._position = state["position"]
+        self._position = self.resumed_position(state, self._layout)
         self.replay.load_state_dict(state["replay"])
         self.sampler.load_state_dict(state["sampler"])
         self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])

@@ -93,6 +93,11 @@ class RolloutDataModule(ControlDataModule):
         return self._position % self._batches_per_rollout == 0
 
     @property
+    def is_complete(self) -> bool:
+        """Whether ``total_timesteps`` are reached and everything of them is learned from."""
+        return self.num_timesteps >= self.total_timesteps and self.rollout_is_used_up
+
+    @property
     def _batches_per_rollout(self) -> int:
         return self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
 
@@ -116,6 +121,8 @@ class RolloutDataModule(ControlDataModule):
             if (position + 1) % per_rollout == 0 and self.num_timesteps >= self.total_timesteps:
                 assert self.trainer is not None
                 self.trainer.should_stop = True
+                # This is where the epoch ends, should the run go on with a larger total_timesteps.
+                self._position = length
             yield batches[position % per_pass]
 
     def _new_rollout(self) -> Batch:
@@ -155,12 +162,19 @@ class RolloutDataModule(ControlDataModule):
 
     # ---------------------------------------------------------------- state
 
+    @property
+    def _layout(self) -> dict[str, int]:
+        names = ("n_envs", "n_steps", "batch_size", "n_epochs", "rollouts_per_epoch")
+        return {**{name: getattr(self, name) for name in names},
+                "length": self.rollouts_per_epoch * self._batches_per_rollout}  # fmt: skip
+
     def rank_state(self) -> dict[str, Any]:
         """The collector, and the rollout where it is half used."""
         mid_rollout = self._position % self._batches_per_rollout != 0
         return {
             **super().rank_state(),
             "position": self._position,
+            "layout": self._layout,
             "shuffler": self._shuffler.get_state(),
             "fields": tree_map(lambda x: x.cpu(), self._fields) if mid_rollout else None,
             "order": self._order if mid_rollout else None,
@@ -171,7 +185,7 @@ class RolloutDataModule(ControlDataModule):
         super().load_rank_state(state)
         assert self.trainer is not None
         device = self.trainer.strategy.root_device
-        self._position = state["position"]
+        self._position = self.resumed_position(state, self._layout)
         self._shuffler.set_state(state["shuffler"].cpu())
         self._fields = None if state["fields"] is None else tree_map(lambda x: x.to(device), state["fields"])
         self._order = state["order"]

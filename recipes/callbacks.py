@@ -1,8 +1,7 @@
-"""What stands around every run: progress, checkpoints, the record of its settings, the files it writes."""
+"""What stands around every run: progress, the record of its settings, the files it writes."""
 
 import csv
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -97,70 +96,14 @@ class TransitionProgressBar(ProgressBar):
             self._progress = None
 
 
-class Checkpoints(ModelCheckpoint):
-    """``best.ckpt`` by evaluation and ``last.ckpt`` by the clock, in ``checkpoints`` beside the curves.
-
-    ``last.ckpt`` is written under another name and renamed, so that there is a whole one at any time. Writing takes at
-    most a twentieth of the run: a replay buffer of gigabytes is written less often.
-
-    Args:
-        monitor: the metric whose best value ``best.ckpt`` has.
-        mode: ``max`` or ``min``.
-        interval_s: least seconds of training between two writes of ``last.ckpt``; it is also written at the end.
-    """
-
-    def __init__(self, monitor: str = "eval/mean_reward", mode: str = "max", interval_s: float = 60.0) -> None:
-        super().__init__(
-            monitor=monitor, mode=mode, filename="best", save_on_train_epoch_end=False, enable_version_counter=False
-        )
-        self.interval_s = interval_s
-        self.last_path: Path | None = None
-        self._saved_s = time.monotonic()
-        self._saved_at = (-1, -1)
-        self._took_s = 0.0
-
-    @property
-    def state_key(self) -> str:
-        # Asked for at every hook of every batch, where Lightning's own would be put together anew each time.
-        return "Checkpoints"
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._saved_s = time.monotonic()
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is written between batches."""
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        interval_s = max(self.interval_s, 20 * self._took_s)
-        due = trainer.strategy.broadcast(time.monotonic() - self._saved_s >= interval_s)
-        if due:
-            self._save_last(trainer)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._save_last(trainer)
-
-    def _save_last(self, trainer: L.Trainer) -> None:
-        # Tabular agents take no optimizer steps, so the epoch tells as well whether anything happened.
-        at = (trainer.global_step, trainer.current_epoch)
-        if at == self._saved_at:
-            return
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-        self.last_path = folder / "last.ckpt"
-        unfinished = folder / "last.ckpt.part"
-        began_s = time.monotonic()
-        trainer.save_checkpoint(unfinished)
-        if trainer.is_global_zero:
-            os.replace(unfinished, self.last_path)
-        self._saved_s, self._saved_at = time.monotonic(), at
-        self._took_s = self._saved_s - began_s
-
-
 class ConfigRecord(SaveConfigCallback):
-    """Writes the resolved config beside the logs, and into TensorBoard as text."""
+    """Writes the resolved config into TensorBoard as text; where a run goes on, it is there already."""
+
+    #: True where the run goes on in a folder that has the config.
+    resumes = False
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit":
+        if stage != "fit" or self.resumes:
             return
         text = self.parser.dump(self.config)
         for logger in trainer.loggers:

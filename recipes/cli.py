@@ -4,12 +4,15 @@ rl fit --config ppo/cartpole.yaml
 rl validate --config ppo/cartpole.yaml --ckpt_path logs/.../last.ckpt
 """
 
+import errno
 import logging
 import os
+import shlex
 import sys
 import warnings
 
 from recipes import configs
+from recipes.signals import Stopped
 from rl_modules.errors import UsageError
 
 HELP = """\
@@ -32,6 +35,9 @@ options of fit, validate, test, predict and record:
   --data CLASS             a datamodule by name (RolloutDataModule) or import path
   --model.X, --data.X, --trainer.X
                            any argument of the model, the datamodule or Lightning's Trainer
+  --resume                 fit: go on with the newest run of this model on this data, in its folder
+  --ckpt_path PATH|last|best|previous
+                           a checkpoint, or one of the newest run's
   --seed_everything N      seed of environments, actions, minibatches and weights
   --print_config           print the complete resolved config and stop
   --help                   every option; --model.help PPO explains one class's
@@ -50,7 +56,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         default_config: installed config to use where the arguments name none.
 
     Raises:
-        SystemExit: with 0 after help, 1 after an error at run time, 2 after an error in the arguments.
+        SystemExit: with 0 after help, 1 after an error, 128 + n after stopping at signal n (130: Ctrl-C, 143: SIGTERM).
     """
     args = sys.argv[1:] if args is None else args
     try:
@@ -58,8 +64,33 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
+    except Stopped as stopped:
+        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+            print(f"{stopped}; go on with\n  {_resume_command(args, default_config)}", file=sys.stderr)
+        raise SystemExit(128 + stopped.signum) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except SystemExit as exit_:
+        # Lightning answers Ctrl-C with exit code 1, as if something had failed.
+        raise SystemExit(130) if isinstance(exit_.__context__, KeyboardInterrupt) else exit_ from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: the disk is full ({error}); checkpoints written so far are whole: make room, then add --resume",
+              file=sys.stderr)  # fmt: skip
+        raise SystemExit(1) from error
+
+
+def _resume_command(args: list[str], default_config: str | None) -> str:
+    """The command line that goes on where this one stopped."""
+    command, rest = args[0], [arg for arg in args[1:] if arg != "--resume"]
+    for i, arg in enumerate(rest):
+        if arg == "--ckpt_path" or arg.startswith("--ckpt_path="):
+            del rest[i : i + (2 if arg == "--ckpt_path" else 1)]
+            break
+    given = any(arg in ("-c", "--config") or arg.startswith("--config=") for arg in rest)
+    default = ["--config", default_config] if default_config is not None and not given else []
+    return shlex.join(["rl", command, *default, *rest, "--resume"])
 
 
 def _dispatch(args: list[str], default_config: str | None) -> None:
@@ -109,8 +140,6 @@ def _run(command: str, args: list[str]) -> None:
     from recipes.lightning_cli import RLCLI
 
     _quiet()  # after the import, which sets the loggers' levels itself
-    # LightningCLI warns when it is given arguments beside those in sys.argv.
-    sys.argv = [sys.argv[0]]
     RLCLI(command, args)
 
 
@@ -122,6 +151,7 @@ def _quiet() -> None:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
+        ".*LightningCLI's args parameter is intended.*",  # and sys.argv stays, for Lightning starts other ranks with it
         ".*is deprecated, use `isinstance.treespec, TreeSpec.*",  # Lightning calls torch's old name
         ".*smaller than the logging interval.*",  # metrics are written once per epoch, not every n steps
         ".*does not have many workers.*",
@@ -130,6 +160,7 @@ def _quiet() -> None:
         ".*treespec.*",
         ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation writes no checkpoints
         ".*Couldn't infer the batch indices.*",
+        ".*your dataloader is not resumable.*",  # its state is the datamodule's
         ".*but have no logger configured.*",  # `test` after `fit` reports in the summary
     ):
         warnings.filterwarnings("ignore", message)

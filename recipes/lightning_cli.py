@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 import sys
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,7 +19,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import datamodules
 import rl_modules
 from datamodules.control import ControlDataModule
-from recipes.callbacks import Checkpoints, ConfigRecord, EpisodeWriter, TransitionProgressBar
+from recipes import curves, resume
+from recipes.callbacks import ConfigRecord, EpisodeWriter, TransitionProgressBar
+from recipes.checkpoints import Checkpoints
 from recipes.record import EpisodeRecorder, record_episodes
 from rl_modules.control import ControlModule
 from rl_modules.errors import UsageError, did_you_mean
@@ -45,11 +49,11 @@ class RLCLI(LightningCLI):
         # Lightning's subcommands are methods of the Trainer; recording takes the arguments of predicting.
         self.records = command == "record"
         self.command = command = "predict" if self.records else command
-        # Short names (`--model PPO`) are looked up among the classes that are imported.
-        for package in (rl_modules, datamodules):
-            for name in package.__all__:
-                getattr(package, name)
+        _import_named(args)
         self.started_s = time.monotonic()
+        #: The checkpoint to go on from, and the run whose folder is gone on in.
+        self.checkpoint: dict[str, Any] | None = None
+        self.resumed: resume.Run | None = None
         super().__init__(
             parser_class=RLParser,
             save_config_callback=ConfigRecord,
@@ -82,6 +86,10 @@ class RLCLI(LightningCLI):
         if self.command == "fit":
             parser.add_lightning_class_args(Checkpoints, "checkpoint")
             parser.add_argument(
+                "--resume", action="store_true",
+                help="Go on with the newest run of this model on this data, or begin it where there is none.",
+            )  # fmt: skip
+            parser.add_argument(
                 "--record_every", type=int, default=0, help="Transitions between recorded episodes; 0: none."
             )
             parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; small networks want 1.")
@@ -103,9 +111,6 @@ class RLCLI(LightningCLI):
             raise UsageError(
                 f"nothing says which {missing} to use; give --config (`rl list` shows them) or --{missing} CLASS"
             )
-        checkpoint = config.get("ckpt_path")
-        if checkpoint is not None and not Path(checkpoint).is_file():
-            raise UsageError(f"ckpt_path={checkpoint!r} is no file; give the path of a .ckpt file")
         if self.command == "fit":
             torch.set_num_threads(config["threads"])
         logger = config["trainer"]["logger"]
@@ -113,6 +118,88 @@ class RLCLI(LightningCLI):
             algorithm = config["model"]["class_path"].rpartition(".")[2]
             task = config["data"]["init_args"].get("env_id") or config["data"]["class_path"].rpartition(".")[2]
             logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+        self._find_checkpoint(config)
+
+    # ---------------------------------------------------------------- going on
+
+    def _find_checkpoint(self, config: Any) -> None:
+        """Turn ``--resume``, and names such as ``last``, into a path; check the file before anything is written."""
+        given = config.get("ckpt_path")
+        logger = config["trainer"]["logger"]
+        if self.command == "fit" and SLURMEnvironment.detect() and given is None:
+            # A job that is handed back to the queue comes again under its number, and finds its folder by it.
+            job = f"job_{os.environ['SLURM_JOB_ID']}"
+            if hasattr(logger, "init_args") and "version" in logger.init_args and logger.init_args.version is None:
+                logger.init_args.version = job
+                folder = self._run_folder(config)
+                config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
+                config["resume"] = folder.is_dir()
+        if given in resume.NAMES or config.get("resume"):
+            if given is not None and given not in resume.NAMES:
+                raise UsageError(f"--resume finds its checkpoint by itself; leave out --ckpt_path {given}, or --resume")
+            given = self._resolve(config, given or "last")
+        if given is None:
+            return
+        if not Path(given).exists():
+            raise UsageError(f"ckpt_path={given!r} is no file; give the path of a .ckpt file, or one of "
+                             f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
+        config["ckpt_path"] = str(given)
+        self.checkpoint = resume.read(Path(given))
+
+    def _resolve(self, config: Any, name: str) -> Path | None:
+        """The newest run's checkpoint; its run goes on in the same folder."""
+        folder = self._run_folder(config)
+        found = None if folder is None else resume.find(folder, name)
+        if found is None and not config.get("resume"):
+            raise UsageError(f"ckpt_path={name}: there is no {name}.ckpt of this model on this data in "
+                             f"{folder or self._parent_folder(config)}; give a path")  # fmt: skip
+        if self.command == "fit" and folder is not None:
+            self.resumed = resume.Run(folder, found)
+            if hasattr(config["trainer"]["logger"], "init_args"):
+                config["trainer"]["logger"].init_args.version = folder.name
+        return found
+
+    def _run_folder(self, config: Any) -> Path | None:
+        """The folder of the newest run, or of the one whose ``version`` is given; None where there is no run."""
+        parent = self._parent_folder(config)
+        logger = config["trainer"]["logger"]
+        if not hasattr(logger, "init_args"):
+            return parent
+        version = logger.init_args.get("version")
+        if version is None:
+            return resume.newest_run(parent)
+        return parent / (version if isinstance(version, str) else f"version_{version}")
+
+    def _parent_folder(self, config: Any) -> Path:
+        logger = config["trainer"]["logger"]
+        if logger in (False, None):
+            return Path(config["trainer"]["default_root_dir"] or ".")
+        settings = getattr(logger, "init_args", None)
+        if settings is None or not {"save_dir", "name", "version"} <= set(settings):
+            raise UsageError("the newest run is found by the folders of TensorBoardLogger; with another logger give "
+                             "--ckpt_path PATH")  # fmt: skip
+        return Path(settings.save_dir) / (settings.name or "") / (settings.get("sub_dir") or "")
+
+    def before_fit(self) -> None:
+        """Say what is gone on with and what is changed; take the points from the curves that will be written again."""
+        if self.checkpoint is not None and self.trainer.is_global_zero:
+            done = self.checkpoint.get(type(self.datamodule).__qualname__, {}).get("num_timesteps")
+            at = f"{done:,} transitions" if done is not None else f"step {self.checkpoint['global_step']:,}"
+            print(f"going on from {self.config[self.command]['ckpt_path']} ({at})")
+            for line in resume.changes(self.checkpoint, self.model, self.datamodule):
+                print(line)
+        if self.resumed is not None:
+            if self.resumed.checkpoint is None and self.trainer.is_global_zero:
+                print(f"{self.resumed.folder} has no checkpoint yet: its run begins again")
+            for callback in self.trainer.callbacks:
+                if isinstance(callback, ConfigRecord):
+                    callback.resumes = self.checkpoint is not None
+                if isinstance(callback, Checkpoints):
+                    callback.last_path = self.resumed.checkpoint
+            if self.trainer.is_global_zero:
+                states = (self.checkpoint or {}).get("callbacks", {})
+                curves.cut(self.resumed.folder, states.get("Checkpoints", {}).get("curves", {}))
+        self.checkpoint = None  # its tensors are mapped from the file that is about to be replaced
 
     def instantiate_classes(self) -> None:
         try:
@@ -187,17 +274,17 @@ class RLCLI(LightningCLI):
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, final, step=step)
                 logger.save()
+        folder = self.trainer.log_dir or "logs"  # asked for by all ranks, which agree on it
         if self.trainer.is_global_zero:
-            self._summarize(final, metrics, trained_s)
+            self._summarize(final, metrics, trained_s, folder)
 
-    def _summarize(self, final: dict[str, float], metrics: dict[str, float], trained_s: float) -> None:
+    def _summarize(self, final: dict[str, float], metrics: dict[str, float], trained_s: float, folder: str) -> None:
         from rich.console import Console
         from rich.table import Table
 
         checkpoints = self.trainer.checkpoint_callback
         assert isinstance(checkpoints, Checkpoints)
         best = checkpoints.best_model_path
-        folder = self.trainer.log_dir or "logs"
         table = Table.grid(padding=(0, 2))
         name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
         episodes = self.datamodule.hparams.n_test_episodes
@@ -215,6 +302,21 @@ class RLCLI(LightningCLI):
         console = Console()
         # Where the output is no terminal, nothing is wrapped: paths stay whole.
         console.print(table, soft_wrap=not console.is_terminal, highlight=False)
+
+
+def _import_named(args: list[str]) -> None:
+    """Import the classes that the arguments or their config files name.
+
+    Short names (``--model PPO``) are looked up among the classes that are imported; the help shows all of those. The
+    others stay out, for a control task shall pay for no language model.
+    """
+    files = [Path(arg.rpartition("=")[2]) for arg in args]
+    texts = [file.read_text("utf-8") for file in files if file.suffix in (".yaml", ".yml", ".json") and file.is_file()]
+    words = set(re.findall(r"\w+", " ".join([*args, *texts])))
+    for package in (rl_modules, datamodules):
+        for name in package.__all__:
+            if name in words or not {"-h", "--help"}.isdisjoint(args):
+                getattr(package, name)
 
 
 def _relative(path: str) -> str:

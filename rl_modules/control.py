@@ -53,6 +53,8 @@ class ControlModule(L.LightningModule):
     experience = "rollouts"
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
+    #: Norm of the last gradient before it was clipped; None where nothing is clipped.
+    grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -246,6 +248,16 @@ class ControlModule(L.LightningModule):
 
     # ---------------------------------------------------------------- metrics
 
+    def on_train_start(self) -> None:
+        # A run that goes on in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
+        self.on_train_epoch_start()
+        timesteps = self.trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
+        if timesteps:
+            metrics = dict(self._metrics)
+            self._scheduled_at = timesteps
+            self.update_schedules(self.progress_remaining)
+            self._metrics = metrics
+
     def on_train_epoch_start(self) -> None:
         # Diagnostics cost kernels: they are computed only in the epochs that are written.
         self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
@@ -334,7 +346,9 @@ class ControlModule(L.LightningModule):
         """Clip to the Trainer's ``gradient_clip_val``, or to the algorithm's ``max_grad_norm`` where it sets none."""
         whole = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)
         if gradient_clip_val is None and self.max_grad_norm is not None and whole:
-            clip_grad_norm([p for group in optimizer.param_groups for p in group["params"]], self.max_grad_norm)
+            self.grad_norm = clip_grad_norm(
+                [p for g in optimizer.param_groups for p in g["params"]], self.max_grad_norm
+            )
         else:
             value = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
             self.clip_gradients(optimizer, value, gradient_clip_algorithm or "norm")
@@ -388,6 +402,10 @@ class ControlModule(L.LightningModule):
         if checkpoint["env_id"] != env_id:
             raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
                              f"this run is on {env_id}; training can only go on where it was")  # fmt: skip
+        seed = checkpoint["datamodule_hyper_parameters"]["seed"]
+        if seed != datamodule.seed:
+            raise UsageError(f"seed={datamodule.seed} differs from the checkpoint's {seed}; its random streams go on "
+                             "where they were, so resume with the same")  # fmt: skip
 
 
 def _brief(space: dict[str, Any]) -> str:

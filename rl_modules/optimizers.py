@@ -70,7 +70,7 @@ class RMSpropTFLike(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
     """Scale gradients so that their global norm is at most ``max_norm``, in place.
 
     ``torch.nn.utils.clip_grad_norm_`` for dense gradients of one dtype on one device, without the sorting by device and
@@ -79,9 +79,13 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
     Args:
         parameters: those whose ``grad`` is clipped; without one they are passed over.
         max_norm: bound on the 2-norm of all gradients together, > 0.
+
+    Returns:
+        That norm before clipping, a scalar; None where nothing has a gradient.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
-        return
+        return None
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -267,4 +267,6 @@ class PPO(ControlModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.kl_exceeded = checkpoint["kl_exceeded"]
-        self.kl_coef = checkpoint["kl_coef"]
+        # A β that was given anew starts anew.
+        if checkpoint["hyper_parameters"]["kl_coef"] == self.hparams["kl_coef"]:
+            self.kl_coef = checkpoint["kl_coef"]
