@@ -96,11 +96,10 @@ def _resume_command(args: list[str], default_config: str | None) -> str:
 def _dispatch(args: list[str], default_config: str | None) -> None:
     command, rest = (args[0], args[1:]) if args else ("--help", [])
     if command in ("--help", "-h", "help"):
-        print(HELP)
+        _show(HELP)
     elif command == "list":
         width = max(len(name) for name in configs.names())
-        for name in configs.names():
-            print(f"{name:{width}}  {configs.describe(name)}")
+        _show("\n".join(f"{name:{width}}  {configs.describe(name)}" for name in configs.names()))
     elif command == "copy":
         if len(rest) != 2:
             raise UsageError(
@@ -111,6 +110,14 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         _run(command, _with_configs_found(rest, default_config))
     else:
         raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, list and copy")
+
+
+def _show(text: str) -> None:
+    """Print; not an error where the reader has left, as in ``rl list | head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:

@@ -78,6 +78,25 @@ def test_fit_leaves_best_and_last_checkpoint_curves_and_settings(trained):
     assert any("hparams" in tag for tag in events.summary_metadata)
 
 
+def test_a_control_task_pays_for_no_language_model(tmp_path):
+    code = (
+        "import sys; from recipes.cli import main; "
+        "main(['fit', '--config', 'ppo/cartpole.yaml', '--data.total_timesteps=256', '--data.n_test_episodes=1']); "
+        "heavy = ('rl_modules.language', 'datamodules.language', 'transformers.modeling_utils', 'peft', 'datasets'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m recipes list | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[2], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_fit_prints_a_summary(rl):
     code, out, err = rl("fit", "--config", "ppo/cartpole.yaml", *SMALL)
     assert code == 0
