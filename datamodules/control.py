@@ -295,8 +295,8 @@ class ControlDataModule(L.LightningDataModule):
         if state["position"] % saved["length"]:
             changed = ", ".join(f"{name}={value} (it has {saved[name]})" for name, value in layout.items()
                                 if value != saved[name] and name != "length")  # fmt: skip
-            raise UsageError(f"{changed}: the checkpoint is from the middle of an epoch, whose batches can't be changed; "
-                             "go on with the old settings, or from a checkpoint of a finished run")  # fmt: skip
+            raise UsageError(f"{changed}: the checkpoint is from the middle of an epoch, whose batches can't be "
+                             "changed; go on with the old settings, or from a finished run")  # fmt: skip
         return 0
 
     def state_dict(self) -> dict[str, Any]:

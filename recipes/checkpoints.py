@@ -249,15 +249,14 @@ class Checkpoints(ModelCheckpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        here = state_dict["dirpath"] is not None and _same_folder(state_dict["dirpath"], self.dirpath)
-        # A folder that is called by another path, or was moved with its run, is the same.
         best = os.path.join(str(self.dirpath), "best.ckpt")
-        if not here and os.path.exists(best):
-            scores = dict.fromkeys([best], next(iter(state_dict["best_k_models"].values()), None))
-            state_dict = {**state_dict, "dirpath": self.dirpath, "best_model_path": best, "best_k_models": scores,
-                          "kth_best_model_path": best}  # fmt: skip
-        super().load_state_dict({**state_dict, "dirpath": self.dirpath} if here else state_dict)
-        self._saved_settings = state_dict.get("settings")
+        if state_dict["best_model_path"] and os.path.exists(best):
+            # A folder that is called by another path, or was moved with its run, is the same to go on with.
+            score = state_dict["best_model_score"]
+            state_dict = {**state_dict, "dirpath": self.dirpath, "best_model_path": best,
+                          "kth_best_model_path": best, "best_k_models": {best: score}}  # fmt: skip
+        super().load_state_dict(state_dict)
+        self._saved_settings = state_dict["settings"]
 
 
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:
@@ -271,10 +270,6 @@ def _requeue_signals(trainer: L.Trainer) -> tuple[int, ...]:
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
         return (int(environment.requeue_signal),)
     return ()
-
-
-def _same_folder(one: Any, other: Any) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -175,7 +175,7 @@ class RLCLI(LightningCLI):
         if logger in (False, None):
             return Path(config["trainer"]["default_root_dir"] or ".")
         settings = getattr(logger, "init_args", None)
-        if settings is None or not {"save_dir", "name", "version"} <= set(settings):
+        if settings is None or not logger.class_path.endswith("TensorBoardLogger"):
             raise UsageError("the newest run is found by the folders of TensorBoardLogger; with another logger give "
                              "--ckpt_path PATH")  # fmt: skip
         return Path(settings.save_dir) / (settings.name or "") / (settings.get("sub_dir") or "")

@@ -67,13 +67,24 @@ def tensors_of(tree: Any, path: str = "") -> dict[str, Any]:
     return leaves
 
 
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between two checkpoints, leaf by leaf; NaN is equal to itself."""
+    left, right = (tensors_of(torch.load(path, weights_only=True)) for path in (one, other))
+    found = [f"{path} is there only once" for path in left.keys() ^ right.keys()]
+    for path in left.keys() & right.keys():
+        a, b = left[path], right[path]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+            equal = same and torch.equal(torch.isnan(a), torch.isnan(b))
+        else:
+            equal = repr(a) == repr(b)
+        if not equal:
+            found.append(f"{path} differs: {a} and {b}")
+    return sorted(found)
+
+
 def assert_equal_checkpoints(one: Path, other: Path) -> None:
-    left = tensors_of(torch.load(one, weights_only=True))
-    right = tensors_of(torch.load(other, weights_only=True))
-    assert left.keys() == right.keys()
-    for path, value in left.items():
-        equal = torch.equal(value, right[path]) if isinstance(value, torch.Tensor) else value == right[path]
-        assert equal, f"{path} differs: {value} and {right[path]}"
+    assert not (found := differences(one, other)), "\n".join(found)
 
 
 def assert_resumes_exactly(

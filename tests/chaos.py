@@ -1,0 +1,240 @@
+"""Kills runs at random moments, starts them again, and compares where they end with a run that was never killed.
+
+python -m tests.chaos                      every case, some hundred kills
+python -m tests.chaos --kills 20 ppo dqn   the cases whose names contain these words
+
+Every run is ``rl fit … --resume`` in a process of its own, killed by SIGKILL at a moment drawn uniformly from its
+length, start and writing of checkpoints included. The survivor's ``last.ckpt`` and ``best.ckpt`` must hold what those
+of the run that was never killed hold, tensor by tensor, and its curves the same points.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.training import differences
+
+#: Curves of the clock, which no two runs share.
+CLOCKS = ("time/fps", "time/time_elapsed")
+
+#: Evaluation, so that there is a best checkpoint, and a checkpoint as often as can be written.
+COMMON = [
+    "--data.n_eval_episodes=2", "--data.n_test_episodes=2", "--checkpoint.interval_s=0.05", "--checkpoint.max_share=1"
+]  # fmt: skip
+ROLLOUTS = ["--data=RolloutDataModule", "--data.n_envs=4", "--data.eval_freq=512", *COMMON]
+TABULAR = [*ROLLOUTS, "--data.n_steps=8", "--data.batch_size=null", "--data.n_epochs=1", "--data.total_timesteps=3200",
+           "--data.rollouts_per_epoch=10", "--data.env_id=Maze-v0"]  # fmt: skip
+WHOLE = [*ROLLOUTS, "--data.env_id=CartPole-v1", "--data.n_steps=32", "--data.batch_size=null", "--data.n_epochs=1"]
+PPO = ["--model=PPO", *ROLLOUTS, "--data.n_steps=64", "--data.batch_size=32", "--data.n_epochs=4",
+       "--data.total_timesteps=3072"]  # fmt: skip
+DQN = ["--model=DQN", "--data=ReplayDataModule", "--data.env_id=CartPole-v1", "--data.eval_freq=500", *COMMON,
+       "--data.total_timesteps=2000", "--data.rollouts_per_epoch=50"]  # fmt: skip
+
+CASES: dict[str, list[str]] = {
+    "ppo": [*PPO, "--data.env_id=CartPole-v1", "--model.learning_rate=lin_0.001", "--model.clip_range=lin_0.2"],
+    "ppo-async": [*PPO, "--data.env_id=CartPole-v1", "--data.vectorization_mode=async", "--data.n_envs=2"],
+    "ppo-normalized": [*PPO, "--data.env_id=Pendulum-v1", "--data.norm_obs=true", "--data.norm_reward=true",
+                       "--model.log_every=3"],
+    "ppo-next-step": [*PPO, "--data.env_id=CartPole-v1", "--data.autoreset_mode=next_step", "--data.norm_obs=true"],
+    "ppo-penalty": [*PPO, "--data.env_id=CartPole-v1", "--model.policy_objective=penalty", "--model.target_kl=0.001"],
+    "ppo-early-stop": [*PPO, "--data.env_id=CartPole-v1", "--model.target_kl=0.0005", "--model.lr_scheduler=StepLR",
+                       "--model.lr_scheduler.step_size=2", "--model.lr_scheduler.gamma=0.9"],
+    "ppo-accumulated": [*PPO, "--data.env_id=CartPole-v1", "--trainer.accumulate_grad_batches=2"],
+    "a2c": ["--model=A2C", *WHOLE, "--data.n_steps=5", "--data.rollouts_per_epoch=20", "--data.total_timesteps=4000"],
+    "reinforce": ["--model=REINFORCE", *WHOLE, "--data.total_timesteps=5000"],
+    "reinforce-baseline": ["--model=REINFORCE", "--model.psi=baseline", *WHOLE, "--data.total_timesteps=5000"],
+    "trpo": ["--model=TRPO", "--model.batch_size=64", *WHOLE, "--data.total_timesteps=2560"],
+    "dqn": [*DQN, "--data.gradient_steps=2", "--data.learning_starts=200"],
+    "dqn-prioritized": [*DQN, "--data.prioritized_replay=true", "--data.n_steps=3", "--model.double=true",
+                        "--data.gradient_steps=4", "--data.n_envs=2", "--data.buffer_size=1000"],
+    "monte-carlo": ["--model=MonteCarlo", *TABULAR],
+    "sarsa": ["--model=SARSA", *TABULAR],
+    "q-learning": ["--model=QLearning", "--model.double=true", *TABULAR],
+}  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What became of one case."""
+
+    kills: int = 0
+    #: Kills before the first checkpoint, after which the run began again.
+    from_the_start: int = 0
+    survivors: int = 0
+    differences: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Run:
+    """One process of ``rl fit … --resume`` in a folder of its own.
+
+    Args:
+        arguments: behind ``rl fit``.
+        folder: where it runs.
+        forks: copy this process, which has everything imported, instead of starting Python anew.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, forks: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output = folder / "output.txt"
+        command = ["fit", *arguments, "--resume"]
+        if forks:
+            self.pid = os.fork() or self._become(command, folder)
+        else:
+            with self.output.open("w") as output:
+                self.pid = subprocess.Popen(
+                    [sys.executable, "-m", "recipes", *command], cwd=folder, stdout=output, stderr=output,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+                ).pid  # fmt: skip
+
+    def _become(self, command: list[str], folder: Path) -> int:
+        code = 1
+        try:
+            os.chdir(folder)
+            descriptor = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            from recipes.cli import main
+
+            main(command)
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self, at_most_s: float | None = None) -> int | None:
+        """Exit code; None where the run goes on after ``at_most_s``."""
+        end = None if at_most_s is None else time.monotonic() + at_most_s
+        while True:
+            pid, status = os.waitpid(self.pid, 0 if end is None else os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if end is not None and time.monotonic() >= end:
+                return None
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: another exit code than 0, with the output.
+        """
+        if code := self.wait():
+            raise RuntimeError(f"exit code {code}:\n{self.output.read_text()}")
+
+
+def chaos(arguments: Sequence[str], kills: int, folder: Path, rng: random.Random, forks: bool = True,
+          kills_per_run: int = 5) -> Outcome:  # fmt: skip
+    """Kill runs of one case until there were ``kills`` kills; each run is killed at most ``kills_per_run`` times."""
+    began_s = time.monotonic()
+    whole = folder / "whole"
+    Run(arguments, whole, forks).finish()
+    length_s = time.monotonic() - began_s
+    outcome = Outcome()
+    while outcome.kills < kills:
+        survivor = folder / f"killed-{outcome.survivors}"
+        for _ in range(min(kills_per_run, kills - outcome.kills)):
+            run = Run(arguments, survivor, forks)
+            code = run.wait(rng.uniform(0.0, length_s))
+            if code is not None:
+                if code:
+                    raise RuntimeError(f"exit code {code}:\n{run.output.read_text()}")
+                break
+            run.kill()
+            outcome.kills += 1
+            outcome.from_the_start += not list(survivor.glob("logs/*/*/checkpoints/last.ckpt"))
+        Run(arguments, survivor, forks).finish()
+        outcome.survivors += 1
+        outcome.differences += compare(whole, survivor)
+        shutil.rmtree(survivor)
+    outcome.seconds = time.monotonic() - began_s
+    return outcome
+
+
+def compare(whole: Path, survivor: Path) -> list[str]:
+    """What differs between two finished runs; nothing, if all is well."""
+    from recipes import curves
+
+    one, other = (next(iter(sorted(folder.glob("logs/*/*/checkpoints")))) for folder in (whole, survivor))
+    found = [f"runs: {len(list(survivor.glob('logs/*/*')))}"] if len(list(survivor.glob("logs/*/*"))) != 1 else []
+    for name in ("last.ckpt", "best.ckpt"):
+        if (one / name).exists() != (other / name).exists():
+            found.append(f"{name} is there only once")
+        elif (one / name).exists():
+            found += [f"{name}: {difference}" for difference in differences(one / name, other / name)]
+    left, right = curves.points(one.parent), curves.points(other.parent)
+    for tag in sorted(left.keys() | right.keys()):
+        a, b = left.get(tag, []), right.get(tag, [])
+        if tag in CLOCKS:
+            a, b = [step for step, _ in a], [step for step, _ in b]
+        if repr(a) != repr(b):  # NaN is equal to itself here
+            found.append(f"curve {tag}: {a} and {b}")
+    return found
+
+
+def main() -> None:
+    """Run the cases and print a table; exit code 1 where anything differs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n\n")[0])
+    parser.add_argument("cases", nargs="*", help="parts of names; none: all")
+    parser.add_argument("--kills", type=int, default=8, help="per case")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--fresh", action="store_true", help="start Python anew for every run, instead of forking")
+    options = parser.parse_args()
+    names = [name for name in CASES if not options.cases or any(part in name for part in options.cases)]
+    if not options.fresh:
+        import_everything()
+    results: dict[str, Outcome] = {}
+    print(f"{'case':20} {'kills':>5} {'from the start':>14} {'runs':>5} {'identical':>9} {'s':>6}")
+    for name in names:
+        rng = random.Random(f"{options.seed} {name}")
+        with tempfile.TemporaryDirectory() as folder:
+            result = results[name] = chaos(CASES[name], options.kills, Path(folder), rng, not options.fresh)
+        verdict = "no" if result.differences else "yes"
+        print(f"{name:20} {result.kills:5} {result.from_the_start:14} {result.survivors:5} {verdict:>9} "
+              f"{result.seconds:6.1f}", flush=True)  # fmt: skip
+        for difference in result.differences[:5]:
+            print(f"    {difference[:300]}", flush=True)
+    differing = sum(bool(result.differences) for result in results.values())
+    print(f"{sum(r.kills for r in results.values())} kills, {sum(r.survivors for r in results.values())} runs, "
+          f"{differing} cases that differ")  # fmt: skip
+    raise SystemExit(1 if differing else 0)
+
+
+def import_everything() -> None:
+    """Everything a run imports, so that copies of this process need not."""
+    import torch
+    from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
+
+    import datamodules
+    import recipes.lightning_cli  # noqa: F401
+    import rl_modules
+
+    torch.set_num_threads(1)
+    packages: tuple[Any, ...] = (rl_modules, datamodules)
+    for package in packages:
+        for name in package.__all__:
+            getattr(package, name)
+
+
+if __name__ == "__main__":
+    main()
