@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 ZOO_PPO = {"n_steps": 32, "batch_size": 256, "n_epochs": 20}
+ZOO_DQN = {"buffer_size": 100_000, "learning_starts": 1_000, "train_freq": 256, "gradient_steps": 128, "batch_size": 64}
+EXPLORATION = {"target_update_interval": 10, "exploration_fraction": 0.16, "exploration_final_eps": 0.04}
 
 
 def ours_ppo(total_timesteps: int) -> None:
@@ -70,6 +72,24 @@ def sb3_a2c(total_timesteps: int) -> None:
     envs.close()
 
 
+def ours_dqn(total_timesteps: int) -> None:
+    from datamodules import ReplayDataModule
+    from rl_modules import DQN
+
+    data = ReplayDataModule("CartPole-v1", total_timesteps=total_timesteps, eval_freq=0, **ZOO_DQN)
+    _fit(DQN(learning_rate=2.3e-3, net_arch=[256, 256], **EXPLORATION), data)
+
+
+def sb3_dqn(total_timesteps: int) -> None:
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.env_util import make_vec_env
+
+    envs = make_vec_env("CartPole-v1", n_envs=1, seed=0)
+    DQN("MlpPolicy", envs, learning_rate=2.3e-3, policy_kwargs={"net_arch": [256, 256]}, device="cpu",
+        **ZOO_DQN, **EXPLORATION).learn(total_timesteps)  # fmt: skip
+    envs.close()
+
+
 def _fit(model: object, data: object) -> None:
     import lightning as L
 
@@ -84,8 +104,9 @@ def _fit(model: object, data: object) -> None:
 CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
     "a2c": {"ours": ours_a2c, "stable-baselines3": sb3_a2c},
+    "dqn": {"ours": ours_dqn, "stable-baselines3": sb3_dqn},
 }
-TIMESTEPS = {"ppo": 40_960, "a2c": 40_000}
+TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240}
 
 
 def measure(algorithm: str, pairs: int, total_timesteps: int) -> dict:
