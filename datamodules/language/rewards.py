@@ -156,8 +156,8 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
 
     Args:
         spec: a built-in name; a name of one of the task's own (``accuracy``); an import path
-            ``package.module:function`` or ``package.module.function``; any of these with settings, ``{length_reward: {target: 20}}``, which calls
-            what the name stands for to make the function; or a function.
+            ``package.module:function`` or ``package.module.function``; any of these with settings,
+            ``{length_reward: {target: 20}}``, which calls what the name stands for to make the function; or a function.
         task: the task whose functions may be named.
 
     Returns:

@@ -179,7 +179,7 @@ class Task:
         """How good a completion truly is, in [0, 1]. The default is its accuracy."""
         return self.score(record, completion)
 
-    def preferences(self, split: str, n: int) -> list[Record]:
+    def preferences(self, split: str, n: int | None) -> list[Record]:
         """``n`` comparisons of two completions, decided with Bradley–Terry noise from their utilities.
 
         Raises:
@@ -200,7 +200,7 @@ class Task:
         fruitless = 0
         while len(chosen) < n:
             question = self.draw(rng)
-            identity = json.dumps(question, default=str)
+            identity = str(self.prompt(question))
             if identity in chosen or not self._is_in(split, question):
                 fruitless += 1
                 if fruitless >= FRUITLESS:

@@ -9,7 +9,13 @@ from rl_modules.errors import UsageError
 #: Built-in tasks, imported when they are made.
 TASKS = {
     "addition": "datamodules.language.tasks.addition:Addition",
+    "reverse": "datamodules.language.tasks.strings:Reverse",
+    "sort": "datamodules.language.tasks.strings:Sort",
+    "countdown": "datamodules.language.tasks.countdown:Countdown",
+    "paths": "datamodules.language.tasks.paths:Paths",
 }
+#: Before the name of one of reasoning-gym's datasets.
+REASONING_GYM = "reasoning_gym:"
 
 
 def make_task(name: str | Task, seed: int = 0, **settings: Any) -> Task:
@@ -27,7 +33,13 @@ def make_task(name: str | Task, seed: int = 0, **settings: Any) -> Task:
         if settings:
             raise UsageError(f"a task that is made already takes no settings, but {', '.join(settings)} came")
         return name
-    factory = load_object(TASKS.get(name, name), "task", TASKS)
+    if name.startswith(REASONING_GYM):
+        from datamodules.language.tasks.reasoning import ReasoningGym
+
+        return ReasoningGym(seed, name.removeprefix(REASONING_GYM), **settings)
+    factory = load_object(TASKS.get(name, name), "task", [*TASKS, f"{REASONING_GYM}<dataset>"])
+    if not callable(factory):
+        raise UsageError(f"task={name!r} is a {type(factory).__name__}, where a Task class should be")
     require_settings(factory, {"seed": seed, **settings}, f"task {name!r}")
     task = factory(seed=seed, **settings)
     if not isinstance(task, Task):

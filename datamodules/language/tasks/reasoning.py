@@ -1,0 +1,127 @@
+"""The datasets of reasoning-gym as tasks, with their own scorers."""
+
+import ast
+import functools
+import inspect
+import random
+import re
+import sys
+from typing import Any
+
+from datamodules.language.tasks.base import Question, Record, Task
+from datamodules.seeding import stream_seed
+from rl_modules.errors import UsageError, did_you_mean
+
+#: What an answer may hold that SymPy's parser is shown, which evaluates it: sums, products and small powers of numbers
+#: and of variables of one letter, and these functions.
+_FUNCTIONS = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log",
+              "ln", "sqrt", "pi"}  # fmt: skip
+_ARITHMETIC = re.compile(r"[0-9A-Za-z+\-*/(). \n]{1,1000}")
+_EXPONENT = r"(?:-?\d{1,2}(?![\d.])|\(\s*-?\d{1,2}(?:/\d{1,2})?\s*\))"
+_HARMFUL = (
+    re.compile(r"\.(?!\d)|[A-Za-z)]\s*\."),  # a point that is no decimal point: an attribute
+    re.compile(r"\d\s*[eE]\s*[-+]?\s*\d"),  # 1e999999999
+    re.compile(rf"\*\*(?!\s*{_EXPONENT})"),  # an exponent that is not a small number
+    re.compile(rf"\*\*\s*{_EXPONENT}\s*\*\*"),  # 9**99**99
+)
+#: Questions that are drawn from, where the config has no size: some datasets keep a list of that length.
+SIZE = 20_000
+_PARSES = re.compile(r"(?<!\w)(?:parse_expr|sympify)\(")
+_EVALUATES = re.compile(r"(?<![\w.])eval\(")
+#: Questions that are drawn from, where the config has no size: some datasets keep a list of that length.
+SIZE = 20_000
+_EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|(?<!\w)(?:parse_expr|sympify)\(")
+
+
+class ReasoningGym(Task):
+    """A dataset of the ``reasoning-gym`` package: its questions, its answers, its scorer as the accuracy.
+
+    Some of its scorers evaluate the answer as Python code. Here they read literals only, and those that use SymPy's
+    parser are shown nothing but plain arithmetic; any other answer counts as wrong.
+
+    Args:
+        seed: of the questions.
+        dataset: its name in reasoning-gym.
+        think_format: the answer is read from ``<answer>`` tags, after ``<think>`` ones.
+        template: the prompt, with the field ``question``.
+        chat: prompts are user messages.
+        **config: the dataset's own settings.
+
+    Raises:
+        UsageError: an unknown dataset, or settings that it refuses.
+    """
+
+    name = "reasoning_gym"
+
+    def __init__(
+        self,
+        seed: int = 0,
+        dataset: str = "chain_sum",
+        think_format: bool = False,
+        template: str | None = None,
+        chat: bool = False,
+        **config: Any,
+    ) -> None:
+        super().__init__(seed, think_format, template, chat)
+        from reasoning_gym.factory import DATASETS, create_dataset
+
+        if dataset not in DATASETS:
+            raise UsageError(f"reasoning-gym has no dataset {dataset!r}{did_you_mean(dataset, DATASETS)}")
+        self.name = f"reasoning_gym:{dataset}"  # type: ignore[misc]
+        settings = {"seed": stream_seed(seed, 0, "reasoning_gym") % 2**31, "size": SIZE, **config}
+        try:
+            self.dataset = create_dataset(dataset, **settings)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise UsageError(f"reasoning-gym's {dataset!r} refuses its settings {config}: {error}") from error
+        self._entry = functools.lru_cache(maxsize=SIZE)(self.dataset.__getitem__)
+        self._parses = secure_scorer(self.dataset)
+
+    def draw(self, rng: random.Random) -> Question:
+        index = rng.randrange(len(self.dataset))
+        return {"question": self._entry(index)["question"], "index": index}
+
+    def key(self, question: Question) -> str:
+        return question["question"]
+
+    def solve(self, question: Question, rng: random.Random) -> Record:
+        answer = self._entry(question["index"])["answer"]
+        return {"answer": None if answer is None else str(answer), "index": question["index"]}
+
+    def score(self, record: Record, completion: str) -> float:
+        """The scorer's value; 0 where there is no answer, or one that the scorer stumbles over."""
+        answer = self.final_answer(completion)
+        if answer is None or (self._parses and not is_arithmetic(answer)):
+            return 0.0
+        try:
+            return float(self.dataset.score_answer(answer, self._entry(record["index"])))
+        except Exception:
+            # Many scorers raise at answers that they can't parse; such an answer is wrong, and no reason to end a run.
+            return 0.0
+
+
+def secure_scorer(dataset: Any) -> bool:
+    """Keep a dataset's scorer, and those of datasets that it is composed of, from running an answer as code.
+
+    Where a scorer calls ``eval`` to read lists, its module gets ``ast.literal_eval`` by that name.
+
+    Returns:
+        Whether a scorer hands answers to SymPy's parser, so that they must be checked beforehand.
+    """
+    parts = getattr(dataset, "datasets", None)
+    if isinstance(parts, dict):
+        return any([secure_scorer(part) for part in parts.values()])
+    scorer = type(dataset).score_answer
+    source = inspect.getsource(scorer)
+    if _EVALUATES.search(source):
+        sys.modules[scorer.__module__].__dict__["eval"] = ast.literal_eval
+    return _PARSES.search(source) is not None
+
+
+def is_arithmetic(answer: str) -> bool:
+    """Whether a text is such arithmetic that evaluating it can neither reach anything nor take long."""
+    if not _ARITHMETIC.fullmatch(answer) or any(pattern.search(answer) for pattern in _HARMFUL):
+        return False
+    if any(len(word) > 1 and word not in _FUNCTIONS for word in re.findall(r"[A-Za-z]+", answer)):
+        return False
+    # Powers of powers multiply: (((9**99)**99)**99)**99.
+    return len(re.findall(r"\)\s*\*\*", answer)) <= 2
