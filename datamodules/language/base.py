@@ -212,6 +212,8 @@ class LanguageDataModule(L.LightningDataModule):
 
         They are tokenized apart from their prompts, for that is where a model that writes them begins.
         """
+        if not completions:
+            return []
         tokenizer = self.policy.tokenizer
         encoded = tokenizer(completions, add_special_tokens=False).input_ids
         return [[*ids, tokenizer.eos_token_id] for ids in encoded]

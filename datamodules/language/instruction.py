@@ -86,8 +86,8 @@ class InstructionDataModule(LanguageDataModule):
             first = next(i for i, length in enumerate(lengths) if length > limit)
             if self.hparams["overlong"] == "error" or not kept:
                 raise UsageError(
-                    f"{self.source}: {len(records) - len(kept)} of {len(records)} records are longer than {limit} tokens "
-                    f"with their completions (record {first} has {lengths[first]}); shorten them"
+                    f"{self.source}: {len(records) - len(kept)} of {len(records)} records are longer than {limit} "
+                    f"tokens with their completions (record {first} has {lengths[first]}); shorten them"
                     + (", raise max_length" if limit < self.policy.max_length else "")
                     + ("" if self.hparams["overlong"] == "drop" else ", or set overlong=drop")
                 )
@@ -217,6 +217,6 @@ class InstructionDataModule(LanguageDataModule):
         for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
                                ("micro_batches", "trainer.accumulate_grad_batches")):  # fmt: skip
             if state_dict[name] != here[name]:
-                raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume with "
-                                 "as many")  # fmt: skip
+                raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
+                                 "with as many")  # fmt: skip
         self._position = state_dict["position"]

@@ -41,8 +41,8 @@ class Sequences:
             packing: several to a row, in rows as wide as the longest of them.
 
         Returns:
-            ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count; where
-            packed also ``position_ids`` [rows, width], which begin again at 0 where a sequence begins.
+            ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count;
+            where packed also ``position_ids`` [rows, width], which begin again at 0 where a sequence begins.
         """
         total = self.total[index]
         width = int(total.max())

@@ -97,6 +97,7 @@ class LanguageModule(L.LightningModule):
         self._logged_at = 0
         #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
         self.num_tokens = 0
+        self._gradients: dict[str, Tensor] = {}
 
     # ---------------------------------------------------------------- model and tokenizer
 
@@ -214,15 +215,22 @@ class LanguageModule(L.LightningModule):
             metrics: scalars by name, ``eval/…``.
             weight: how much the batch counts, such as its number of prompts or tokens.
         """
-        self.log_dict(metrics, on_step=False, on_epoch=True, logger=False, batch_size=weight, sync_dist=True)
+        self.log_dict(
+            metrics, on_step=False, on_epoch=True, logger=not self._fitting, batch_size=weight, sync_dist=True
+        )
+
+    @property
+    def _fitting(self) -> bool:
+        # In a run the curves are written here, over the optimizer step; else Lightning prints and returns the metrics.
+        return self.trainer.state.fn == "fit"
 
     def on_validation_epoch_end(self) -> None:
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
         # The last evaluation's derived ones are among the means by now.
         if derived := {name: value for name, value in metrics.items() if means.get(name) != value}:
-            self.log_dict(derived, logger=False)
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.log_dict(derived, logger=not self._fitting)
+        if self._fitting and not self.trainer.sanity_checking:
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.trainer.global_step)
 
@@ -280,7 +288,23 @@ class LanguageModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["num_tokens"] = self.num_tokens
+        checkpoint["gradients"] = self._gradients_so_far()
         checkpoint["unlogged"] = {"sums": self._sums, "weights": self._weights, "at": self._logged_at}
+
+    def _gradients_so_far(self) -> dict[str, Tensor]:
+        """What the micro-batches of an unfinished optimizer step have added up, means over ranks; empty between steps."""
+        if self._trainer is None or not self._fitting:
+            return {}
+        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
+            return {}
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
+
+    def on_train_start(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter)
+        self._gradients = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved, here = checkpoint.get("algorithm"), type(self).__name__
@@ -288,6 +312,7 @@ class LanguageModule(L.LightningModule):
             raise UsageError(f"the checkpoint holds {saved or 'no language algorithm'}, not {here}; load it with that "
                              "class")  # fmt: skip
         self.num_tokens = checkpoint["num_tokens"]
+        self._gradients = checkpoint["gradients"]
         unlogged = checkpoint["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]

@@ -71,8 +71,8 @@ class SFT(LanguagePolicy):
         """Log π of the demonstrations' tokens that count.
 
         Args:
-            batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where rows
-                are packed; ``seed`` of the dropout, in training.
+            batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
+                rows are packed; ``seed`` of the dropout, in training.
 
         Returns:
             log π [1, m] in nats, the logits [1, m, V], and the tokens [1, m].
@@ -81,8 +81,7 @@ class SFT(LanguagePolicy):
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
             inputs["position_ids"] = batch["position_ids"]
-            if "flash" in str(self.model.config._attn_implementation):
-                # Flash attention tells sequences apart by their positions, but within one row only.
+            if self.wants_one_row:
                 inputs = {name: value.view(1, -1) for name, value in inputs.items()}
         # The state before a token is the one that predicts it.
         if self._drops and "seed" in batch:
@@ -93,6 +92,11 @@ class SFT(LanguagePolicy):
             logits = logits_at(self.model, counted - 1, **inputs)
         target = tokens.flatten()[counted].unsqueeze(0)
         return F.token_log_probs(logits, target), logits, target
+
+    @property
+    def wants_one_row(self) -> bool:
+        """Whether packed rows go end to end: flash attention tells sequences apart by position within one row only."""
+        return "flash" in str(self.model.config._attn_implementation)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Completions of held-out prompts, and likelihood of held-out demonstrations."""

@@ -1,0 +1,290 @@
+"""What a step of demonstrations consists of, whatever rows, micro-batches and ranks it is cut into."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules import InstructionDataModule
+from datamodules.language.sequences import Sequences, pack
+from rl_modules.errors import UsageError
+from rl_modules.language.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+PAD = TOKENIZER.pad_token_id
+
+
+def attached(data, stage="fit", rank=0, ranks=1, micro=1, max_length=64, tokenizer=TOKENIZER):
+    """A datamodule after ``setup``, with as much of a trainer as it asks."""
+    policy = SimpleNamespace(tokenizer=tokenizer, max_length=max_length)
+    data.trainer = SimpleNamespace(
+        lightning_module=policy, accumulate_grad_batches=micro, global_rank=rank, world_size=ranks,
+        state=SimpleNamespace(fn=stage)
+    )  # fmt: skip
+    data.setup(stage)
+    return data
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def texts(batch):
+    """Every sequence of a batch with the part that counts in brackets, sorted."""
+    flat = batch["tokens"].flatten().tolist()
+    positions = batch.get("position_ids", torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"]))
+    counted, found = set(batch["counted"].tolist()), []
+    for place, (token, position) in enumerate(zip(flat, positions.flatten().tolist(), strict=True)):
+        if position == 0:
+            found.append("")
+        if token != PAD:
+            word = TOKENIZER.decode([token])
+            found[-1] += f"[{word}]" if place in counted else word
+    return sorted(text for text in found if text)
+
+
+def sequences_in(batches):
+    return sorted(text for batch in batches for text in texts(batch))
+
+
+# -------------------------------------------------------------------- sequences
+
+
+def test_batch_of_sequences_by_hand():
+    sequences = Sequences([[3, 4], [5]], [[6, 1], [7, 8, 9, 1]], completion_only=True)
+    batch = sequences.batch(torch.tensor([0, 1]), PAD)
+    assert batch["tokens"].tolist() == [[3, 4, 6, 1, PAD], [5, 7, 8, 9, 1]]
+    assert batch["counted"].tolist() == [2, 3, 6, 7, 8, 9]
+    whole = Sequences([[3, 4], [5]], [[6, 1], [7, 8, 9, 1]], completion_only=False)
+    assert whole.batch(torch.tensor([0, 1]), PAD)["counted"].tolist() == [1, 2, 3, 6, 7, 8, 9]
+    assert whole.counted.tolist() == [3, 4]
+
+
+def test_packed_batch_by_hand():
+    sequences = Sequences([[3], [4], [5], [6]], [[11] * 4, [12] * 2, [13], [14] * 2], completion_only=True)
+    batch = sequences.batch(torch.tensor([0, 1, 2, 3]), PAD, packing=True)
+    # Lengths 5, 3, 2, 3 in rows of 5: the 2 goes beside the first 3, where it leaves nothing over.
+    assert batch["tokens"].tolist() == [[3, 11, 11, 11, 11], [4, 12, 12, 5, 13], [6, 14, 14, PAD, PAD]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1], [0, 1, 2, 0, 0]]
+    assert batch["counted"].tolist() == [1, 2, 3, 4, 6, 7, 9, 11, 12]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30))
+def test_packing_overlaps_nothing_and_wastes_little(lengths):
+    width = max(lengths)
+    row, column = pack(lengths, width)
+    used = {(int(r), int(c) + i) for r, c, n in zip(row, column, lengths, strict=True) for i in range(n)}
+    assert len(used) == sum(lengths)
+    assert all(c < width for _, c in used)
+    rows = int(row.max()) + 1
+    assert {r for r, _ in used} == set(range(rows))
+    # No two rows would fit into one: the shorter of them would have been put there.
+    filled = sorted(sum(n for r, n in zip(row.tolist(), lengths, strict=True) if r == k) for k in range(rows))
+    assert rows == 1 or filled[0] + filled[1] > width
+
+
+# -------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_is_the_same_however_it_is_cut(packing):
+    arguments = {"batch_size": 12, "packing": packing, "n_train": 200}
+    whole = attached(InstructionDataModule("addition", **arguments))
+    parts = attached(InstructionDataModule("addition", **arguments), micro=3)
+    halves = [attached(InstructionDataModule("addition", **{**arguments, "batch_size": 6}), rank=r, ranks=2, micro=2)
+              for r in range(2)]  # fmt: skip
+    for number in (0, 1, 17, 40):
+        one = whole._step(number)
+        expected = sequences_in(one)
+        assert len(expected) == 12
+        assert sequences_in(parts._step(number)) == expected
+        assert sequences_in(halves[0]._step(number) + halves[1]._step(number)) == expected
+        counted = one[0]["counted"].numel()
+        assert one[0]["step_tokens"] == counted
+        assert {batch["step_tokens"] for batch in parts._step(number)} == {counted}
+        assert {batch["step_tokens"] for half in halves for batch in half._step(number)} == {counted / 2}
+        # All ranks together, told once.
+        assert sum(batch["num_tokens"] for batch in halves[0]._step(number)) == one[0]["num_tokens"]
+        real = int((one[0]["tokens"] != PAD).sum())
+        assert one[0]["num_tokens"] == real
+
+
+@pytest.mark.parametrize("group_by_length", [False, True])
+def test_every_record_comes_once_per_pass_and_in_another_order_next_time(group_by_length):
+    data = attached(InstructionDataModule("addition", n_train=60, batch_size=10, group_by_length=group_by_length))
+    assert len(data.train_dataloader()) == 6
+    first = [tuple(sorted(data._sequences_of(i).tolist())) for i in range(6)]
+    second = [tuple(sorted(data._sequences_of(i).tolist())) for i in range(6, 12)]
+    assert sorted(i for step in first for i in step) == sorted(i for step in second for i in step) == list(range(60))
+    assert set(first) != set(second)
+
+
+def test_steps_of_similar_length_and_packing_waste_less_padding(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * (i % 31)} for i in range(400)])
+
+    def waste(**arguments):
+        data = attached(InstructionDataModule(path=path, batch_size=20, **arguments))
+        batches = [data._step(i)[0] for i in range(20)]
+        rows = sum(batch["tokens"].numel() for batch in batches)
+        return 1 - sum(batch["num_tokens"] for batch in batches) / rows
+
+    any_, grouped, packed = waste(group_by_length=False), waste(), waste(group_by_length=False, packing=True)
+    assert any_ > 0.4
+    assert grouped < 0.1
+    assert packed < 0.15
+
+
+def test_same_seed_same_steps_other_seed_others():
+    def make(seed):
+        data = attached(InstructionDataModule("addition", n_train=100, batch_size=10, seed=seed))
+        return [data._step(i)[0]["tokens"].tolist() for i in range(3)]
+
+    assert make(1) == make(1) != make(2)
+
+
+def test_loader_goes_on_where_the_state_says():
+    def loaded(position):
+        data = attached(InstructionDataModule("addition", n_train=60, batch_size=10), micro=2)
+        data.load_state_dict({"position": position, "micro_batches": 2, "batch_size": 10, "ranks": 1})
+        return data
+
+    data = loaded(0)
+    stream = [batch["tokens"].tolist() for _ in range(2) for batch in data.train_dataloader()]
+    assert len(stream) == 24
+    for position in (1, 6, 12, 17):
+        data = loaded(position)
+        batch = next(iter(data.train_dataloader()))
+        assert batch["tokens"].tolist() == stream[position]
+        assert data.state_dict()["position"] == position + 1
+
+
+def test_dropout_seeds_differ_between_micro_batches_and_ranks():
+    ranks = [attached(InstructionDataModule("addition", n_train=60, batch_size=10), rank=r, ranks=2, micro=2)
+             for r in range(2)]  # fmt: skip
+    seeds = [batch["seed"] for data in ranks for batch in data.train_dataloader()]
+    assert len(set(seeds)) == len(seeds) == 2 * 3 * 2
+
+
+# -------------------------------------------------------------------- held-out demonstrations
+
+
+def test_held_out_demonstrations_are_all_there_and_none_was_trained_on():
+    make = {"n_train": 300, "n_eval": 50, "eval_batch_size": 16, "packing": True}
+    data = attached(InstructionDataModule("addition", **make), stage="validate")
+    shown = list(data.held_out_demonstrations())
+    assert len(data.held_out_demonstrations()) == len(shown) == 4
+    expected = sequences_in(shown)
+    assert len(expected) == 50
+    halves = [attached(InstructionDataModule("addition", **make), stage="validate", rank=r, ranks=2) for r in range(2)]
+    assert sequences_in([b for half in halves for b in half.held_out_demonstrations()]) == expected
+    training = attached(InstructionDataModule("addition", **make))
+    seen = {record["prompt"] for record in training.train_records}
+    assert not seen & {record["prompt"] for record in data.eval_records}
+
+
+def test_held_out_prompts_need_no_demonstrations(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
+    data = attached(InstructionDataModule(path=path, eval_path=jsonl(tmp_path / "b.jsonl", [{"prompt": "a"}])), "test")
+    assert len(data.held_out_demonstrations()) == 0
+    assert list(data.held_out_demonstrations()) == []
+
+
+# -------------------------------------------------------------------- tokens
+
+
+def test_completion_is_tokenized_apart_and_ends_with_eos(tmp_path):
+    data = attached(InstructionDataModule(path=jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "c"}])))
+    record = data.train_records[0]
+    assert TOKENIZER.convert_ids_to_tokens(record["prompt_ids"]) == ["a", "b"]
+    assert TOKENIZER.convert_ids_to_tokens(record["completion_ids"]) == ["c", "<eos>"]
+    # A completion's EOS counts even where padding has the same id.
+    assert data.sequences.counted.tolist() == [2]
+
+
+def test_chat_template_surrounds_the_prompt(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
+        "{% if add_generation_prompt %}(a:{% endif %}"
+    )
+    records = [{"prompt": "hi", "completion": "yo"},
+               {"prompt": [{"role": "user", "content": "hi"}], "completion": "yo"}]  # fmt: skip
+    path = jsonl(tmp_path / "a.jsonl", records)
+    data = attached(InstructionDataModule(path=path, system_prompt="be"), tokenizer=tokenizer)
+    for record in data.train_records:
+        assert tokenizer.decode(record["prompt_ids"]) == "(s:be)(u:hi)(a:"
+        assert tokenizer.decode(record["completion_ids"]) == "yo<eos>"
+    plain = attached(InstructionDataModule(path=jsonl(tmp_path / "b.jsonl", records[:1]), chat_template=False),
+                     tokenizer=tokenizer)  # fmt: skip
+    assert tokenizer.decode(plain.train_records[0]["prompt_ids"]) == "hi"
+
+
+# -------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "message"),
+    [
+        ([{"prompt": "a"}], {}, r"a\.jsonl:1: there is no 'completion', only prompt"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], {}, r"a\.jsonl:2: .*null"),
+        ([{"question": "a", "completion": "b"}], {}, r"a\.jsonl:1: there is no 'prompt'"),
+        ([{"prompt": "a", "completion": [1]}], {}, r"a\.jsonl:1: 'completion' is list \[1\], where text should be"),
+        ([{"prompt": "", "completion": "b"}], {}, "record 0 has an empty prompt"),
+        ([{"prompt": "a" * 70, "completion": "b"}], {}, "prompts are longer than 63 tokens .*overlong=drop"),
+        ([{"prompt": "a", "completion": "b" * 80}], {}, "longer than 64 tokens .*record 0 has 82.*overlong=drop"),
+        ([{"prompt": "a", "completion": "b" * 80}], {"overlong": "drop"}, "1 of 1 records are longer than 64 tokens"),
+        ([{"prompt": "aaaa", "completion": "bbbb"}], {"max_length": 6}, "longer than 6 tokens .*raise max_length"),
+        ([], {}, "is empty"),
+    ],
+)
+def test_records_that_cannot_be_used(tmp_path, lines, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        attached(InstructionDataModule(path=jsonl(tmp_path / "a.jsonl", lines), **arguments))
+
+
+def test_overlong_records_are_dropped_with_a_count(tmp_path, capsys):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (3, 80, 100_000)])
+    data = attached(InstructionDataModule(path=path, overlong="drop"))
+    assert len(data.train_records) == 1
+    assert "2 of 3 records left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of task, path and dataset; got none"),
+        ({"task": "addition", "path": "a.jsonl"}, "got task and path"),
+        ({"task": "addition", "batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"task": "addition", "max_length": 1}, "max_length=1 must be at least 2"),
+        ({"task": "addition", "overlong": "cut"}, "overlong='cut' must be error or drop"),
+        ({"path": "a.jsonl", "task_kwargs": {"n_digits": 3}}, "task_kwargs=.* but none is given"),
+        ({"task": "adition"}, "did you mean addition"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        InstructionDataModule(**arguments)
+
+
+def test_micro_batches_must_divide_the_step():
+    with pytest.raises(UsageError, match="accumulate_grad_batches=3 does not divide batch_size=64"):
+        attached(InstructionDataModule("addition", n_train=100), micro=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batches": 4}, "accumulate_grad_batches=2 differs from the checkpoint's 4"),
+        ({"batch_size": 8}, "batch_size=10 differs from the checkpoint's 8"),
+        ({"ranks": 2}, "devices=1 differs from the checkpoint's 2"),
+    ],
+)
+def test_a_checkpoint_of_another_cut_is_refused(change, message):
+    data = attached(InstructionDataModule("addition", n_train=60, batch_size=10), micro=2)
+    with pytest.raises(UsageError, match=message):
+        data.load_state_dict({"position": 4, "micro_batches": 2, "batch_size": 10, "ranks": 1, **change})
