@@ -292,7 +292,7 @@ class LanguageModule(L.LightningModule):
         checkpoint["unlogged"] = {"sums": self._sums, "weights": self._weights, "at": self._logged_at}
 
     def _gradients_so_far(self) -> dict[str, Tensor]:
-        """What the micro-batches of an unfinished optimizer step have added up, means over ranks; empty between steps."""
+        """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
         if self._trainer is None or not self._fitting:
             return {}
         if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
@@ -357,7 +357,7 @@ class LanguagePolicy(LanguageModule):
         }
         return sample(
             self.model, prompts, num_generations=num_generations, seeds=seeds,
-            eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),  # type: ignore[arg-type]
+            eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
             **settings,
         )  # fmt: skip
 
