@@ -88,12 +88,15 @@ def sample(
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
 
     Raises:
-        UsageError: an argument out of range, an empty prompt, a prompt that leaves no room for a token, an id outside
+        UsageError: an argument out of range, a model with virtual tokens, an empty prompt, a prompt that leaves no room for a token, an id outside
             of the vocabulary, a wrong number of seeds.
         FloatingPointError: the model's logits are NaN.
     """
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UsageError("model has virtual tokens before its prompt (prompt or prefix tuning), whose positions depend on "
+                         "the padding; use LoRA or another method that changes weights")  # fmt: skip
     config = model.config.get_text_config(decoder=True)
     positions = max_length(config)
     _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
@@ -102,11 +105,7 @@ def sample(
     limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
     draws = uniforms(seeds, int(limit.max())).to(limit.device)
     record = Record(limit, torch.tensor(stops, device=limit.device), pad_token_id)
-    cache = (
-        None
-        if _has_virtual_tokens(model)
-        else RowCache.for_model(config, int((batch.length[batch.source] + limit).max()))
-    )
+    cache = RowCache.for_model(config, longest=int((batch.length[batch.source] + limit).max()))
     with torch.no_grad(), eval_mode(model):
         if cache is not None:
             decode(model, cache, batch, rule, draws, record, synced_gpus)
@@ -131,11 +130,6 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _has_virtual_tokens(model: Any) -> bool:
-    """Whether a ``peft`` method such as prompt tuning puts tokens of its own before the prompt."""
-    return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 @functools.cache
