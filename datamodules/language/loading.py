@@ -36,7 +36,10 @@ def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what
     Raises:
         UsageError: one that it does not take, or one that it needs and that is missing.
     """
-    accepted = inspect.signature(factory).parameters
+    try:
+        accepted = inspect.signature(factory).parameters
+    except ValueError:  # some builtins tell nothing of what they take
+        return
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         for setting in settings:
             if setting not in accepted:

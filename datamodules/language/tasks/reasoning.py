@@ -69,6 +69,12 @@ class ReasoningGym(Task):
             raise UsageError(f"reasoning-gym has no dataset {dataset!r}{did_you_mean(dataset, DATASETS)}")
         self.name = f"reasoning_gym:{dataset}"  # type: ignore[misc]
         settings = {"seed": stream_seed(seed, 0, "reasoning_gym") % 2**31, "size": SIZE, **config}
+        if dataset == "composite":  # its parts come from a config as plain dicts
+            from reasoning_gym.composite import DatasetSpec
+
+            settings["datasets"] = [
+                DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in settings.get("datasets", [])
+            ]
         try:
             self.dataset = create_dataset(dataset, **settings)
         except (TypeError, AssertionError, ValueError) as error:
@@ -109,7 +115,8 @@ def secure_scorer(dataset: Any) -> bool:
     """
     parts = getattr(dataset, "datasets", None)
     if isinstance(parts, dict):
-        return any([secure_scorer(part) for part in parts.values()])
+        secured = [secure_scorer(part) for part in parts.values()]  # all of them, where any() would stop at the first
+        return any(secured)
     scorer = type(dataset).score_answer
     source = inspect.getsource(scorer)
     if _EVALUATES.search(source):

@@ -1,9 +1,14 @@
 """Splits, repeatability and right answers of the built-in tasks."""
 
+import subprocess
+import sys
+
 import pytest
 
-from datamodules.language.tasks import make_task
+from datamodules.language.tasks import Task, make_task
+from datamodules.language.tasks.base import fill
 from rl_modules.errors import UsageError
+from rl_modules.language.tokenizer import ALPHABET
 
 
 def prompts(task, split, n=None):
@@ -62,3 +67,121 @@ def test_accuracy_is_one_for_demonstrations_and_zero_for_the_rest():
         assert right == [1.0] * 30
         assert wrong == ([1.0] * 30 if think else [0.0] * 30)  # what follows the tags is the format's business
         assert bare == ([0.0] * 30 if think else [1.0] * 30)
+
+
+@pytest.mark.parametrize("name", ["addition", "reverse", "sort", "countdown", "paths"])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_every_task_keeps_its_splits_apart_and_solves_its_own_questions(name, seed):
+    task, other = make_task(name, seed=seed), make_task(name, seed=seed + 1)
+    train, test = task.records("train", 200), task.records("test", 40)
+    assert not {r["prompt"] for r in train} & {r["prompt"] for r in other.records("test", 40)}
+    assert len({r["prompt"] for r in test}) == 40
+    for record in train[:50] + test:
+        columns = {key: [value] for key, value in record.items() if key not in ("prompt", "completion")}
+        correct = record["answer"] if name == "paths" else record["completion"]
+        assert task.accuracy(prompts=[record["prompt"]], completions=[correct], **columns) == [1.0]
+        assert task.accuracy(prompts=[record["prompt"]], completions=["?"], **columns) == [0.0]
+        assert set(record["prompt"] + record["completion"]) <= set(ALPHABET)
+
+
+@pytest.mark.parametrize("name", ["addition", "reverse", "countdown"])
+def test_think_format_rewards_the_form_and_reads_the_answer_from_the_tags(name):
+    task = make_task(name, think_format=True)
+    record = task.records("train", 1)[0]
+    thought, answer = record["completion"].removeprefix("<think>").split("</think><answer>")
+    accuracy, form = task.reward_funcs
+    columns = {key: [value] * 3 for key, value in record.items() if key not in ("prompt", "completion")}
+    completions = [record["completion"], f"<answer>{answer}", thought + answer.removesuffix("</answer>")]
+    assert accuracy(prompts=None, completions=completions, **columns) == [1.0, 1.0, 0.0]
+    assert form(prompts=None, completions=completions, **columns) == [1.0, 0.0, 0.0]
+    assert task.extract(completions[2]) is None
+
+
+def test_reverse_and_sort_answer_right():
+    for record in make_task("reverse").records("train", 100):
+        assert record["answer"] == "".join(reversed(record["prompt"][:-1]))
+    for record in make_task("sort").records("train", 100):
+        assert list(record["answer"]) == sorted(record["prompt"][:-1])
+
+
+def test_addition_reasons_with_carries():
+    task = make_task("addition", think_format=True)
+    assert task.reasoning({"a": 97, "b": 5}, {}) == "7+5=12 9+0+1=10"
+
+
+def test_templates_and_chat_shape_the_prompt():
+    task = make_task("addition", template="What is {a} plus {b}?", chat=True)
+    ((message,),) = [r["prompt"] for r in task.records("train", 1)]
+    assert message["role"] == "user" and message["content"].startswith("What is ")
+    with pytest.raises(UsageError, match=r"\{c\}.*only a, b"):
+        make_task("addition", template="{c}").records("train", 1)
+
+
+def test_a_template_reaches_nothing_but_fields():
+    assert fill("{x.__class__} {0} {x}", {"x": 1}, "here") == "{x.__class__} {0} 1"
+
+
+class Doubling(Task):
+    """The smallest task of one's own."""
+
+    name = "doubling"
+    default_template = "2*{x}="
+    size = 1000
+
+    def questions(self):
+        return ({"x": x} for x in range(1000))
+
+    def solve(self, question, rng):
+        return {"answer": str(2 * question["x"])}
+
+
+def test_a_task_of_ones_own_by_import_path():
+    task = make_task("tests.datamodules.language.test_tasks:Doubling", seed=5)
+    records = task.records("train", None) + task.records("test", None)
+    assert sorted(int(r["answer"]) for r in records) == list(range(0, 2000, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("additon", {}, "did you mean addition"),
+        ("no.such.module:Task", {}, "can't be imported"),
+        ("math:pi", {}, "is a float"),
+        ("builtins:dict", {}, "made a dict"),
+        ("addition", {"n_digit": 3}, "did you mean n_digits"),
+        ("addition", {"n_digits": 0}, "at least 1"),
+        ("sort", {"min_length": 5, "max_length": 4}, "min_length=5"),
+        ("reverse", {"alphabet": "aa"}, "different characters"),
+        ("countdown", {"operators": "^"}, "operators='\\^'"),
+        ("countdown", {"n_operands": 1}, "at least 2"),
+        ("paths", {"n_nodes": 60}, "between 4 and 52"),
+        ("paths", {"out_degree": 1}, "out_degree=1"),
+        ("paths", {"min_distance": 50}, "min_distance=50"),
+        ("paths", {"max_length": 1}, "max_length=1"),
+        ("paths", {"faults": 1.5}, "faults=1.5"),
+        ("reasoning_gym:chain_sums", {}, "did you mean chain_sum"),
+        ("reasoning_gym:chain_sum", {"min_terms": -1}, "must be positive"),
+    ],
+)
+def test_what_a_task_refuses(name, settings, message):
+    with pytest.raises(UsageError, match=message):
+        make_task(name, **settings)
+
+
+def test_unknown_split_and_preferences_of_a_task_without_any():
+    with pytest.raises(UsageError, match="split='eval'"):
+        make_task("addition").records("eval", 1)
+    with pytest.raises(UsageError, match="paths"):
+        make_task("addition").preferences("train", 1)
+
+
+def test_an_endless_task_that_runs_out_says_how_many_it_found():
+    task = make_task("countdown", n_operands=2, max_operand=3)
+    with pytest.raises(UsageError, match=r"split has only \d+"):
+        task.records("train", 10_000)
+
+
+def test_tasks_import_neither_torch_nor_transformers():
+    code = "import sys; from datamodules.language.tasks import make_task; make_task('addition').records('train', 1); "
+    code += "sys.exit(' '.join(m for m in ('torch', 'transformers', 'datasets') if m in sys.modules) or 0)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
