@@ -88,15 +88,15 @@ def sample(
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
 
     Raises:
-        UsageError: an argument out of range, a model with virtual tokens, an empty prompt, a prompt that leaves no room for a token, an id outside
-            of the vocabulary, a wrong number of seeds.
+        UsageError: an argument out of range, a wrong number of seeds, an empty prompt, a prompt that leaves no room for
+            a token, an id outside of the vocabulary, a model with virtual tokens (prompt tuning).
         FloatingPointError: the model's logits are NaN.
     """
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UsageError("model has virtual tokens before its prompt (prompt or prefix tuning), whose positions depend on "
-                         "the padding; use LoRA or another method that changes weights")  # fmt: skip
+        raise UsageError("model has virtual tokens before its prompt (prompt or prefix tuning), whose positions depend "
+                         "on the padding; use LoRA or another method that changes weights")  # fmt: skip
     config = model.config.get_text_config(decoder=True)
     positions = max_length(config)
     _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
