@@ -10,15 +10,17 @@ from gymnasium.envs.registration import register, registry
 
 _EXPORTS = {
     "InstructionDataModule": "datamodules.language.instruction",
+    "PreferenceDataModule": "datamodules.language.preference",
     "PromptDataModule": "datamodules.language.prompt",
     "ReplayDataModule": "datamodules.replay",
     "RolloutDataModule": "datamodules.rollout",
 }
 
-__all__ = ["InstructionDataModule", "PromptDataModule", "ReplayDataModule", "RolloutDataModule"]
+__all__ = ["InstructionDataModule", "PreferenceDataModule", "PromptDataModule", "ReplayDataModule", "RolloutDataModule"]
 
 if TYPE_CHECKING:
     from datamodules.language.instruction import InstructionDataModule
+    from datamodules.language.preference import PreferenceDataModule
     from datamodules.language.prompt import PromptDataModule
     from datamodules.replay import ReplayDataModule
     from datamodules.rollout import RolloutDataModule

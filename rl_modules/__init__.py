@@ -16,14 +16,28 @@ _EXPORTS = {
     "SARSA": "rl_modules.tabular",
     "QLearning": "rl_modules.tabular",
     "RLHFPPO": "rl_modules.language.rlhf_ppo",
+    "RewardModel": "rl_modules.language.reward_model",
     "SFT": "rl_modules.language.sft",
 }
 
-__all__ = ["A2C", "DQN", "PPO", "REINFORCE", "RLHFPPO", "SARSA", "SFT", "TRPO", "MonteCarlo", "QLearning"]
+__all__ = [
+    "A2C",
+    "DQN",
+    "PPO",
+    "REINFORCE",
+    "RLHFPPO",
+    "SARSA",
+    "SFT",
+    "TRPO",
+    "MonteCarlo",
+    "QLearning",
+    "RewardModel",
+]
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
     from rl_modules.dqn import DQN
+    from rl_modules.language.reward_model import RewardModel
     from rl_modules.language.rlhf_ppo import RLHFPPO
     from rl_modules.language.sft import SFT
     from rl_modules.ppo import PPO

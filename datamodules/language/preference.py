@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.preference_forms import as_preference
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
 from datamodules.seeding import stream_seed
@@ -115,22 +115,7 @@ class PreferenceDataModule(LanguageDataModule):
 
     def reshape(self, row: Record, place: str) -> Record:
         """Any form of a preference as ``prompt`` and two texts; the margin is checked."""
-        margin = row.get("margin")
-        if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
-            raise UsageError(f"{place}: margin={margin!r} is not a number; give the units of reward by which the chosen "
-                             "answer should win")  # fmt: skip
-        chosen, rejected = row.get("chosen"), row.get("rejected")
-        if chosen is None or rejected is None:
-            return row  # what is missing is said with the other columns
-        if isinstance(chosen, list) and isinstance(rejected, list):
-            return {**row, **_from_messages(row.get("prompt"), chosen, rejected, place)}
-        if isinstance(chosen, list) or isinstance(rejected, list):
-            raise UsageError(f"{place}: one of chosen and rejected is text, the other a list of messages; give both in "
-                             "one form")  # fmt: skip
-        if row.get("prompt") is None and isinstance(chosen, str) and isinstance(rejected, str):
-            cut = _end_of_prompt(chosen, rejected)
-            return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
-        return row
+        return as_preference(row, place)
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Add both sequences as token ids; pairs that are too long are refused or dropped, equal ones dropped."""
@@ -143,8 +128,8 @@ class PreferenceDataModule(LanguageDataModule):
             length = len(prompt) + max(len(chosen), len(rejected))
             if length > limit:
                 if self.hparams["overlong"] == "error":
-                    raise UsageError(f"{self.source}: pair {i} has {length} tokens, {limit} are allowed; shorten it, raise "
-                                     "max_length where the model takes more, or set overlong=drop")  # fmt: skip
+                    raise UsageError(f"{self.source}: pair {i} has {length} tokens, {limit} are allowed; shorten it, "
+                                     "raise max_length where the model takes more, or set overlong=drop")  # fmt: skip
                 overlong += 1
             elif chosen == rejected:
                 equal += 1
@@ -160,8 +145,8 @@ class PreferenceDataModule(LanguageDataModule):
             if count:
                 rank_zero_info(f"{self.source}: {count} of {len(records)} pairs left out, they {why}")
         if not kept:
-            raise UsageError(f"{self.source}: of {len(records)} pairs {overlong} are longer than {limit} tokens and the "
-                             "others have chosen equal to rejected; there is nothing to learn from")  # fmt: skip
+            raise UsageError(f"{self.source}: of {len(records)} pairs {overlong} are longer than {limit} tokens and "
+                             "the others have chosen equal to rejected; there is nothing to learn from")  # fmt: skip
         return kept
 
     @property
@@ -226,7 +211,7 @@ class PreferenceDataModule(LanguageDataModule):
                 **batch,
                 "step_pairs": self.batch_size,
                 "n_micro": n_micro,
-                "new_tokens": tokens if position % n_micro == n_micro - 1 else 0,
+                "num_tokens": tokens if position % n_micro == n_micro - 1 else 0,
             }
 
     def rows_of_step(self, step: int) -> list[int]:
@@ -272,8 +257,8 @@ class PreferenceDataModule(LanguageDataModule):
         # Every rank has as many, for under sharding they compute together.
         share = len(pairs) // self._world_size
         if not share:
-            raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(pairs)} held-out pairs, less than one for each "
-                             f"of {self._world_size} ranks")  # fmt: skip
+            raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(pairs)} held-out pairs, less than one for "
+                             f"each of {self._world_size} ranks")  # fmt: skip
         own = pairs[self._rank : share * self._world_size : self._world_size]
         size = self.hparams["eval_batch_size"]
         return LazyLoader(-(-share // size), lambda: (collate(own[i : i + size]) for i in range(0, share, size)))
@@ -297,11 +282,26 @@ class PreferenceDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of pairs stands."""
-        return {"position": self._position}
+        """Where the stream of pairs stands: everything else follows from the seed."""
+        micro = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+        return {"position": self._position, "micro_batches": micro, "batch_size": self.batch_size,
+                "ranks": self._world_size, "pairs": len(self.train_records)}  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            UsageError: the checkpoint's steps were cut differently, or from other pairs.
+        """
+        if self.trainer is None or self.trainer.state.fn != "fit":
+            return
+        here = self.state_dict()
+        for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
+                               ("micro_batches", "trainer.accumulate_grad_batches"),
+                               ("pairs", "the number of training pairs")):  # fmt: skip
+            if state_dict[name] != here[name]:
+                raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
+                                 "with as many")  # fmt: skip
         self._position = state_dict["position"]
 
 
@@ -338,33 +338,3 @@ def _split(rows: list[int], parts: int) -> list[list[int]]:
     for i in range(parts):
         ends.append(ends[-1] + size + (i < longer))
     return [rows[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
-
-
-def _end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the text that both begin with ends: before its last white space, for there a word begins."""
-    shared = commonprefix([chosen, rejected])
-    words = shared.rstrip()
-    if len(words) < len(shared):
-        return len(words)
-    last = max((i for i, character in enumerate(shared) if character.isspace()), default=len(shared))
-    return len(shared[:last].rstrip()) if last < len(shared) else last
-
-
-def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: str) -> Record:
-    """Prompt and texts of two conversations; the messages that they share belong to the prompt."""
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-        shared += 1
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        last = messages[-1] if messages else None
-        if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
-            raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages behind the {shared} that both "
-                             "answers share, where exactly one with role and content should be")  # fmt: skip
-    # A prompt in words that stands beside whole conversations is their first message once more.
-    if shared:
-        prompt = [*prompt, *chosen[:shared]] if isinstance(prompt, list) and prompt != chosen[:shared] else chosen[:shared]
-    return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,6 +1,6 @@
 """How good a judge of preferences is: accuracy, margin and calibration, through torchmetrics."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class Bins(NamedTuple):
     """A reliability diagram as numbers, each [bins]; 0 where a bin is empty."""
 
     #: Comparisons whose confidence lies in the bin.
-    count: Tensor
+    comparisons: Tensor
     #: Their mean confidence σ(|r_c - r_r|), in [1/2, 1].
     confidence: Tensor
     #: Share of them where the answer with the higher score was the chosen one.
@@ -68,9 +68,9 @@ class PreferenceMetrics(nn.Module):
         self.accuracy = BinaryAccuracy()
         self.calibration = BinaryCalibrationError(n_bins=2 * BINS, norm="l1")
         self.reliability = Reliability()
-        self.means = nn.ModuleDict({name: MeanMetric() for name in ("loss", "margin", "mean_reward")})
+        self.means: Any = nn.ModuleDict({name: MeanMetric() for name in ("loss", "margin", "mean_reward")})
         # Of comparisons whose probability is known: NaN where there are none.
-        self.known = nn.ModuleDict(
+        self.known: Any = nn.ModuleDict(
             {name: MeanMetric(nan_strategy="ignore") for name in ("bayes_accuracy", "expected_accuracy")}
         )
         self.lowest, self.highest = MinMetric(), MaxMetric()

@@ -27,14 +27,14 @@ def reliability_diagram(bins: Bins, calibration_error: float) -> np.ndarray:
     image = Image.new("RGB", (width * scale, height * scale), "white")
     pen = ImageDraw.Draw(image)
     font, small = ImageFont.load_default(16 * scale), ImageFont.load_default(12 * scale)
-    # A bin may do worse than chance, so accuracy is drawn from 0.
-    n = len(bins.count)
-    total = float(bins.count.sum())
+    n = len(bins.comparisons)
+    total = float(bins.comparisons.sum())
 
     def x(confidence: float) -> float:
         return (_LEFT + (confidence - 0.5) * 2 * _SIZE) * scale
 
     def y(accuracy: float) -> float:
+        # From 0, for a bin may do worse than chance.
         return (_TOP + (1 - accuracy) * _SIZE) * scale
 
     title = f"calibration error {calibration_error:.3f} over {total:,.0f} comparisons"
@@ -45,9 +45,9 @@ def reliability_diagram(bins: Bins, calibration_error: float) -> np.ndarray:
     foot = y(0.0) + (_HISTOGRAM + 24) * scale
     for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         pen.text((x(tick), y(0.0) + 6 * scale), f"{tick:.1f}", _INK, small, anchor="ma")
-    pen.text((x(0.75), foot + 8 * scale), "confidence σ(|r_c − r_r|); below: share of comparisons", _INK, small, "ma")
-    pen.text((8 * scale, y(1.0) - 16 * scale), "accuracy", _INK, small)
-    most = float(bins.count.max()) or 1.0
+    pen.text((x(0.75), foot + 8 * scale), "confidence; below: share of comparisons", _INK, small, "ma")
+    pen.text((x(0.5) + 8 * scale, y(1.0) + 6 * scale), "accuracy (blue) and mean confidence (red)", _INK, small)
+    most = float(bins.comparisons.max()) or 1.0
     for i, (count, confidence, accuracy) in enumerate(zip(*(column.tolist() for column in bins), strict=True)):
         if not count:
             continue

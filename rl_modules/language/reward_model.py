@@ -54,11 +54,12 @@ class RewardModel(LanguageModule):
 
     def build_model(self, config: Any, source: str | None) -> None:
         hp: Any = self.hparams
-        trained = is_reward_model(config) if source is not None else False
-        self.model = make_model(config, source, "score", hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing)
+        trained = source is not None and is_reward_model(config)
+        options = hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing
+        self.model = make_model(config, source, "score", *options)
         if not isinstance(getattr(self.model, "score", None), nn.Linear):
-            raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; take "
-                             "a causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
+            raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; "
+                             "take a causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
         if not trained:
             initialize_head(self.model.score)
         if trained and hp.description is None:
@@ -78,7 +79,7 @@ class RewardModel(LanguageModule):
                 len(lead), loss=loss, accuracy=(lead > 0).float().mean(), margin=lead.mean(),
                 min_reward=rewards.min(), mean_reward=rewards.mean(), max_reward=rewards.max(),
             )  # fmt: skip
-        self.num_tokens += batch["new_tokens"]
+        self.num_tokens += batch["num_tokens"]
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
         return loss * (len(lead) * batch["n_micro"] / batch["step_pairs"])
 
@@ -119,9 +120,9 @@ class RewardModel(LanguageModule):
         scalars, bins = self.judged.compute()
         self.judged.reset()
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
-        # For callbacks to monitor; the numbers are already those of all ranks.
-        self.log_dict(metrics, logger=False)
-        if self.trainer.sanity_checking or self.trainer.state.fn != "fit":
+        # The numbers are already those of all ranks.
+        self.log_dict(metrics, logger=not self._fitting)
+        if self.trainer.sanity_checking or not self._fitting:
             return
         step = self.trainer.global_step
         for logger in self.trainer.loggers:
@@ -279,5 +280,6 @@ def _from_checkpoint(path: str) -> RewardModel:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UsageError(f"checkpoint {path!r} can't be read ({reason})") from error
     if algorithm != RewardModel.__name__:
-        raise UsageError(f"checkpoint {path!r} holds {algorithm or 'no language algorithm'}, where a RewardModel should be")
+        kind = algorithm or "no language algorithm"
+        raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be")
     return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,76 @@
+"""The forms that preferences come in, brought into one: a prompt and two texts."""
+
+import math
+from typing import Any
+
+from datamodules.language.base import Record
+from rl_modules.errors import UsageError
+
+
+def as_preference(row: Record, place: str) -> Record:
+    """A row as ``prompt`` (text or messages), ``chosen`` and ``rejected`` (texts), and perhaps ``margin``.
+
+    Answers may be lists of chat messages, of which the last one is the answer; the messages before it, which both
+    lists share, belong to the prompt. Where no prompt is given beside texts, it is what both begin with, up to the
+    last white space.
+
+    Args:
+        row: the columns of a file's or dataset's row.
+        place: its file and line, or dataset and row, for messages.
+
+    Returns:
+        The row with those columns; one in which an answer is missing comes back as it is.
+
+    Raises:
+        UsageError: a margin that is no number, an answer in another form than the other, conversations that part
+            before their last message.
+    """
+    margin = row.get("margin")
+    if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
+        raise UsageError(f"{place}: margin={margin!r} is not a number; give the units of reward by which the chosen "
+                         "answer should win")  # fmt: skip
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if chosen is None or rejected is None:
+        return row
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return {**row, **_from_messages(row.get("prompt"), chosen, rejected, place)}
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        raise UsageError(f"{place}: one of chosen and rejected is text, the other a list of messages; give both in "
+                         "one form")  # fmt: skip
+    if row.get("prompt") is None and isinstance(chosen, str) and isinstance(rejected, str):
+        cut = end_of_prompt(chosen, rejected)
+        return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+    return row
+
+
+def end_of_prompt(chosen: str, rejected: str) -> int:
+    """Where the beginning that two texts share ends: before its last white space, for there a word begins.
+
+    Without white space in it, at its last character.
+    """
+    n = 0
+    while n < min(len(chosen), len(rejected)) and chosen[n] == rejected[n]:
+        n += 1
+    shared = chosen[:n]
+    last = max((i for i, character in enumerate(shared) if character.isspace()), default=n)
+    return n if last == n else len(shared[: last + 1].rstrip())
+
+
+def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: str) -> Record:
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        last = messages[-1] if messages else None
+        if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
+            raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages behind the {shared} that both "
+                             "answers share, where exactly one with role and content should be")  # fmt: skip
+    if shared:
+        before = chosen[:shared]
+        # A prompt in words beside whole conversations is what they begin with, said twice.
+        prompt = [*prompt, *before] if isinstance(prompt, list) and prompt != before else before
+    return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
