@@ -79,7 +79,7 @@ class RewardFunctions:
         arguments = _accepted(func, name, given)
         try:
             values = self._call(func, arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             sample = self._first_failing(func, arguments, n)
             what = f"took longer than {self.time_limit_s} s" if isinstance(error, _TooLong) else (
                 f"raised {type(error).__name__}: {' '.join(str(error).split())}")  # fmt: skip
@@ -119,7 +119,7 @@ class RewardFunctions:
             one = {key: value if value is None else [value[i]] for key, value in arguments.items()}
             try:
                 self._call(func, one)
-            except Exception:
+            except (Exception, SystemExit):
                 return i
         return None
 
@@ -197,7 +197,7 @@ def _number(value: Any, name: str, i: int, given: dict[str, Any]) -> float:
             number = float(value)  # numbers of NumPy and PyTorch too
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number = None
-    if number is None or math.isinf(number):
+    if number is None or abs(number) > torch.finfo(torch.float32).max:
         raise UsageError(f"reward function {name!r} returned {_short(value)} for sample {i} (completion "
                          f"{_short(given['completions'][i])}), where a finite number or None should be")  # fmt: skip
     return number

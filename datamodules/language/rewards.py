@@ -8,6 +8,7 @@ records'.
 import functools
 import inspect
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,30 +66,31 @@ def math_accuracy(
     from math_verify import parse, verify
 
     # math-verify limits its time by a signal, which only the main thread can receive.
-    here = threading.current_thread() is threading.main_thread()
-    if not here:
+    limit_s = 5 if threading.current_thread() is threading.main_thread() else None
+    if limit_s is None:  # it would warn of that at every call
         for part in ("parser", "grader"):
             logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
     rewards: Rewards = []
     for completion, reference in zip(completions, answer, strict=True):
-        gold = [] if reference is None else _parse_reference(reference, 5 if here else None)
+        gold = [] if reference is None else _mathematics(reference, limit_s)
         if not gold:
             rewards.append(None)
             continue
         text = text_of(completion)
         tagged = answer_of(text)
-        found = parse(text, parsing_timeout=5 if here else None) if tagged is None else _parse_reference(
-            tagged, 5 if here else None
-        )  # fmt: skip
-        rewards.append(float(verify(gold, found, timeout_seconds=5 if here else None)))
+        found = parse(text, parsing_timeout=limit_s) if tagged is None else _mathematics(tagged, limit_s)
+        rewards.append(float(verify(gold, found, timeout_seconds=limit_s)))
     return rewards
 
 
-def _parse_reference(text: str, timeout_s: int | None) -> list[Any]:
-    """A short text as mathematics; LaTeX may come without the dollars that math-verify expects around it."""
+def _mathematics(text: str, limit_s: int | None) -> list[Any]:
+    """What a short text means. LaTeX may come without the dollars that math-verify expects around it; words may not."""
     from math_verify import parse
 
-    return parse(text, parsing_timeout=timeout_s) or parse(f"${text}$", parsing_timeout=timeout_s)
+    found = parse(text, parsing_timeout=limit_s)
+    if found or re.search(r"[A-Za-z]{3}", re.sub(r"\\[A-Za-z]+", "", text)):
+        return found
+    return parse(f"${text}$", parsing_timeout=limit_s)
 
 
 def length_reward(target: int) -> RewardFunction:
@@ -171,30 +173,29 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
             raise UsageError(f"reward function {spec} must be one name with its settings, such as "
                              "{length_reward: {target: 20}}")  # fmt: skip
         ((name, settings),) = spec.items()
-        factory = (
-            FACTORIES[name] if name in FACTORIES else load_object(name, "reward function", [*FUNCTIONS, *FACTORIES])
-        )
+        factory = FACTORIES.get(name) or load_object(name, "reward function", [*FUNCTIONS, *FACTORIES])
+        if not callable(factory):
+            raise UsageError(f"reward function {name!r} is a {type(factory).__name__}, so it takes no settings")
         require_settings(factory, settings, f"reward function {name!r}")
-        return load_reward_func(_with_name(factory(**settings), name))
-    if isinstance(spec, str):
-        own = {func.__name__: func for func in task.reward_funcs} if task is not None else {}
-        if spec in own:
-            return own[spec]
-        if spec in FACTORIES:
-            needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
-            raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
-        func = (
-            FUNCTIONS[spec]
-            if spec in FUNCTIONS
-            else load_object(spec, "reward function", [*own, *FUNCTIONS, *FACTORIES])
-        )
-    else:
-        func = spec
+        return _adapted(factory(**settings), name)
+    if not isinstance(spec, str):
+        return _adapted(spec, type(spec).__name__)
+    own = {func.__name__: func for func in task.reward_funcs} if task is not None else {}
+    if spec in FACTORIES:
+        needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
+        raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
+    known = {**FUNCTIONS, **own}
+    return _adapted(known.get(spec) or load_object(spec, "reward function", [*known, *FACTORIES]), spec)
+
+
+def _adapted(func: Any, spec: str) -> RewardFunction:
+    """A function with a name, that takes completions as strings or as chat messages."""
     if not callable(func) or inspect.isclass(func):
         raise UsageError(f"reward function {spec!r} is a {type(func).__name__}, not a function")
+    name = getattr(func, "__name__", re.split("[.:]", spec)[-1])  # TRL's functions with settings are nameless objects
     if getattr(func, "__module__", "").startswith("trl.rewards"):
-        return _with_messages(func)
-    return func
+        return _named(_with_messages(func), name)
+    return func if hasattr(func, "__name__") else _named(functools.partial(func), name)
 
 
 def _with_messages(func: RewardFunction) -> RewardFunction:
@@ -203,17 +204,12 @@ def _with_messages(func: RewardFunction) -> RewardFunction:
         chats = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
         return func(completions=chats, **columns)
 
-    # TRL's classes with settings are objects without a name.
-    return _with_name(call, type(func).__name__)
+    return call
 
 
 def _named(func: RewardFunction, name: str) -> RewardFunction:
     func.__name__ = func.__qualname__ = name
     return func
-
-
-def _with_name(func: RewardFunction, name: str) -> RewardFunction:
-    return func if hasattr(func, "__name__") else _named(functools.partial(func), name.rpartition(".")[2])
 
 
 def _lengths(completions: Any, completion_ids: Any) -> list[int]:

@@ -39,7 +39,7 @@ def test_think_format_gives_the_scorer_what_is_in_the_tags():
     assert scores(task, [record] * 2, [record["completion"], record["answer"]]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("dataset", ["n_queens", "binary_matrix", "spiral_matrix", "string_insertion", "number_sorting",
+@pytest.mark.parametrize("dataset", ["n_queens", "binary_matrix", "spiral_matrix", "string_insertion",
                                      "polynomial_multiplication", "simple_integration", "countdown"])  # fmt: skip
 def test_no_answer_is_run_as_code(dataset, tmp_path):
     task = make_task(f"reasoning_gym:{dataset}")
