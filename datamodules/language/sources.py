@@ -112,9 +112,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{place}: JSON that can't be read ({error})") from error
         if not isinstance(row, dict):
-            raise UsageError(
-                f'{place}: a {type(row).__name__}, where an object such as {{"prompt": "…"}} should be'
-            )
+            raise UsageError(f'{place}: a {type(row).__name__}, where an object such as {{"prompt": "…"}} should be')
         yield place, row
 
 
@@ -151,7 +149,8 @@ def read_dataset(name: str, config: str | None = None, split: str | None = None)
         raise UsageError(f"dataset {name!r} has no split {base!r}; it has {', '.join(splits)}, and a part of one is "
                          "written 'train[90%:]'")  # fmt: skip
     rows = splits[base] if base is not None else next(iter(splits.values()))
-    rows = rows.select(range(*slice(_position(start, len(rows)), _position(stop, len(rows))).indices(len(rows))))
+    part = range(len(rows))[_position(start, len(rows)) : _position(stop, len(rows))]
+    rows = rows.select(part) if part else []
     listed: list[tuple[str, dict[str, Any]]] = []
     try:
         for row in rows:
@@ -176,10 +175,9 @@ def _open_dataset(name: str, config: str | None) -> Any:
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     # The cause says more than "An error occurred while generating the dataset".
-    if error.__cause__ is not None and str(error.__cause__).strip():
-        reason = str(error.__cause__).strip().splitlines()[0].rstrip(".")
+    cause = error if error.__cause__ is None or not str(error.__cause__).strip() else error.__cause__
+    reason = " ".join(str(cause).split())[:300].rstrip(".") or type(cause).__name__
     if Path(name).exists():
         return f"dataset {name!r} can't be read ({reason}); give what save_to_disk wrote, or parquet, csv or json files"
     return (f"dataset {name!r} can't be loaded ({reason}); without network download it elsewhere, keep it with "
@@ -225,7 +223,7 @@ def _record(
             )
     if reshape is not None:
         record = reshape(record, place)
-    for name in required:
+    for name in dict.fromkeys(("prompt", *required)):
         if record.get(name) is None:
             raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}"
                              if name not in record else f"{place}: {name!r} is null")  # fmt: skip

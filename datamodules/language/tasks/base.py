@@ -236,12 +236,14 @@ def fill(template: str, fields: dict[str, Any], where: str) -> str:
         where: what the template is, for the message.
 
     Raises:
-        UsageError: a name that is not among the fields.
+        UsageError: a name that is not among the fields, or whose value is null.
     """
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in fields:
             raise UsageError(f"{where} names {match[0]}, but there is only {', '.join(map(str, fields))}")
+        if fields[match[1]] is None:
+            raise UsageError(f"{where} names {match[0]}, which is null")
         return str(fields[match[1]])
 
     return re.sub(r"\{([A-Za-z_]\w*)\}", value, template)

@@ -104,7 +104,7 @@ def test_trls_functions_plug_in_by_import_path():
     assert call.names == ["think_format_reward", "accuracy_reward", "soft_overlong_punishment_reward",
                           "repetition_penalty_reward"]  # fmt: skip
     texts = ["<think>a</think> $\\boxed{2}$", "b b"]
-    rewards = call(records(2, solution=["$2$", "2"]), texts, [[0] * 3, [0] * 9])
+    rewards = call(records(2, solution=["$2$", "2"]), texts, [[1, 2, 3], [1, 1, 2, 2, 3, 3]])
     assert rewards.tolist() == [[1.0, 1.0, -0.5, 0.0], [0.0, 0.0, -1.0, -0.5]]
 
 

@@ -1,0 +1,221 @@
+"""Records from files and datasets; what is wrong with one is said with its place."""
+
+import json
+import logging
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from datamodules.language.sources import check_prompt_lengths, load_records
+from rl_modules.errors import UsageError
+
+GSM8K = [
+    {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
+    {"question": "A dozen dozens?", "answer": "12 * 12 = 144\n#### 144"},
+]
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def jsonl(tmp_path, *lines):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
+    return path
+
+
+def test_a_jsonl_file_keeps_its_columns_and_order(tmp_path):
+    path = jsonl(tmp_path, b'\xef\xbb\xbf{"prompt": "a", "answer": 4, "level": [1, 2]}', b"", {"prompt": "é\u2028b"})
+    assert load_records(path=path) == [{"prompt": "a", "answer": "4", "level": [1, 2]}, {"prompt": "é\u2028b"}]
+
+
+def test_chat_prompts_are_kept_as_messages(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "x"}]
+    (record,) = load_records(path=jsonl(tmp_path, {"prompt": messages}))
+    assert record["prompt"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', r"data.jsonl:2: not valid JSON, .* in column 15"),
+        (b'["prompt"]', "data.jsonl:2: a list, where an object"),
+        (b'{"prompt": "a\xff"}', "data.jsonl:2: byte 0xff in column 14 is not UTF-8"),
+        (b'{"prompt": "\\ud800"}', r"data.jsonl:2: 'prompt' has '\\ud800' in place 0"),
+        (b"[" * 100_000, "data.jsonl:2: JSON that can't be read"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "data.jsonl:2: JSON that can't be read"),
+        (
+            b'{"promt": "a", "answer": "b"}',
+            "data.jsonl:2: there is no 'prompt', only promt, answer; did you mean promt",
+        ),
+        (b'{"prompt": null}', "data.jsonl:2: 'prompt' is null"),
+        (b'{"prompt": 3}', "data.jsonl:2: 'prompt' is int 3, where text or a list of messages"),
+        (b'{"prompt": []}', r"'prompt' is list \[\]"),
+        (b'{"prompt": [{"role": "user"}]}', "list of messages with role and content"),
+        (b'{"prompt": "a", "answer": ["b"]}', r"'answer' is list \['b'\], where text should be"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, line, message):
+    with pytest.raises(UsageError, match=message):
+        load_records(path=jsonl(tmp_path, {"prompt": "fine"}, line))
+
+
+def test_files_that_are_not_there_or_empty(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        load_records(path=tmp_path / "nothing.jsonl")
+    with pytest.raises(UsageError, match="is empty"):
+        load_records(path=jsonl(tmp_path, b"", b" "))
+    with pytest.raises(UsageError, match="Is a directory"):
+        load_records(path=tmp_path)
+
+
+def test_columns_are_renamed_or_put_together(tmp_path):
+    path = jsonl(tmp_path, {"title": "T", "post": "P", "label": "S"})
+    columns = {"prompt": "TITLE: {title}\nPOST: {post}\nTL;DR:", "completion": "label"}
+    (record,) = load_records(path=path, columns=columns, required=("prompt", "completion"))
+    assert record == {"title": "T", "post": "P", "label": "S", "prompt": "TITLE: T\nPOST: P\nTL;DR:", "completion": "S"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"prompt": "titel"},
+            "columns.prompt='titel': there is no column 'titel'; did you mean title.*only title, post",
+        ),
+        ({"prompt": "{titel}"}, r"columns.prompt='\{titel\}' names \{titel\}, but there is only title, post"),
+        ({"prompt": "{post}"}, r"names \{post\}, which is null"),
+        ({"prompt": "post"}, "'prompt' is null"),
+    ],
+)
+def test_columns_that_are_missing(tmp_path, columns, message):
+    with pytest.raises(UsageError, match=message):
+        load_records(path=jsonl(tmp_path, {"title": "T", "post": None}), columns=columns)
+
+
+def test_required_columns(tmp_path):
+    path = jsonl(
+        tmp_path, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": 0.5}, {"prompt": "p", "chosen": "c"}
+    )
+    with pytest.raises(UsageError, match=r"data.jsonl:2: there is no 'rejected', only prompt, chosen"):
+        load_records(path=path, required=("prompt", "chosen", "rejected"))
+
+
+@pytest.mark.parametrize("kind", ["dict", "single", "parquet", "csv", "jsonl", "folder"])
+def test_gsm8k_from_every_kind_of_local_dataset(tmp_path, kind):
+    table = Dataset.from_list(GSM8K)
+    place, split = tmp_path / "gsm8k", "train"
+    if kind == "dict":
+        DatasetDict(train=table, test=table.select([0])).save_to_disk(place)
+    elif kind == "single":
+        table.save_to_disk(place)
+        split = None
+    elif kind == "folder":
+        place.mkdir()
+        table.to_parquet(place / "train.parquet")
+    else:
+        place = place.with_suffix(f".{kind}")
+        {"parquet": table.to_parquet, "csv": table.to_csv, "jsonl": table.to_json}[kind](place)
+    records = load_records(
+        dataset=str(place), dataset_split=split, answer_after="####",
+        columns={"prompt": "{question}\n", "completion": "answer", "answer": "answer"},
+    )  # fmt: skip
+    assert [r["prompt"] for r in records] == ["Two and two?\n", "A dozen dozens?\n"]
+    assert [r["answer"] for r in records] == ["4", "144"]
+    assert [r["completion"] for r in records] == [row["answer"] for row in GSM8K]
+
+
+def test_splits_and_parts_of_them(tmp_path):
+    rows = [{"prompt": str(i)} for i in range(10)]
+    DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:1])).save_to_disk(tmp_path / "two")
+    Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+
+    def prompts(name, split):
+        return [int(r["prompt"]) for r in load_records(dataset=str(tmp_path / name), dataset_split=split)]
+
+    assert prompts("two", "test") == [0]
+    assert prompts("two", "train[:3]") == prompts("one", "train[:3]") == [0, 1, 2]
+    assert prompts("one", "train[:80%]") + prompts("one", "train[80%:]") == list(range(10))
+    assert prompts("one", "train[-2:]") == [8, 9]
+    for name, split, message in (
+        ("two", None, "set dataset_split to one of train, test"),
+        ("two", "validation", "no split 'validation'; it has train, test"),
+        ("one", "test", "no split 'test'; it has train"),
+        ("one", "train[1", "not understood"),
+        ("one", "train[20:]", "is empty"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prompts(name, split)
+
+
+def test_n_draws_with_the_seed_and_keeps_the_order(tmp_path):
+    path = jsonl(tmp_path, *({"prompt": str(i)} for i in range(50)))
+    drawn = [int(r["prompt"]) for r in load_records(path=path, n=20, seed=1)]
+    assert drawn == sorted(set(drawn)) and len(drawn) == 20
+    assert drawn == [int(r["prompt"]) for r in load_records(path=path, n=20, seed=1)]
+    assert drawn != [int(r["prompt"]) for r in load_records(path=path, n=20, seed=2)]
+    assert len(load_records(path=path, n=80)) == 50
+
+
+def test_datasets_that_cannot_be_read(tmp_path):
+    with pytest.raises(
+        UsageError, match="'openai/gsm8k' can't be loaded.*without network.*save_to_disk.*that directory"
+    ):
+        load_records(dataset="openai/gsm8k", dataset_config="main", dataset_split="train")
+    (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": ')
+    (tmp_path / "data.txt").write_bytes(b"a")
+    (tmp_path / "bad.csv").write_bytes(b"prompt\n\xff\n")
+    for name, message in (
+        ("data.jsonl", "can't be read.*JSON"),
+        ("data.txt", "ending in '.txt'"),
+        ("bad.csv", "utf-8"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_records(dataset=str(tmp_path / name))
+
+
+def test_text_in_a_table_that_is_not_utf8(tmp_path):
+    column = pa.array([b"fine", b"\xff\xfe"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "data.parquet")
+    with pytest.raises(UsageError, match=r"data.parquet', row 1: text that is not UTF-8"):
+        load_records(dataset=str(tmp_path / "data.parquet"))
+
+
+def test_an_answer_without_the_mark(tmp_path):
+    with pytest.raises(UsageError, match="data.jsonl:1: the answer has no '####'"):
+        load_records(path=jsonl(tmp_path, {"prompt": "a", "answer": "4"}), answer_after="####")
+
+
+def test_tasks_as_a_source():
+    records = load_records(task="addition", task_kwargs={"n_digits": 1}, split="test", n=3, seed=4)
+    assert [set(r) for r in records] == [{"prompt", "answer", "completion"}] * 3
+    assert {"chosen", "rejected"} <= set(load_records(task="paths", n=1, required=("prompt", "chosen", "rejected"))[0])
+    with pytest.raises(UsageError, match="no 'solution'; it has prompt, answer, completion"):
+        load_records(task="addition", n=1, required=("prompt", "solution"))
+    for arguments in ({}, {"task": "addition", "path": "x"}):
+        with pytest.raises(UsageError, match="exactly one of task, path and dataset"):
+            load_records(**arguments)
+
+
+def test_enormous_prompts_are_loaded_and_then_judged_by_their_tokens(tmp_path, caplog):
+    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b" * 100_000}, {"prompt": "c"})
+    lengths = [len(r["prompt"]) for r in load_records(path=path)]
+    assert lengths == [1, 100_000, 1]
+    with pytest.raises(UsageError, match=r"here: 1 of 3 prompts are longer than 512 tokens \(record 1 has 100000\)"):
+        check_prompt_lengths(lengths, 512, "here")
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        assert check_prompt_lengths(lengths, 512, "here", "drop") == [0, 2]
+        assert check_prompt_lengths([1, 2], 512, "here", "drop") == [0, 1]
+    assert [m for m in caplog.messages if "left out" in m] == [
+        "here: 1 of 3 records left out, their prompts are longer than 512 tokens"
+    ]
+    with pytest.raises(UsageError, match="2 of 2"):
+        check_prompt_lengths([600, 700], 512, "here", "drop")
+    with pytest.raises(UsageError, match="overlong='cut'"):
+        check_prompt_lengths([1], 512, "here", "cut")
