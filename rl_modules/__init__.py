@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
     "DQN": "rl_modules.dqn",
+    "GRPO": "rl_modules.language.grpo",
     "REINFORCE": "rl_modules.reinforce",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
@@ -23,6 +24,7 @@ _EXPORTS = {
 __all__ = [
     "A2C",
     "DQN",
+    "GRPO",
     "PPO",
     "REINFORCE",
     "RLHFPPO",
@@ -37,6 +39,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
     from rl_modules.dqn import DQN
+    from rl_modules.language.grpo import GRPO
     from rl_modules.language.reward_model import RewardModel
     from rl_modules.language.rlhf_ppo import RLHFPPO
     from rl_modules.language.sft import SFT

@@ -1,0 +1,412 @@
+"""Group relative policy optimization, and the family around it."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from datamodules.language.reward_calls import combine_rewards
+from rl_modules import functional as F
+from rl_modules.errors import UsageError
+from rl_modules.language.drawing import NextToken
+from rl_modules.language.judged import JudgedPolicy, Rollout
+from rl_modules.language.scoring import completion_log_probs, completion_mask
+
+_CHOICES = {
+    "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "kl_estimator": ("k1", "k2", "k3"),
+}
+
+
+class GRPO(JudgedPolicy):
+    """Group relative policy optimization: other answers to the same prompt take the place of a critic.
+
+    Shao et al. 2024, arXiv:2402.03300, section 4.1; DeepSeek-AI 2025, arXiv:2501.12948. Of G completions per prompt,
+
+        A = (r - mean_g(r)) / std_g(r)          ℓ_t = -min(ρ_t A, clip(ρ_t, 1-ε, 1+ε_high) A) + β·KL(π || π_ref)_t
+
+    and the loss is the sum of ℓ_t over the optimizer step, divided as ``loss_type`` says: neither the number of
+    micro-batches nor of ranks changes a token's weight (but for bnpo, which is defined by the micro-batch).
+
+    π_old of the first minibatch after a generation is π itself, detached: its ratio is exactly 1. Later ones take the
+    sampler's log-probabilities, or, where sampling was filtered (``top_k``, ``top_p``, ``min_p``,
+    ``repetition_penalty``) or decoding rounds otherwise than training (16 bits), those of one more forward pass.
+    Without a KL, completions whose advantage is 0 are in the normalisers but never go through the model.
+
+    Names and defaults are TRL's. Departures from it: ``dapo`` divides by the tokens of the optimizer step (TRL: by an
+    equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of sampling.
+
+    Args:
+        model_name_or_path: the policy to start from; None: new weights.
+        beta: β, price of the KL to the reference, in units of advantage per nat; 0: no reference is kept.
+        epsilon: ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given).
+        epsilon_high: ε_high of the upper side; None: ``epsilon``. DAPO: 0.28.
+        delta: bound on the ratio that also holds for negative advantages, above 1 + ε_high; None: none.
+        loss_type: ``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of
+            the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``).
+        scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
+            generation over all ranks), or by nothing (``none``).
+        importance_sampling_level: ratio of each ``token``, or of the whole ``sequence`` (GSPO).
+        kl_estimator: ``k1``, ``k2`` or ``k3``; as a loss k1 has no expected gradient, see ``functional.kl_estimate``.
+        use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
+        reward_weights: one per reward function, the reward model's last; None: all 1.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is one more reward.
+        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
+        sync_ref_model: let the reference follow the policy.
+        ref_model_mixup_alpha: α of π_ref ← α π + (1 - α) π_ref, on the weights; in (0, 1].
+        ref_model_sync_steps: optimizer steps between two such updates.
+        mask_truncated_completions: completions without an end count in no loss (DAPO's overlong filter).
+        top_entropy_quantile: share of a micro-batch's tokens, those of the highest entropy, that the policy loss is of
+            (Wang et al. 2025, arXiv:2506.01939: 0.2); in (0, 1].
+        temperature: of sampling, and of all log-probabilities; > 0.
+        top_k: sample from the k likeliest tokens; None: all.
+        top_p: sample from the nucleus of this probability; None: all.
+        min_p: sample from tokens with this fraction of the likeliest one's probability; None: all.
+        repetition_penalty: of sampling; 1: none.
+        max_completion_length: tokens.
+        local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
+        completions_steps: optimizer steps between two tables of completions in TensorBoard; 0: none.
+        learning_rate: peak step size.
+        **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
+            :class:`~rl_modules.language.base.LanguageModule`.
+
+    Raises:
+        UsageError: an argument out of range, a reward model or reference that does not fit the policy.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        beta: float = 0.0,
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        loss_type: str = "dapo",
+        scale_rewards: str = "group",
+        importance_sampling_level: str = "token",
+        kl_estimator: str = "k3",
+        use_bias_correction_kl: bool = False,
+        reward_weights: list[float] | None = None,
+        reward_model_name_or_path: str | None = None,
+        ref_model_name_or_path: str | None = None,
+        sync_ref_model: bool = False,
+        ref_model_mixup_alpha: float = 0.6,
+        ref_model_sync_steps: int = 512,
+        mask_truncated_completions: bool = False,
+        top_entropy_quantile: float = 1.0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        max_completion_length: int = 256,
+        local_rollout_forward_batch_size: int = 64,
+        completions_steps: int = 100,
+        learning_rate: float = 1e-6,
+        **model: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
+        hp: Any = self.hparams
+        for name, choices in _CHOICES.items():
+            if hp[name] not in choices:
+                raise UsageError(f"{name}={hp[name]!r} must be one of {', '.join(choices)}")
+        for name in ("beta", "epsilon", "epsilon_high", "completions_steps"):
+            if hp[name] is not None and not hp[name] >= 0:
+                raise UsageError(f"{name}={hp[name]} must be at least 0")
+        for name in ("temperature", "delta"):
+            if hp[name] is not None and not hp[name] > 0:
+                raise UsageError(f"{name}={hp[name]} must be above 0")
+        for name in ("max_completion_length", "local_rollout_forward_batch_size", "ref_model_sync_steps"):
+            if hp[name] < 1:
+                raise UsageError(f"{name}={hp[name]} must be at least 1")
+        for name in ("top_entropy_quantile", "ref_model_mixup_alpha"):
+            if not 0 < hp[name] <= 1:
+                raise UsageError(f"{name}={hp[name]} must lie in (0, 1]")
+        if not beta and (sync_ref_model or ref_model_name_or_path is not None):
+            given = "sync_ref_model=true" if sync_ref_model else f"ref_model_name_or_path={ref_model_name_or_path!r}"
+            raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
+        if sync_ref_model and hp.lora is not None and ref_model_name_or_path is None:
+            raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
+                             "adapters; set one of them only")  # fmt: skip
+        NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
+        self.beta, self.epsilon, self.epsilon_high, self.delta = beta, epsilon, epsilon_high, delta
+        self.loss_type, self.scale_rewards = loss_type, scale_rewards
+        self.importance_sampling_level = importance_sampling_level
+        self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
+        self.reward_weights = reward_weights
+        self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, top_entropy_quantile
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
+        self.forward_rows = local_rollout_forward_batch_size
+        self.completions_steps = completions_steps
+        self._table_due_at = 0
+        self._synced_at = 0
+
+    @property
+    def wants_reference(self) -> bool:
+        return self.beta > 0
+
+    def build_model(self, config: Any, source: str | None) -> None:
+        super().build_model(config, source)
+        if self.hparams["sync_ref_model"]:
+            shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (self.model, self.reference)]
+            if shapes[0] != shapes[1]:
+                raise UsageError(f"sync_ref_model=true mixes weights, but ref_model_name_or_path="
+                                 f"{self.hparams['ref_model_name_or_path']!r} has others than the policy; give a "
+                                 "reference of the same architecture")  # fmt: skip
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
+            raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+
+    # ---------------------------------------------------------------- experience
+
+    def rewards(self, rollout: Rollout) -> Tensor:
+        """What each completion earns, [B]: the weighted sum of all rewards; NaN where none applies.
+
+        A reward model's score joins the rollout's ``rewards`` as the column ``reward_model``.
+
+        Args:
+            rollout: a generation, see ``PromptDataModule``.
+        """
+        if self.reward_model is not None:
+            score = self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
+            rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
+            rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
+        if not rollout["reward_names"]:
+            raise UsageError(
+                "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
+            )
+        return combine_rewards(rollout["rewards"], self.reward_weights)
+
+    def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
+        """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
+
+        Returns:
+            tokens [B, T], prompt_length, length and advantage [B]; mask, log_prob and, if β > 0, ref_log_prob [B, L];
+            keep [B] bool where rows without advantage need no forward pass.
+        """
+        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+        if self.mask_truncated_completions:
+            mask = mask & rollout["finished"].unsqueeze(1)
+        names = ("tokens", "prompt_length", "length", "log_prob")
+        fields = {**{name: rollout[name] for name in names}, "mask": mask}
+        everyone = self.gathered(rollout["reward"])
+        own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
+        fields["advantage"] = self.advantages(everyone, rollout["num_generations"])[own]
+        judged = self.in_parts(rollout, self.judged) if self.rescores or self.beta else {}
+        fields |= {name: judged[name] for name in judged if name != "entropy"}
+        if self.beta == 0 and self.top_entropy_quantile == 1:
+            matters = fields["advantage"] != 0
+            fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
+        self.record_generation(rollout, fields, judged.get("entropy"))
+        return fields
+
+    def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+        """What needs a forward pass per generation, [b, L] each: log π and entropy, and log π_ref."""
+        text = (tokens, prompt_length, length)
+        result: dict[str, Any] = {}
+        if self.rescores:
+            log_prob, entropy = completion_log_probs(self.model, *text, self.temperature, entropy=True)
+            result |= {"log_prob": log_prob, "entropy": entropy}
+        if self.beta:
+            self.sync_reference()
+            with self.reference_model() as reference:
+                result["ref_log_prob"], _ = completion_log_probs(reference, *text, self.temperature)
+        return result
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the sampler's log-probabilities are not those of training."""
+        filtered = self.top_k or self.min_p or (self.top_p or 1) < 1 or self.repetition_penalty != 1
+        return bool(filtered) or self.rounds_differently
+
+    @property
+    def rounds_differently(self) -> bool:
+        """Whether decoding token by token and training have visibly different log-probabilities, and it matters."""
+        updates = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
+        exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
+        return updates > 1 and not exact
+
+    # ---------------------------------------------------------------- optimization
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        selective = self.top_entropy_quantile < 1
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        log_prob, entropy = completion_log_probs(self.model, *text, self.temperature, selective)
+        if batch["on_policy"]:
+            # The same weights: all that could differ from the stored ones is the rounding of another batch size.
+            batch = {**batch, "log_prob": log_prob.detach()}
+        if entropy is not None:
+            batch = {**batch, "advantage": self.on_uncertain_tokens(batch["advantage"], entropy, batch["mask"])}
+        loss = self.policy_loss(log_prob, batch)
+        self.record_minibatch(log_prob.detach(), loss, batch)
+        return loss
+
+    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """This micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning divides.
+
+        Args:
+            log_prob: of the completions' tokens, [b, L].
+            batch: a minibatch; rows that were left out of it have loss 0 and count in the normalisers.
+        """
+        loss = F.grpo_loss(
+            log_prob, batch["log_prob"], batch["advantage"], batch["mask"],
+            epsilon=self.epsilon, epsilon_high=self.epsilon_high, delta=self.delta,
+            beta=self.beta, ref_log_prob=batch.get("ref_log_prob"), kl_estimator=self.kl_estimator,
+            use_bias_correction_kl=self.use_bias_correction_kl, loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            max_completion_length=self.max_completion_length, num_items_in_batch=batch["step_tokens"],
+        )  # fmt: skip
+        if self.loss_type == "dapo":
+            return loss * batch["n_micro"]
+        if self.loss_type == "bnpo":
+            return loss * (batch["mask"].sum() / batch["micro_tokens"].clamp(min=1))
+        return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def advantages(self, reward: Tensor, num_generations: int) -> Tensor:
+        """A of each completion, [B] (or [B, L], where tokens differ).
+
+        Args:
+            reward: of the generation's completions over all ranks, [B]; NaN: not scored.
+            num_generations: completions per prompt, which stand next to each other.
+        """
+        return F.group_advantages(reward, num_generations, self.scale_rewards)
+
+    def on_uncertain_tokens(self, advantage: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
+        """The advantage of the micro-batch's tokens with the highest entropies, 0 elsewhere; [b, L].
+
+        The quantile is over all ranks' rows.
+        """
+        values = torch.where(mask, entropy, torch.nan)
+        if self._world_size > 1:
+            width = self.trainer.strategy.reduce(torch.tensor(float(values.shape[1])), reduce_op="max")
+            values = self.gathered(torch.nn.functional.pad(values, (0, int(width) - values.shape[1]), value=torch.nan))
+        threshold = values.flatten().nanquantile(1 - self.top_entropy_quantile)
+        chosen = mask & (entropy >= threshold)
+        return torch.where(chosen, advantage if advantage.ndim == 2 else advantage.unsqueeze(1), 0.0)
+
+    # ---------------------------------------------------------------- reference
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.sync_reference()
+
+    @torch.no_grad()
+    def sync_reference(self) -> None:
+        """Every ``ref_model_sync_steps`` optimizer steps, π_ref ← α π + (1 - α) π_ref."""
+        step = self.trainer.global_step
+        if not self.hparams["sync_ref_model"] or step == self._synced_at or step % self.hparams["ref_model_sync_steps"]:
+            return
+        self._synced_at = step
+        for ours, theirs in zip(self.model.parameters(), self.reference.parameters(), strict=True):
+            theirs.lerp_(ours.to(theirs), self.hparams["ref_model_mixup_alpha"])
+
+    # ---------------------------------------------------------------- diagnostics
+
+    def record_generation(self, rollout: Rollout, fields: dict[str, Tensor], entropy: Tensor | None) -> None:
+        """What a generation earned and how long it is, over all ranks.
+
+        Args:
+            rollout: with ``reward``.
+            fields: what :meth:`prepare` returns.
+            entropy: of every token, [B, L]; None: estimated from the sampled tokens' log-probabilities.
+        """
+        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+        spread = -rollout["log_prob"] if entropy is None else entropy
+        columns = [rollout["reward"], rollout["length"], rollout["finished"], rollout["prompt_length"],
+                   torch.where(mask, spread, 0.0).sum(1)]  # fmt: skip
+        table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
+        reward, length, finished, prompt_length, spread_sum = table[:, : len(columns)].unbind(1)
+        centred = F.group_advantages(reward, rollout["num_generations"], "none").view(-1, rollout["num_generations"])
+        metrics = {
+            "frac_reward_zero_std": (centred == 0).all(1).float().mean(),
+            "entropy": spread_sum.sum() / length.sum(),
+            "completions/mean_length": length.mean(),
+            "completions/min_length": length.min(),
+            "completions/max_length": length.max(),
+            "completions/clipped_ratio": 1 - finished.mean(),
+        }
+        self.record(**metrics)
+        ended = length[finished.bool()]
+        if len(ended):
+            self.record(**{"completions/mean_terminated_length": ended.mean(),
+                           "completions/min_terminated_length": ended.min(),
+                           "completions/max_terminated_length": ended.max()})  # fmt: skip
+        named = [("reward", "reward_std", reward)]
+        for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
+            named.append((f"rewards/{name}/mean", f"rewards/{name}/std", column))
+        for mean, std, column in named:
+            if len(scored := column[~column.isnan()]):
+                self.record(**{mean: scored.mean(), std: scored.std(correction=min(1, len(scored) - 1))})
+        self.num_tokens += int((length + prompt_length).sum())
+        step = self.trainer.global_step
+        if self.completions_steps and step >= self._table_due_at:
+            self._table_due_at = step - step % self.completions_steps + self.completions_steps
+            self.write_completions(rollout, fields["advantage"], length)
+
+    def write_completions(self, rollout: Rollout, advantage: Tensor, length: Tensor) -> None:
+        """A table of the first completions with their rewards and advantages, and the histogram of lengths."""
+        if not self.trainer.is_global_zero:
+            return
+        scores = zip(rollout["reward_names"], rollout["rewards"].unbind(1), strict=True)
+        if advantage.ndim == 2:
+            advantage = F.masked_mean(advantage, completion_mask(rollout["length"], advantage.shape[1]), 1)
+        columns = {"prompt": rollout["prompts"], "completion": rollout["texts"]}
+        columns |= {name: column.tolist() for name, column in scores} | {"advantage": advantage.tolist()}
+        self.write_table("completions", columns)
+        for logger in self.trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_histogram("completions/length", length, self.trainer.global_step)
+
+    @torch.no_grad()
+    def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
+        """The loss, how often a clip is active, and the KL to the reference."""
+        mask, advantage = batch["mask"], batch["advantage"]
+        log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
+        weight, counts = batch["micro_tokens"], mask
+        if self.importance_sampling_level == "sequence":
+            log_ratio = F.masked_mean(log_ratio, mask, 1).unsqueeze(1)
+            weight, counts = batch["micro_rows"], torch.ones_like(log_ratio, dtype=torch.bool)
+        ratio = log_ratio.exp()
+        if advantage.ndim == 1:
+            advantage = advantage.unsqueeze(1)
+        elif self.importance_sampling_level == "sequence":
+            advantage = F.masked_mean(advantage, mask, 1).unsqueeze(1)
+        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        low = (counts & (ratio < 1 - self.epsilon) & (advantage < 0)).sum()
+        high = (counts & (ratio > 1 + above) & (advantage > 0)).sum()
+        share = 1 / torch.as_tensor(weight, device=mask.device).clamp(min=1)
+        self.record(loss=loss)
+        self.record(weight, **{"clip_ratio/low_mean": low * share, "clip_ratio/high_mean": high * share,
+                               "clip_ratio/region_mean": (low + high) * share})  # fmt: skip
+        if self.beta:
+            kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
+            self.record(mask.sum(), kl=F.masked_mean(kl, mask))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["table_due_at"], checkpoint["synced_at"] = self._table_due_at, self._synced_at
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._table_due_at, self._synced_at = checkpoint["table_due_at"], checkpoint["synced_at"]
+
+    # ---------------------------------------------------------------- helpers
+
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self._trainer is not None else 1
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, [ranks · b, …]."""
+        if self._world_size == 1:
+            return x
+        rows: Any = self.all_gather(x)
+        return rows.flatten(0, 1)
