@@ -56,12 +56,20 @@ class TransitionProgressBar(ProgressBar):
             console=Console(stderr=True),
             auto_refresh=False,  # a thread that draws would take time from the run
         )
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        self._task = self._progress.add_task(
-            type(pl_module).__name__, total=datamodule.total_timesteps, completed=datamodule.num_timesteps,
-            fps="", result=""
-        )  # fmt: skip
+        done, total = self.counts(trainer)
+        self._task = self._progress.add_task(type(pl_module).__name__, total=total, completed=done, fps="", result="")
         self._progress.start()
+
+    def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
+        """How much is done, and of how much; None: there is no end."""
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        return datamodule.num_timesteps, datamodule.total_timesteps
+
+    def notes(self, trainer: L.Trainer) -> tuple[str, str]:
+        """The speed, and the last result."""
+        metrics = trainer.datamodule.metrics()  # type: ignore[attr-defined]
+        reward = metrics.get("rollout/ep_rew_mean")
+        return f"{metrics['time/fps']:,.0f}/s", "" if reward is None else f"mean return {reward:.1f}"
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,14 +87,8 @@ class TransitionProgressBar(ProgressBar):
 
     def _draw(self, trainer: L.Trainer) -> None:
         assert self._progress is not None
-        metrics = trainer.datamodule.metrics()  # type: ignore[attr-defined]
-        reward = metrics.get("rollout/ep_rew_mean")
-        self._progress.update(
-            self._task,
-            completed=metrics["time/total_timesteps"],
-            fps=f"{metrics['time/fps']:,.0f}/s",
-            result="" if reward is None else f"mean return {reward:.1f}",
-        )
+        speed, result = self.notes(trainer)
+        self._progress.update(self._task, completed=self.counts(trainer)[0], fps=speed, result=result)
         self._progress.refresh()
         self._drawn_s = time.monotonic()
 
@@ -121,6 +123,9 @@ class EpisodeWriter(BasePredictionWriter):
         UsageError: another ending, or a folder that does not exist.
     """
 
+    #: What a row is, for the message.
+    rows_are = "episodes"
+
     def __init__(self, path: str) -> None:
         super().__init__(write_interval="epoch")
         self.path = Path(path)
@@ -133,11 +138,7 @@ class EpisodeWriter(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
-        columns = {key: torch.cat([batch[key] for batch in predictions]).tolist() for key in predictions[0]}
-        rows = [
-            {"episode": i, **dict(zip(columns, values, strict=True))}
-            for i, values in enumerate(zip(*columns.values(), strict=True))
-        ]
+        rows = self.rows(predictions)
         with self.path.open("w", encoding="utf-8", newline="") as file:
             if self.path.suffix == ".jsonl":
                 file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -145,4 +146,12 @@ class EpisodeWriter(BasePredictionWriter):
                 writer = csv.DictWriter(file, fieldnames=list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
-        print(f"{len(rows)} episodes written to {self.path}")
+        print(f"{len(rows)} {self.rows_are} written to {self.path}")
+
+    def rows(self, predictions: Any) -> list[dict[str, Any]]:
+        """What is written, from the batches that ``predict_step`` returned."""
+        columns = {key: torch.cat([batch[key] for batch in predictions]).tolist() for key in predictions[0]}
+        return [
+            {"episode": i, **dict(zip(columns, values, strict=True))}
+            for i, values in enumerate(zip(*columns.values(), strict=True))
+        ]

@@ -57,8 +57,8 @@ class Checkpoints(ModelCheckpoint):
     not the run; a loss or gradient that is NaN ends the run before it gets into a checkpoint.
 
     Args:
-        monitor: the metric whose best value ``best.ckpt`` has.
-        mode: ``max`` or ``min``.
+        monitor: the metric whose best value ``best.ckpt`` has; None: the algorithm's own.
+        mode: ``max`` or ``min``; read where ``monitor`` is given.
         interval_s: least seconds of training between two writes of ``last.ckpt``.
         max_share: largest share of the time that writing ``last.ckpt`` may take, in (0, 1]; a write that took long is
             waited for longer.
@@ -67,15 +67,17 @@ class Checkpoints(ModelCheckpoint):
 
     def __init__(
         self,
-        monitor: str = "eval/mean_reward",
+        monitor: str | None = None,
         mode: str = "max",
         interval_s: float = 60.0,
         max_share: float = 0.05,
         keep_previous: bool = True,
     ) -> None:
         super().__init__(
-            monitor=monitor, mode=mode, filename="best", save_on_train_epoch_end=False, enable_version_counter=False
-        )
+            monitor=monitor or "eval/mean_reward", mode=mode, filename="best", save_on_train_epoch_end=False,
+            enable_version_counter=False
+        )  # fmt: skip
+        self._chosen = monitor is not None
         if interval_s < 0:
             raise UsageError(f"interval_s={interval_s} must not be negative")
         if not 0 < max_share <= 1:
@@ -104,6 +106,10 @@ class Checkpoints(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
+        own = getattr(pl_module, "best_metric", None)
+        if own is not None and not self._chosen and stage == "fit":
+            self.monitor, self.mode = own
+            self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
         # Sharding strategies write in their own way, and refuse to be asked.
         with contextlib.suppress(NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -141,6 +147,12 @@ class Checkpoints(ModelCheckpoint):
         self.requests.restore()
         if _position(trainer) != self._saved_at:
             self._save_last(trainer, is_final=True)
+        if _requeue_signals(trainer):
+            # In a SLURM job Lightning would load the latest of these even to evaluate what has just been trained.
+            if trainer.is_global_zero:
+                for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"):
+                    path.unlink()
+            trainer.strategy.barrier("hpc checkpoints removed")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.requests.restore()
@@ -216,7 +228,7 @@ class Checkpoints(ModelCheckpoint):
                 raise UsageError(f"the last checkpoint can't be written to {folder}: {error}; {kept}") from error
             rank_zero_warn(f"The checkpoint can't be written: {error}; {kept}. Training goes on, and tries again.")
         now = time.monotonic()
-        self._due_s = now + max(self.interval_s, (now - began_s) / self.max_share)
+        self._due_s = now + max(self.interval_s, (now - began_s) * (1 / self.max_share - 1))
 
     def _rotate(self, folder: Path, coming: Path, last: Path) -> None:
         """``next`` becomes ``last``, and ``last`` ``previous``; there is a whole ``last`` at any time."""

@@ -25,7 +25,9 @@ commands:
   validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
   test       the same, on other seeds and more episodes
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
+             (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
+  export     a Hugging Face directory of a language model: rl export --ckpt_path PATH --output FOLDER
   list       every installed config with its one-line description
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
 
@@ -106,10 +108,29 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
                 f"copy takes a config and a target, as in `rl copy ppo/cartpole.yaml mine.yaml`; got {rest}"
             )
         print(f"copied to {configs.copy(*rest)}")
+    elif command == "export":
+        _export(rest)
     elif command in COMMANDS:
         _run(command, _with_configs_found(rest, default_config))
     else:
-        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, list and copy")
+        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, list and "
+                         "copy")  # fmt: skip
+
+
+def _export(args: list[str]) -> None:
+    given: dict[str, str] = {}
+    pending = iter(args)
+    for arg in pending:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in ("ckpt_path", "output", "model"):
+            raise UsageError(f"export takes --ckpt_path PATH, --output FOLDER and perhaps --model CLASS; got {arg!r}")
+        given[name] = value if equals else next(pending, "")
+    sys.path.insert(0, os.getcwd())
+    from recipes.language import export
+
+    _quiet()
+    folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
+    print(f"exported to {folder}; AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
 
 
 def _show(text: str) -> None:

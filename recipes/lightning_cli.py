@@ -1,5 +1,6 @@
 """LightningCLI with this project's defaults: imported only when a run starts, for it imports Lightning."""
 
+import contextlib
 import inspect
 import math
 import os
@@ -19,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import datamodules
 import rl_modules
 from datamodules.control import ControlDataModule
-from recipes import curves, resume
+from recipes import curves, language, resume
 from recipes.callbacks import ConfigRecord, EpisodeWriter, TransitionProgressBar
 from recipes.checkpoints import Checkpoints
 from recipes.record import EpisodeRecorder, record_episodes
@@ -50,6 +51,7 @@ class RLCLI(LightningCLI):
         self.records = command == "record"
         self.command = command = "predict" if self.records else command
         _import_named(args)
+        language.hide_transformers_bars()
         self.started_s = time.monotonic()
         #: The checkpoint to go on from, and the run whose folder is gone on in.
         self.checkpoint: dict[str, Any] | None = None
@@ -81,8 +83,9 @@ class RLCLI(LightningCLI):
             parser.add_argument("--episodes", type=int, default=1, help="How many to record.")
         elif self.command == "predict":
             parser.add_argument(
-                "--output", type=str, default="episodes.csv", help="File for the episodes: .csv or .jsonl."
-            )
+                "--output", type=str, default=None,
+                help="File, .csv or .jsonl; default: episodes.csv, and completions.csv of a language model.",
+            )  # fmt: skip
         if self.command == "fit":
             parser.add_lightning_class_args(Checkpoints, "checkpoint")
             parser.add_argument(
@@ -116,7 +119,9 @@ class RLCLI(LightningCLI):
         logger = config["trainer"]["logger"]
         if hasattr(logger, "init_args") and logger.init_args.get("name", "") is None:
             algorithm = config["model"]["class_path"].rpartition(".")[2]
-            task = config["data"]["init_args"].get("env_id") or config["data"]["class_path"].rpartition(".")[2]
+            settings = config["data"]["init_args"]
+            task = settings.get("env_id") or language.task_name(settings)
+            task = task or config["data"]["class_path"].rpartition(".")[2]
             logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
         self._find_checkpoint(config)
 
@@ -225,21 +230,35 @@ class RLCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         if self.command == "predict":
-            if not self.records:
-                callbacks.append(EpisodeWriter(self._get(self.config, "output")))
+            output = self._get(self.config, "output")
+            if self.records and not self._controls:
+                raise UsageError(f"record films episodes; {type(self.model).__name__} has none: `rl predict` writes "
+                                 "its completions to a file")  # fmt: skip
+            if not self.records and self._controls:
+                callbacks.append(EpisodeWriter(output or "episodes.csv"))
+            elif not self.records:
+                callbacks.append(language.CompletionWriter(output or "completions.csv"))
             config["logger"] = False
         if self.command in ("validate", "test"):
             config["logger"] = False
         if self.command == "fit":
+            if self._get(self.config, "record_every") and not self._controls:
+                raise UsageError("record_every films episodes of an environment; leave it out for a language model")
             if self._get(self.config, "record_every"):
                 callbacks.append(EpisodeRecorder(self._get(self.config, "record_every")))
             # Every callback is called some ten times per batch: none that would do nothing.
             shows = config.get("enable_progress_bar") is not False and sys.stderr.isatty()
             config["enable_progress_bar"] = shows
-            callbacks += [TransitionProgressBar()] if shows else []
+            bar = TransitionProgressBar if self._controls else language.StepProgressBar
+            callbacks += [bar()] if shows else []
         elif config.get("enable_progress_bar") is None:
             config["enable_progress_bar"] = False
         return super()._instantiate_trainer(config, callbacks)
+
+    @property
+    def _controls(self) -> bool:
+        """Whether the run acts in environments; else it is a language model's."""
+        return isinstance(self.datamodule, ControlDataModule)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         # A checkpoint is data from outside: nothing in it may run.
@@ -260,48 +279,56 @@ class RLCLI(LightningCLI):
     # ---------------------------------------------------------------- after training
 
     def after_fit(self) -> None:
-        """Evaluate the final policy on fresh seeds, write hyperparameters with the result, and say what happened."""
-        trained_s = time.monotonic() - self.started_s
-        metrics = self.datamodule.metrics()
-        step = self.datamodule.num_timesteps
-        loggers, self.trainer.loggers = self.trainer.loggers, []
-        self.trainer.test(self.model, datamodule=self.datamodule, verbose=False, weights_only=True)
-        self.trainer.loggers = loggers
-        final = {"final/mean_reward": self.trainer.callback_metrics["test/mean_reward"].item(),
-                 "final/std_reward": self.trainer.callback_metrics["test/std_reward"].item()}  # fmt: skip
+        """Evaluate the final policy, write hyperparameters with the result, and say what happened."""
+        if self._controls:
+            final, step, rows = self._finish_control()
+        else:
+            seconds, step = time.monotonic() - self.started_s, self.trainer.global_step
+            final = language.final_metrics(self.trainer, self.model, self.datamodule)
+            rows = language.summary(self.model, self.datamodule, final, step, seconds)
         settings = {**_flat(self.model.hparams), **_flat(self.datamodule.hparams)}
-        for logger in loggers:
+        for logger in self.trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, final, step=step)
                 logger.save()
         folder = self.trainer.log_dir or "logs"  # asked for by all ranks, which agree on it
         if self.trainer.is_global_zero:
-            self._summarize(final, metrics, trained_s, folder)
+            self._summarize(rows, folder)
 
-    def _summarize(self, final: dict[str, float], metrics: dict[str, float], trained_s: float, folder: str) -> None:
-        from rich.console import Console
-        from rich.table import Table
+    def _finish_control(self) -> tuple[dict[str, float], int, dict[str, str]]:
+        """The final evaluation on fresh seeds, the transitions so far, and what to say of both."""
+        metrics = self.datamodule.metrics()
+        loggers, self.trainer.loggers = self.trainer.loggers, []
+        self.trainer.test(self.model, datamodule=self.datamodule, verbose=False, weights_only=True)
+        self.trainer.loggers = loggers
+        final = {"final/mean_reward": self.trainer.callback_metrics["test/mean_reward"].item(),
+                 "final/std_reward": self.trainer.callback_metrics["test/std_reward"].item()}  # fmt: skip
+        name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
+        rows = {
+            name: f"mean return {final['final/mean_reward']:.1f} ± {final['final/std_reward']:.1f} over "
+            f"{self.datamodule.hparams.n_test_episodes} episodes",
+            "transitions": f"{metrics['time/total_timesteps']:,.0f} in {metrics['time/time_elapsed']:.1f} s "
+            f"({metrics['time/fps']:,.0f} per second)",
+        }
+        return final, self.datamodule.num_timesteps, rows
 
+    def _summarize(self, rows: dict[str, str], folder: str) -> None:
         checkpoints = self.trainer.checkpoint_callback
         assert isinstance(checkpoints, Checkpoints)
         best = checkpoints.best_model_path
-        table = Table.grid(padding=(0, 2))
-        name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
-        episodes = self.datamodule.hparams.n_test_episodes
         rows = {
-            name: f"mean return {final['final/mean_reward']:.1f} ± {final['final/std_reward']:.1f} over {episodes} "
-            "episodes",
-            "transitions": f"{metrics['time/total_timesteps']:,.0f} in {metrics['time/time_elapsed']:.1f} s "
-            f"({metrics['time/fps']:,.0f} per second)",
+            **rows,
             "last checkpoint": str(checkpoints.last_path),
             "best checkpoint": _relative(best) if best else "none (no evaluation)",
             "curves": f"tensorboard --logdir {folder}",
         }
+        if not self._controls:
+            path = _relative(best) if best else str(checkpoints.last_path)
+            rows["export"] = f"rl export --ckpt_path {path} --output model"
+        # Nothing is wrapped here: a path or command that is copied stays whole.
+        width = max(map(len, rows))
         for left, right in rows.items():
-            table.add_row(left, right)
-        console = Console()
-        # Where the output is no terminal, nothing is wrapped: paths stay whole.
-        console.print(table, soft_wrap=not console.is_terminal, highlight=False)
+            print(f"{left:{width}}  {right}")
 
 
 def _import_named(args: list[str]) -> None:
@@ -316,7 +343,12 @@ def _import_named(args: list[str]) -> None:
     for package in (rl_modules, datamodules):
         for name in package.__all__:
             if name in words or not {"-h", "--help"}.isdisjoint(args):
-                getattr(package, name)
+                try:
+                    getattr(package, name)
+                except ModuleNotFoundError as error:
+                    if name in words:
+                        raise UsageError(f"{name} needs {error.name}, which is not installed: pip install "
+                                         "'lightning-rl-recipes[language]'") from error  # fmt: skip
 
 
 def _relative(path: str) -> str:
@@ -330,7 +362,7 @@ def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
     """Hyperparameters as TensorBoard takes them: numbers, strings and booleans under dotted names."""
     flat: dict[str, Any] = {}
     for key, value in hparams.items():
-        if key in ("observation_space", "action_space"):
+        if key in resume.FILLED_IN:
             continue
         if isinstance(value, dict):
             flat.update(_flat(value, f"{prefix}{key}."))
@@ -389,7 +421,10 @@ def _known_options(where: str) -> set[str]:
     classes: list[Any] = [Trainer] if where == "trainer" else []
     for package, group in ((rl_modules, "model"), (datamodules, "data")):
         if where in (group, ""):
-            classes += [getattr(package, name) for name in package.__all__]
+            for name in package.__all__:
+                # A language class whose libraries are not installed has no options to offer.
+                with contextlib.suppress(ModuleNotFoundError):
+                    classes.append(getattr(package, name))
     bases = {base for cls in classes for base in cls.__mro__ if "__init__" in vars(base)}
     names = {name for base in bases for name in inspect.signature(base.__init__).parameters}
     return names - {"self", "args", "kwargs"}

@@ -253,10 +253,8 @@ class ControlModule(L.LightningModule):
         self.on_train_epoch_start()
         timesteps = self.trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
         if timesteps:
-            metrics = dict(self._metrics)
             self._scheduled_at = timesteps
             self.update_schedules(self.progress_remaining)
-            self._metrics = metrics
 
     def on_train_epoch_start(self) -> None:
         # Diagnostics cost kernels: they are computed only in the epochs that are written.

@@ -200,7 +200,10 @@ class DQN(ControlModule):
             self.exploration_initial_eps + (self.exploration_final_eps - self.exploration_initial_eps) * falling
         )
         self._metrics["rollout/exploration_rate"] = self.exploration_rate
+
+    def on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)
+        super().on_train_epoch_end()
 
     # ---------------------------------------------------------------- optimizer and checkpoints
 

@@ -83,12 +83,13 @@ class Run:
         arguments: behind ``rl fit``.
         folder: where it runs.
         forks: copy this process, which has everything imported, instead of starting Python anew.
+        resume: whether to give ``--resume``.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, forks: bool) -> None:
+    def __init__(self, arguments: Sequence[str], folder: Path, forks: bool, resume: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output = folder / "output.txt"
-        command = ["fit", *arguments, "--resume"]
+        command = ["fit", *arguments, *(["--resume"] if resume else [])]
         if forks:
             self.pid = os.fork() or self._become(command, folder)
         else:
@@ -105,6 +106,7 @@ class Run:
             descriptor = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
+            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
             from recipes.cli import main
 
             main(command)
