@@ -95,6 +95,10 @@ class _Live:
     mask: Tensor | None  # (n, S) of the prompt; None where no prompt is padded
     seen: Tensor | None  # (n, V) true for tokens that the row has; None where nobody asks
 
+    def whole_mask(self, new: int) -> Tensor | None:
+        """The prompts' masks, with ``new`` tokens more, none of them padding; (n, S + new)."""
+        return None if self.mask is None else torch.nn.functional.pad(self.mask, (0, new), value=True)
+
     def drop(self, done: Tensor, cache: RowCache) -> None:
         """Move rows from the end into the places of those that are done: few rows move, each at most once a step."""
         left = len(done) - int(done.sum())
@@ -122,18 +126,18 @@ def decode(
         synced_gpus: go on calling the model until no rank needs it any more.
     """
     forward = _forward(model, cache)
-    padded = not bool(prompts.mask.all())
-    logits = forward(prompts.tokens, prompts.positions, prompts.mask if padded else None)[prompts.source]
-    cache.expand(prompts.source, prompts.tokens.shape[1] + min(_ROOM, len(draws)))
-    live = _Live(
-        row=torch.arange(len(prompts.source), device=logits.device),
-        token=torch.empty_like(prompts.source),
-        position=prompts.length[prompts.source] - 1,
-        mask=prompts.mask[prompts.source] if padded else None,
-        seen=prompts.seen(logits.shape[-1]) if rule.penalizes else None,
-    )
-    for step in itertools.count():
-        if len(live.row):
+    with cache.attention(transformers_model(model)):
+        mask = None if bool(prompts.mask.all()) else prompts.mask
+        logits = forward(prompts.tokens, prompts.positions, mask)[prompts.source]
+        cache.expand(prompts.source, mask, room=min(_ROOM, len(draws)))
+        live = _Live(
+            row=torch.arange(len(prompts.source), device=logits.device),
+            token=torch.empty_like(prompts.source),
+            position=prompts.length[prompts.source] - 1,
+            mask=mask[prompts.source] if mask is not None and cache.needs_mask else None,
+            seen=prompts.seen(logits.shape[-1]) if rule.penalizes else None,
+        )
+        for step in itertools.count():
             live.token, log_prob = rule.draw(logits, draws[step, live.row], live.seen)
             live.position = live.position + 1
             if live.seen is not None:
@@ -141,13 +145,13 @@ def decode(
             done = record.add(step, live.row, live.token, log_prob)
             if bool(done.any()):
                 live.drop(done, cache)
-        if not _any_rank(len(live.row) > 0, logits.device, synced_gpus):
-            return
-        if len(live.row):
-            mask = None if live.mask is None else torch.nn.functional.pad(live.mask, (0, step + 1), value=True)
-            logits = forward(live.token.unsqueeze(-1), live.position.unsqueeze(-1), mask)
-        else:  # Other ranks wait for this one's part of the weights.
-            model(input_ids=prompts.tokens[:1, -1:], use_cache=False)
+            if not len(live.row):
+                break
+            if synced_gpus:
+                _any_rank(True, logits.device)
+            logits = forward(live.token.unsqueeze(-1), live.position.unsqueeze(-1), live.whole_mask(step + 1))
+    while synced_gpus and _any_rank(False, logits.device):  # Other ranks wait for this one's part of the weights.
+        model(input_ids=prompts.tokens[:1, -1:], use_cache=False)
 
 
 def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:
@@ -214,9 +218,7 @@ def _forward(model: Any, cache: RowCache) -> Callable[[Tensor, Tensor, Tensor | 
     return forward
 
 
-def _any_rank(value: bool, device: torch.device, synced_gpus: bool) -> bool:
-    if not synced_gpus:
-        return value
+def _any_rank(value: bool, device: torch.device) -> bool:
     flag = torch.tensor(int(value), device=device)
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
     return bool(flag)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -30,10 +33,25 @@ class RowCache(Cache):
         ]
         return cls(len(layers)) if layers and all(fits) else None
 
-    def expand(self, index: Tensor, room: int) -> None:
-        """Make row i a copy of row ``index[i]``, with room for ``room`` tokens in all."""
+    def expand(self, index: Tensor, mask: Tensor | None, room: int) -> None:
+        """Make row i a copy of prompt ``index[i]``.
+
+        Args:
+            index: (B,) in [0, U).
+            mask: false in the prompts' padding, (U, S); None where there is none.
+            room: new tokens per row to have room for at first.
+        """
         for layer in self._rows:
             layer.expand(index, room)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the model must be told of the prompts' padding, after :meth:`expand`."""
+        return True
+
+    def attention(self, model: Any) -> AbstractContextManager[None]:
+        """The context in which the model is called with this cache."""
+        return nullcontext()
 
     def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
         """Copy the rows ``movers`` over the rows ``holes``, and keep the first ``rows`` rows."""
@@ -72,9 +90,15 @@ class RowLayer(DynamicLayer):
         return self.keys, self.values
 
     def expand(self, index: Tensor, room: int) -> None:
-        self._buffers = _with_room(self.keys[index], room), _with_room(self.values[index], room)
         end = self.keys.shape[-2]
+        self._buffers = _with_room(self.keys[index], end + room), _with_room(self.values[index], end + room)
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+
+    def begin(self, rows: int, room: int) -> None:
+        """Forget the prompts; instead, have this many rows without a token."""
+        keys, values = (x.new_empty((rows, x.shape[1], room, x.shape[3])) for x in (self.keys, self.values))
+        self._buffers = keys, values
+        self.keys, self.values = (buffer[:, :, :0] for buffer in self._buffers)
 
     def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
         if len(holes):

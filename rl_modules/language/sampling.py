@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_modules.errors import UsageError
-from rl_modules.language.decoding import Prompts, Record, decode, generate
+from rl_modules.language.decoding import Prompts, Record, decode, generate, transformers_model
 from rl_modules.language.drawing import NextToken, uniforms
 from rl_modules.language.models import max_length
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.shared_prompts import SharedPromptCache, can_share_prompts
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ def sample(
     limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
     draws = uniforms(seeds, int(limit.max())).to(limit.device)
     record = Record(limit, torch.tensor(stops, device=limit.device), pad_token_id)
-    cache = RowCache.for_model(config, longest=int((batch.length[batch.source] + limit).max()))
+    kind = SharedPromptCache if can_share_prompts(transformers_model(model), limit.device) else RowCache
+    cache = kind.for_model(config, longest=int((batch.length[batch.source] + limit).max()))
     with torch.no_grad(), eval_mode(model):
         if cache is not None:
             decode(model, cache, batch, rule, draws, record, synced_gpus)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -17,7 +18,7 @@ from transformers import (
 
 from rl_modules.errors import UsageError
 from rl_modules.functional import token_log_probs
-from rl_modules.language import decoding, sampling
+from rl_modules.language import decoding, sampling, shared_prompts
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling import Completions, sample
 
@@ -104,10 +105,62 @@ def test_log_probs_equal_a_teacher_forced_forward(family, prompts):
     assert len(set(completions.length.tolist())) > 2  # rows left the batch at different times
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
-def test_eager_attention(family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_functions_that_cannot_share_prompts(family):
     model = build(family, attention="eager")
+    completions = draw(model, OF_ALL_LENGTHS)
+    assert_log_probs_are_the_models(model, OF_ALL_LENGTHS, completions)
+    # One model, two ways to attend: the draws are the same.
+    assert torch.equal(draw(build(family), OF_ALL_LENGTHS).tokens, completions.tokens)
+
+
+class Spy:
+    """Counts the calls of a function that it stands before."""
+
+    def __init__(self, monkeypatch, module, name):
+        self.calls, self.function = 0, getattr(module, name)
+        monkeypatch.setattr(module, name, self)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypatch):
+    attend = Spy(monkeypatch, shared_prompts, "_attend")
+    model = build(family)
+    completions = draw(model, SAME_LENGTH)
+    assert attend.calls == 2 * (int(completions.length.max()) - 1)  # two layers, and the first token is the prompt's
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
+    """Multi-head latent attention caches a projection, and attends to what it makes of it."""
+    attend = Spy(monkeypatch, shared_prompts, "_attend")
+    fields = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        DeepseekV3Config(**fields, first_k_dense_replace=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+                         qk_nope_head_dim=4, v_head_dim=8)
+    ).eval()  # fmt: skip
     assert_log_probs_are_the_models(model, OF_ALL_LENGTHS, draw(model, OF_ALL_LENGTHS))
+    assert attend.calls == 0
+
+
+def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
+    sizes = []
+    attend = shared_prompts._attend
+
+    def spy(cache, prompt_key, *args):
+        sizes.append(len(prompt_key))
+        return attend(cache, prompt_key, *args)
+
+    monkeypatch.setattr(shared_prompts, "_attend", spy)
+    prompts = [[5, 6, n] for n in range(10, 26)] + [[7, 8]]
+    completions = draw(qwen2, prompts, eos_token_id=list(range(1, 9)), temperature=2.0, max_completion_length=30)
+    assert sizes[0] == 17 and 1 <= sizes[-1] <= 4
+    assert_log_probs_are_the_models(qwen2, prompts, completions, temperature=2.0)
 
 
 def test_a_window_longer_than_the_text_needs_no_generate(monkeypatch):
@@ -335,6 +388,30 @@ def test_a_rank_that_is_done_goes_on_calling_the_model(qwen2, monkeypatch):
     calls.hook.remove()
     assert len(calls.shapes) == 20  # the prompts, and 19 steps
     assert torch.equal(completions.tokens, expected.tokens)
+
+
+def sharded(rank: int, folder: str) -> None:
+    """One of two processes that hold half of each weight, with prompts of its own and completions of other lengths."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    model = build("llama")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    prompts, longest = (SAME_LENGTH, 3) if rank == 0 else (OF_ALL_LENGTHS, 12)
+    completions = draw(model, prompts, max_completion_length=longest, synced_gpus=True)
+    torch.save(completions.tokens, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sharded_weights(tmp_path):
+    torch.multiprocessing.start_processes(sharded, (str(tmp_path),), nprocs=2, start_method="fork")
+    for rank, prompts, longest in ((0, SAME_LENGTH, 3), (1, OF_ALL_LENGTHS, 12)):
+        expected = draw(build("llama"), prompts, max_completion_length=longest)
+        assert torch.equal(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected.tokens)
 
 
 def test_bfloat16():
