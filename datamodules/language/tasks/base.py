@@ -118,10 +118,7 @@ class Task:
         Raises:
             UsageError: an unknown split, or fewer questions than asked for.
         """
-        if split not in SPLITS:
-            raise UsageError(f"split={split!r} must be one of {', '.join(SPLITS)}")
-        if n is not None and n < 0:
-            raise UsageError(f"n={n} records can't be negative")
+        self._check_request(split, n)
         chooser = random.Random(stream_seed(self.seed, 0, f"questions/{split}"))
         solver = random.Random(stream_seed(self.seed, 0, f"demonstrations/{split}"))
         return [self.record(question, solver) for question in self._choose(split, n, chooser)]
@@ -188,6 +185,12 @@ class Task:
         raise UsageError(f"task {self.name!r} makes no preferences; task 'paths' does")
 
     # ---------------------------------------------------------------- the splits
+
+    def _check_request(self, split: str, n: int | None) -> None:
+        if split not in SPLITS:
+            raise UsageError(f"split={split!r} must be one of {', '.join(SPLITS)}")
+        if n is not None and n < 0:
+            raise UsageError(f"n={n} records can't be negative")
 
     def _choose(self, split: str, n: int | None, rng: random.Random) -> list[Question]:
         if self.size is not None and self.size <= LISTED:

@@ -29,6 +29,8 @@ class Paths(Task):
         out_degree: edges that leave a node, from 2 to ``n_nodes - 1``. One of them belongs to a round trip through all
             nodes, so every node is reached from every other.
         min_distance: shortest distance from start to goal that makes a question, at least 1.
+        demonstrations: walks per question in the training records, which are the questions over and over; test records
+            have one each.
         max_length: longest demonstration, in steps; None: three times the longest of the shortest paths.
         min_noise: a demonstration takes a random edge instead of a shortest one with a probability that is drawn for
             every walk between this and 1.
@@ -53,6 +55,7 @@ class Paths(Task):
         n_nodes: int = 20,
         out_degree: int = 3,
         min_distance: int = 2,
+        demonstrations: int = 20,
         max_length: int | None = None,
         min_noise: float = 0.5,
         preference_scale: float = 10.0,
@@ -65,6 +68,8 @@ class Paths(Task):
             raise UsageError(f"n_nodes={n_nodes} must lie between 4 and {len(LETTERS)}, one letter for each")
         if not 2 <= out_degree < n_nodes:
             raise UsageError(f"out_degree={out_degree} must lie between 2 and n_nodes-1={n_nodes - 1}")
+        if demonstrations < 1:
+            raise UsageError(f"demonstrations={demonstrations} must be at least 1")
         for name, share in (("min_noise", min_noise), ("faults", faults)):
             if not 0 <= share <= 1:
                 raise UsageError(f"{name}={share} must lie between 0 and 1")
@@ -82,6 +87,7 @@ class Paths(Task):
         if self.max_length < farthest:
             raise UsageError(f"max_length={max_length} must be at least {farthest}, the graph's largest distance")
         self.min_distance = min_distance
+        self.demonstrations = demonstrations
         self.min_noise = min_noise
         self.preference_scale = preference_scale
         self.faults = faults
@@ -93,6 +99,21 @@ class Paths(Task):
         for start, goal in itertools.permutations(self.edges, 2):
             if self.distance[start][goal] >= self.min_distance:
                 yield {"start": start, "goal": goal}
+
+    def records(self, split: str, n: int | None) -> list[Record]:
+        """As every task's; the training questions come ``demonstrations`` times, each time with another walk."""
+        if split != "train":
+            return super().records(split, n)
+        self._check_request(split, n)
+        questions = self._shuffled(split)
+        n = len(questions) * self.demonstrations if n is None else n
+        self._enough(split, n, len(questions) * self.demonstrations)
+        rng = random.Random(stream_seed(self.seed, 0, f"demonstrations/{split}"))
+        return [self.record(questions[i % len(questions)], rng) for i in range(n)]
+
+    def _shuffled(self, split: str) -> list[Question]:
+        self._check_request(split, None)
+        return self._choose(split, None, random.Random(stream_seed(self.seed, 0, f"questions/{split}")))
 
     def key(self, question: Question) -> str:
         return f"{question['start']}>{question['goal']}"
@@ -184,10 +205,11 @@ class Paths(Task):
         Raises:
             UsageError: an unknown split.
         """
-        records = self.records(split, None)
+        questions = self._shuffled(split)
         rng = random.Random(stream_seed(self.seed, 0, f"preferences/{split}"))
         compared = []
-        for record in itertools.islice(itertools.cycle(records), DRAWN if n is None else n):
+        for question in itertools.islice(itertools.cycle(questions), DRAWN if n is None else n):
+            record = self.record(question, rng)
             first = second = self._candidate(record, rng)
             while second == first:
                 second = self._candidate(record, rng)
