@@ -136,7 +136,7 @@ class RLCLI(LightningCLI):
             job = f"job_{os.environ['SLURM_JOB_ID']}"
             if hasattr(logger, "init_args") and "version" in logger.init_args and logger.init_args.version is None:
                 logger.init_args.version = job
-                folder = self._run_folder(config)
+                folder = self._parent_folder(config) / job
                 config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
                 config["resume"] = folder.is_dir()
         if given in resume.NAMES or config.get("resume"):
@@ -196,7 +196,7 @@ class RLCLI(LightningCLI):
         if self.resumed is not None:
             if self.resumed.checkpoint is None and self.trainer.is_global_zero:
                 print(f"{self.resumed.folder} has no checkpoint yet: its run begins again")
-            for callback in self.trainer.callbacks:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ConfigRecord):
                     callback.resumes = self.checkpoint is not None
                 if isinstance(callback, Checkpoints):
@@ -220,13 +220,15 @@ class RLCLI(LightningCLI):
         self._check_environment()
 
     def _check_environment(self) -> None:
-        """Refuse an environment that can't be made, or acted in, before anything is written."""
+        """Refuse what can't work before anything is written: environments, spaces, names of models."""
         data, model = self.datamodule, self.model
         if isinstance(data, ControlDataModule) and isinstance(model, ControlModule):
             data.setup("check")
             model.observation_space, model.action_space = data.observation_space, data.action_space
             model.check_spaces()
             data.teardown("check")
+        if hasattr(model, "tokenizer"):
+            assert model.max_length  # the tokenizer and the model's config are found and fit to each other
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         if self.command == "predict":

@@ -243,6 +243,12 @@ class LanguageDataModule(L.LightningDataModule):
 
     # ---------------------------------------------------------------- evaluation
 
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether there are held-out records: a task makes them, of a file or dataset they must be asked for."""
+        hp: Any = self.hparams
+        return bool(hp.n_eval) and (hp.task is not None or hp.eval_path is not None or bool(hp.eval_steps))
+
     def _schedule_evaluation(self) -> None:
         # Evaluation is counted in optimizer steps; Lightning counts batches. Its sanity check would evaluate the
         # untrained model and learn nothing from it.

@@ -28,7 +28,8 @@ class InstructionDataModule(LanguageDataModule):
         completion_only_loss: the completions' tokens count in the loss; False: the prompts' too.
         packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest.
         group_by_length: sequences of similar length come in the same step (50 steps' sequences are sorted, and their
-            steps shuffled): less padding; False: those of a step are any.
+            steps shuffled). Less padding, but steps that see one kind of record each may learn much worse, while
+            ``packing`` avoids padding and leaves the steps as they are.
         max_length: most tokens of prompt and completion together; None: what the model takes. ``overlong`` says what
             becomes of longer ones.
         **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
@@ -45,7 +46,7 @@ class InstructionDataModule(LanguageDataModule):
         task: str | None = None,
         completion_only_loss: bool = True,
         packing: bool = False,
-        group_by_length: bool = True,
+        group_by_length: bool = False,
         max_length: int | None = None,
         **source: Any,
     ) -> None:

@@ -51,6 +51,8 @@ class LanguageModule(L.LightningModule):
     head = "causal"
     #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
     dropout = False
+    #: What the best checkpoint is the best in, and whether more is better: ``max`` or ``min``.
+    best_metric: tuple[str, str] = ("eval/loss", "min")
     #: What the default optimizer adds to the root of the second moment.
     adam_eps = 1e-8
 
@@ -97,6 +99,10 @@ class LanguageModule(L.LightningModule):
         self._logged_at = 0
         #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
         self.num_tokens = 0
+        #: ``num_tokens`` when this process began to train.
+        self.began_with = 0
+        #: The last point of every training curve.
+        self.latest_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
 
     # ---------------------------------------------------------------- model and tokenizer
@@ -196,6 +202,7 @@ class LanguageModule(L.LightningModule):
         if self.num_tokens:
             metrics["num_tokens"] = float(self.num_tokens)
         metrics = self.summarize(metrics)
+        self.latest_metrics.update(metrics)
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self._sums, self._weights = {}, {}
@@ -301,6 +308,7 @@ class LanguageModule(L.LightningModule):
         return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
 
     def on_train_start(self) -> None:
+        self.began_with = self.num_tokens
         for name, parameter in self.named_parameters():
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter)
@@ -330,6 +338,7 @@ class LanguagePolicy(LanguageModule):
     min_p: float | None
     repetition_penalty: float
     max_completion_length: int
+    best_metric = ("eval/pass@1", "max")
 
     def act(
         self,

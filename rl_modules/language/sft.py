@@ -45,6 +45,13 @@ class SFT(LanguagePolicy):
         self.max_completion_length = max_completion_length
         self._drops = False
 
+    @property
+    def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
+        """Right answers on held-out prompts; where no reward function tells, the loss on held-out demonstrations."""
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
+        judged = datamodule is not None and len(datamodule.rewards) > 0
+        return ("eval/pass@1", "max") if judged else ("eval/loss", "min")
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
         rates = [value for key, value in self.model.config.to_dict().items() if "drop" in key and key != "layerdrop"]

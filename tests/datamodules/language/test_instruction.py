@@ -133,7 +133,7 @@ def test_steps_of_similar_length_and_packing_waste_less_padding(tmp_path):
         rows = sum(batch["tokens"].numel() for batch in batches)
         return 1 - sum(batch["num_tokens"] for batch in batches) / rows
 
-    any_, grouped, packed = waste(group_by_length=False), waste(), waste(group_by_length=False, packing=True)
+    any_, grouped, packed = waste(), waste(group_by_length=True), waste(packing=True)
     assert any_ > 0.4
     assert grouped < 0.1
     assert packed < 0.15

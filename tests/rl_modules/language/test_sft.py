@@ -228,7 +228,7 @@ def test_logits_at_are_those_of_the_whole_and_leave_no_hook():
 @pytest.mark.parametrize(
     ("model", "data", "trainer"),
     [
-        ({}, {"group_by_length": False}, {}),
+        ({}, {"group_by_length": True}, {}),
         ({}, {"packing": True}, {"accumulate_grad_batches": 2}),
         ({"model_config": {**TINY, "attention_dropout": 0.2}, "attn_implementation": "eager"}, {}, {}),
     ],

@@ -1,0 +1,148 @@
+"""What the command line does for language modules: progress, the last evaluation, completions to a file, export."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+import rl_modules
+from recipes import resume
+from recipes.callbacks import EpisodeWriter, TransitionProgressBar
+from rl_modules.errors import UsageError, did_you_mean
+
+#: Metrics that the progress bar shows where there are any, the first two found.
+SHOWN = ("eval/pass@1", "reward", "eval/accuracy", "accuracy", "loss")
+
+
+class StepProgressBar(TransitionProgressBar):
+    """A bar that counts optimizer steps: share done, steps per second, time left, success and loss.
+
+    Args:
+        refresh_s: seconds between two redraws.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._began = time.monotonic(), trainer.global_step
+        super().on_train_start(trainer, pl_module)
+
+    def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
+        """Optimizer steps so far, and at the end; None: there is no end."""
+        total = trainer.estimated_stepping_batches
+        return trainer.global_step, None if total == float("inf") else int(total)
+
+    def notes(self, trainer: L.Trainer) -> tuple[str, str]:
+        """Steps per second, and the last metrics."""
+        began_s, began_at = self._began
+        speed = (trainer.global_step - began_at) / max(time.monotonic() - began_s, 1e-9)
+        module: Any = trainer.lightning_module
+        latest = {**module.latest_metrics, **trainer.callback_metrics}
+        known = [f"{name.removeprefix('eval/')} {float(latest[name]):.3g}" for name in SHOWN if name in latest]
+        return f"{speed:.2f}/s", "  ".join(known[:2])
+
+
+class CompletionWriter(EpisodeWriter):
+    """Writes held-out completions, one row each: prompt, completion, length, whether it is right, every reward.
+
+    Args:
+        path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
+
+    Raises:
+        UsageError: another ending, or a folder that does not exist.
+    """
+
+    rows_are = "completions"
+
+    def rows(self, predictions: Any) -> list[dict[str, Any]]:
+        """What is written, from the batches that ``predict_step`` returned."""
+        rows = []
+        for batch in predictions:
+            if "texts" not in batch:
+                raise UsageError("this algorithm writes no completions; `rl test` shows its metrics")
+            correct = None if batch["correct"] is None else batch["correct"].flatten().tolist()
+            for i, (prompt, text) in enumerate(zip(batch["prompts"], batch["texts"], strict=True)):
+                row = {"prompt": prompt, "completion": text, "length": int(batch["length"][i]),
+                       "finished": bool(batch["finished"][i])}  # fmt: skip
+                if correct is not None:
+                    row["correct"] = correct[i]
+                values = batch["rewards"][i].tolist()
+                for name, value in zip(batch["reward_names"], values, strict=True):
+                    row[f"rewards/{name}"] = None if value != value else value
+                rows.append(row)
+        return rows
+
+
+def hide_transformers_bars() -> None:
+    """Files of a model are read and written without a bar of their own; nothing is imported for that."""
+    library: Any = sys.modules.get("transformers")
+    if library is not None:
+        library.utils.logging.disable_progress_bar()
+
+
+def task_name(settings: Any) -> str | None:
+    """What a run's folder is called after: the task, the file's or dataset's name; None where there is none of them."""
+    for key in ("task", "path", "dataset"):
+        if settings.get(key):
+            return Path(settings[key]).stem if key == "path" else str(settings[key])
+    return None
+
+
+def final_metrics(trainer: L.Trainer, model: L.LightningModule, data: Any) -> dict[str, float]:
+    """Evaluate once more, on all held-out records; nothing where the datamodule has none."""
+    if not data.can_evaluate:
+        return {}
+    loggers, trainer.loggers = trainer.loggers, []
+    trainer.test(model, datamodule=data, verbose=False, weights_only=True)
+    trainer.loggers = loggers
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
+    return {name.replace("eval/", "final/"): value for name, value in found.items() if value == value}
+
+
+def summary(model: Any, data: Any, final: dict[str, float], steps: int, seconds: float) -> dict[str, str]:
+    """What a run did, a line each."""
+    first = model.best_metric[0].replace("eval/", "final/")
+    order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("final/"), name))
+    shown = [f"{name.removeprefix('final/')} {final[name]:.4g}" for name in order]
+    rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown) or "no held-out records to evaluate on"}
+    rows["optimizer steps"] = f"{steps:,} in {seconds:.1f} s"
+    if model.num_tokens > model.began_with:
+        tokens = model.num_tokens - model.began_with
+        rows["tokens"] = f"{tokens:,} ({tokens / max(seconds, 1e-9):,.0f} per second, evaluation included)"
+    return rows
+
+
+def export(ckpt_path: str | None, output: str | None, model: str | None = None) -> Path:
+    """Write a checkpoint's model as a Hugging Face directory.
+
+    Args:
+        ckpt_path: the checkpoint.
+        output: the directory, made if need be.
+        model: import path of the algorithm's class, where it is none of ``rl_modules``.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UsageError: an argument that is missing, a file that is no checkpoint of a language model, a directory with
+            something in it.
+    """
+    if ckpt_path is None or output is None:
+        raise UsageError("export takes --ckpt_path PATH and --output FOLDER")
+    if not Path(ckpt_path).is_file():
+        raise UsageError(f"ckpt_path={ckpt_path!r} is no file; give the path of a .ckpt file")
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
+    algorithm = resume.read(Path(ckpt_path)).get("algorithm")
+    if algorithm is None:
+        raise UsageError(f"{ckpt_path} holds no language model; only those are exported")
+    if model is None and algorithm not in rl_modules.__all__:
+        raise UsageError(f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
+                         f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}")  # fmt: skip
+    from datamodules.language.loading import load_object
+
+    algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
+    module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")
+    hide_transformers_bars()
+    return module.export(folder)

@@ -1,0 +1,224 @@
+"""The command line with a language module: train, evaluate, write completions, export."""
+
+import csv
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.cli import main
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+CONFIG = {
+    "model": {"class_path": "SFT", "init_args": {"model_config": TINY, "max_completion_length": 4, "logging_steps": 2}},
+    "data": {"class_path": "InstructionDataModule",
+             "init_args": {"task": "addition", "n_train": 64, "batch_size": 16, "n_eval": 12, "eval_steps": 2}},
+    "trainer": {"max_steps": 5, "accelerator": "cpu"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def rl(tmp_path, monkeypatch, capsys):
+    """Run ``rl`` in an empty folder; returns exit code, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+
+    def run(*args):
+        code = 0
+        try:
+            main(list(args))
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of one short run, and what it printed."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        main(["fit", "--config", "tiny.yaml", "--seed_everything", "5"])
+    finally:
+        os.chdir(before)
+    return next(folder.glob("logs/*/version_0"))
+
+
+def test_fit_leaves_checkpoints_curves_tables_and_settings(trained):
+    assert trained.parent.name == "SFT-addition"
+    for name in ("best.ckpt", "last.ckpt"):
+        checkpoint = torch.load(trained / "checkpoints" / name, weights_only=True)
+        assert checkpoint["algorithm"] == "SFT"
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["datamodule_hyper_parameters"]["seed"] == 5
+    assert checkpoint["callbacks"]["Checkpoints"]["monitor"] == "eval/pass@1"
+    events = EventAccumulator(str(trained), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "loss", "perplexity", "mean_token_accuracy", "entropy", "num_tokens", "grad_norm", "learning_rate", "eval/loss",
+        "eval/perplexity", "eval/mean_token_accuracy", "eval/pass@1", "eval/mean_length", "eval/clipped_ratio",
+        "eval/rewards/accuracy", "final/pass@1", "final/loss",
+    } <= tags  # fmt: skip
+    # The axis is the optimizer step; the last point is of what was left at the end.
+    assert [e.step for e in events.Scalars("loss")] == [2, 4, 5]
+    assert [e.step for e in events.Scalars("eval/loss")] == [2, 4]
+    texts = events.Tags()["tensors"]
+    assert any("config" in tag for tag in texts)
+    assert any("eval/completions" in tag for tag in texts)
+    assert any("hparams" in tag for tag in events.summary_metadata)
+
+
+def test_fit_prints_a_summary(rl):
+    code, out, err = rl("fit", "--config", "tiny.yaml")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert re.match(r"SFT on addition +pass@1 \S+, .*loss \S+, .*perplexity", lines[0])
+    assert re.search(r"optimizer steps +5 in \S+ s", out)
+    assert re.search(r"tokens +[\d,]+ \([\d,]+ per second", out)
+    for mark in ("last checkpoint", "best checkpoint"):
+        path = next(line.split()[-1] for line in lines if line.startswith(mark))
+        assert Path(path).is_file()
+    assert "tensorboard --logdir logs/SFT-addition/version_0" in out
+    command = next(line for line in lines if line.startswith("export")).split(maxsplit=1)[1].split()
+    assert "%" not in err
+    # What it says how to do can be done.
+    code, out, _ = rl(*command[1:])
+    assert code == 0
+    assert (Path("model") / "model.safetensors").is_file()
+
+
+def test_validate_and_test_print_the_metrics(rl, trained):
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    for command in ("validate", "test"):
+        code, out, err = rl(command, "--config", "tiny.yaml", "--ckpt_path", checkpoint)
+        assert code == 0, err
+        for name in ("eval/pass@1", "eval/loss", "eval/perplexity", "eval/rewards/accuracy"):
+            assert name in out
+
+
+def test_predict_writes_completions_with_rewards(rl, trained):
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    for name in ("a.csv", "a.jsonl"):
+        code, out, err = rl("predict", "--config", "tiny.yaml", "--ckpt_path", checkpoint, "--output", name,
+                            "--data.eval_num_generations", "2", "--data.eval_temperature", "1.0")  # fmt: skip
+        assert code == 0, err
+        assert f"24 completions written to {name}" in out
+    rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+    with Path("a.csv").open() as file:
+        assert [row["completion"] for row in csv.DictReader(file)] == [row["completion"] for row in rows]
+    assert {tuple(row) for row in rows} == {
+        ("prompt", "completion", "length", "finished", "correct", "rewards/accuracy")
+    }
+    assert rows[0]["prompt"] == rows[1]["prompt"] != rows[2]["prompt"]
+    for row in rows:
+        left, right = row["prompt"].rstrip("=").split("+")
+        assert row["correct"] == (row["completion"] == str(int(left) + int(right)))
+        assert row["rewards/accuracy"] == float(row["correct"])
+
+
+def test_export_gives_the_same_logits_through_transformers(rl, trained):
+    from rl_modules import SFT
+
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    code, out, err = rl("export", "--ckpt_path", checkpoint, "--output=exported")
+    assert code == 0, err
+    assert "exported to exported" in out
+    assert "%" not in err
+    ours = SFT.load_from_checkpoint(checkpoint, weights_only=True).model.eval()
+    theirs = AutoModelForCausalLM.from_pretrained("exported").eval()
+    tokens = torch.tensor([AutoTokenizer.from_pretrained("exported")("12+34=").input_ids])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=tokens).logits, ours(input_ids=tokens).logits)
+    # And training goes on from there.
+    code, _, err = rl("fit", "--config", "tiny.yaml", "--model.model_config", "null", "--model.model_name_or_path",
+                      "exported", "--trainer.max_steps", "1", "--data.eval_steps", "0")  # fmt: skip
+    assert code == 0, err
+
+
+def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
+    code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--trainer.max_steps", "3",
+                      "--model.lr_scheduler_type", "constant")  # fmt: skip
+    assert code == 0, err
+    code, out, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--trainer.max_steps", "5",
+                        "--model.lr_scheduler_type", "constant", "--resume")  # fmt: skip
+    assert code == 0, err
+    assert "going on from" in out
+    assert "description" not in out
+    code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--model.lr_scheduler_type", "constant")
+    assert code == 0, err
+    resumed, whole = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)
+                      for i in range(2))  # fmt: skip
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value)
+
+
+def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
+    for name in ("train", "held_out"):
+        lines = [json.dumps({"prompt": f"{i}=", "completion": str(i)}) + "\n" for i in range(16)]
+        Path(f"{name}.jsonl").write_text("".join(lines))
+    code, out, err = rl(
+        "fit", "--model", "SFT", "--model.model_config", json.dumps(TINY), "--model.max_completion_length", "3",
+        "--data", "InstructionDataModule", "--data.path", "train.jsonl", "--data.eval_path", "held_out.jsonl",
+        "--data.n_eval", "16", "--data.eval_steps", "2", "--data.batch_size", "8", "--trainer.max_steps", "4", "--trainer.accelerator", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "pass@1" not in out
+    folder = Path("logs/SFT-train/version_0")
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)["callbacks"]["Checkpoints"]
+    assert best["monitor"] == "eval/loss"
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert float(best["best_model_score"]) == pytest.approx(min(e.value for e in events.Scalars("eval/loss")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "--config", "tiny.yaml", "--model.learning_rat", "1"], "did you mean learning_rate"),
+        (["fit", "--config", "tiny.yaml", "--data.packin", "true"], "did you mean packing"),
+        (["fit", "--config", "tiny.yaml", "--data.task", "additon"], "did you mean addition"),
+        (["fit", "--config", "tiny.yaml", "--model.model_name_or_path", "no/such"], "no/such.*give a directory"),
+        (["fit", "--config", "tiny.yaml", "--data.task", "null"], "exactly one of task, path and dataset; got none"),
+        (["fit", "--config", "tiny.yaml", "--data.batch_size", "16", "--trainer.accumulate_grad_batches", "3"],
+         "accumulate_grad_batches=3 does not divide batch_size=16"),
+        (["fit", "--config", "tiny.yaml", "--trainer.max_steps", "-1"], "needs an end of the run"),
+        (["fit", "--config", "tiny.yaml", "--record_every", "10"], "record_every films episodes"),
+        (["record", "--config", "tiny.yaml", "--ckpt_path", "tiny.yaml"], "damaged|record films episodes"),
+        (["predict", "--config", "tiny.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
+        (["export"], "export takes --ckpt_path PATH and --output FOLDER"),
+        (["export", "--ckpt_path", "none.ckpt", "--output", "x"], "ckpt_path='none.ckpt' is no file"),
+        (["export", "--ckpt", "x"], "export takes --ckpt_path PATH.*got '--ckpt'"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
+    code, out, err = rl(*arguments)
+    assert code != 0
+    assert len(err.strip().splitlines()) == 1, err
+    assert re.search(message, err), err
+    assert "Traceback" not in out + err
+    assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
+
+
+def test_export_refuses_other_checkpoints_and_full_folders(rl, trained):
+    torch.save({"state_dict": {}}, "other.ckpt")
+    code, _, err = rl("export", "--ckpt_path", "other.ckpt", "--output", "x")
+    assert code == 1
+    assert "holds no language model" in err
+    torch.save({"algorithm": "Mine"}, "mine.ckpt")
+    code, _, err = rl("export", "--ckpt_path", "mine.ckpt", "--output", "x")
+    assert code == 1
+    assert "give its class with --model package.module.Mine" in err
+    code, _, err = rl("export", "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--output", ".")
+    assert code == 1
+    assert "exists already" in err
