@@ -1,0 +1,369 @@
+"""Preferences: their forms, their batches, and what is refused."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules import PreferenceDataModule
+from datamodules.language.preference_forms import as_preference, end_of_prompt
+from rl_modules.errors import UsageError
+from rl_modules.language.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+EOS = TOKENIZER.eos_token_id
+PAIRS = [
+    {"prompt": f"{i}?", "chosen": "yes" * (1 + i % 4), "rejected": "no" * (1 + i % 3), "margin": float(i % 2)}
+    for i in range(10)
+]
+
+
+def attached(data, stage="fit", rank=0, ranks=1, micro=1, max_length=64, tokenizer=TOKENIZER):
+    """A datamodule after ``setup``, with as much of a trainer as it asks."""
+    data.trainer = SimpleNamespace(
+        lightning_module=SimpleNamespace(tokenizer=tokenizer, max_length=max_length), accumulate_grad_batches=micro,
+        global_rank=rank, world_size=ranks, state=SimpleNamespace(fn=stage)
+    )  # fmt: skip
+    data.setup(stage)
+    return data
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(rows, name="pairs.jsonl"):
+        path = tmp_path / name
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def texts(batch):
+    """(chosen, rejected) of a batch, each up to its length."""
+    rows = [
+        TOKENIZER.decode(ids[:n]) for ids, n in zip(batch["tokens"].tolist(), batch["length"].tolist(), strict=True)
+    ]
+    half = len(rows) // 2
+    return list(zip(rows[:half], rows[half:], strict=True))
+
+
+EXPECTED = sorted((f"{p['prompt']}{p['chosen']}<eos>", f"{p['prompt']}{p['rejected']}<eos>") for p in PAIRS)
+
+
+# -------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_pass_shows_every_pair_once(jsonl, grouped):
+    data = attached(PreferenceDataModule(path=jsonl(PAIRS), batch_size=2, group_by_length=grouped))
+    for _ in range(2):
+        batches = list(data.train_dataloader())
+        assert len(batches) == 5
+        assert sorted(pair for batch in batches for pair in texts(batch)) == EXPECTED
+
+
+def test_batch_by_hand(jsonl):
+    rows = [
+        {"prompt": "a", "chosen": "bc", "rejected": "", "margin": 2},
+        {"prompt": "a", "chosen": "d", "rejected": "ef"},
+    ]
+    data = attached(PreferenceDataModule(path=jsonl(rows), batch_size=2))
+    (batch,) = data.train_dataloader()
+    a, b, c, d, e, f = TOKENIZER("abcdef").input_ids
+    order = [0, 1] if batch["margin"].tolist() == [2, 0] else [1, 0]
+    assert batch["tokens"][order].tolist() == [[a, b, c, EOS], [a, d, EOS, 0]]
+    assert batch["tokens"][[2 + i for i in order]].tolist() == [[a, EOS, 0, 0], [a, e, f, EOS]]
+    assert batch["length"].tolist() in ([4, 3, 2, 4], [3, 4, 4, 2])
+    assert batch["margin"][order].tolist() == [2, 0]
+    assert batch["probability"].isnan().all()
+    assert (batch["step_pairs"], batch["n_micro"], batch["num_tokens"]) == (2, 1, 13)
+
+
+def test_neighbours_in_length_share_a_step(jsonl):
+    rows = [{"prompt": "", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(40)]
+    data = attached(PreferenceDataModule(path=jsonl(rows), batch_size=4))
+    spans = [batch["length"][:4].tolist() for batch in data.train_dataloader()]
+    assert all(span == list(range(span[0], span[0] + 4)) for span in spans)
+    assert [span[0] for span in spans] != sorted(span[0] for span in spans)
+
+
+def test_ranks_and_micro_batches_divide_the_same_steps(jsonl):
+    path = jsonl(PAIRS)
+    whole = [texts(batch) for batch in attached(PreferenceDataModule(path=path, batch_size=4)).train_dataloader()]
+    ranks = [attached(PreferenceDataModule(path=path, batch_size=2), rank=rank, ranks=2, micro=2) for rank in range(2)]
+    parts = [list(data.train_dataloader()) for data in ranks]
+    assert len(whole) == 2
+    for step, pairs in enumerate(whole):
+        shared = [texts(batch) for part in parts for batch in part[2 * step : 2 * step + 2]]
+        assert all(len(part) == 1 for part in shared)
+        assert sorted(pair for part in shared for pair in part) == sorted(pairs)
+
+
+def test_fewer_pairs_than_a_step_are_gone_through_endlessly(jsonl):
+    data = attached(PreferenceDataModule(path=jsonl(PAIRS[:3]), batch_size=4))
+    seen = [pair for _ in range(3) for batch in data.train_dataloader() for pair in texts(batch)]
+    assert sorted(seen) == sorted(4 * EXPECTED_OF_THREE)
+
+
+EXPECTED_OF_THREE = sorted(
+    (f"{p['prompt']}{p['chosen']}<eos>", f"{p['prompt']}{p['rejected']}<eos>") for p in PAIRS[:3]
+)
+
+
+def test_order_depends_on_the_seed_alone(jsonl):
+    def order(seed):
+        data = attached(PreferenceDataModule(path=jsonl(PAIRS), batch_size=2, seed=seed))
+        return [texts(batch) for _ in range(2) for batch in data.train_dataloader()]
+
+    torch.manual_seed(1)
+    first = order(0)
+    torch.manual_seed(2)
+    assert order(0) == first != order(1)
+    assert first[:5] != first[5:]
+
+
+def test_resume_goes_on_where_the_stream_stood(jsonl):
+    path = jsonl(PAIRS)
+    whole = attached(PreferenceDataModule(path=path, batch_size=2), micro=2)
+    expected = [texts(batch) for _ in range(2) for batch in whole.train_dataloader()]
+    for stop in (3, 10, 13):
+        first = attached(PreferenceDataModule(path=path, batch_size=2), micro=2)
+        seen = []
+        while len(seen) < stop:
+            for batch in first.train_dataloader():
+                seen.append(texts(batch))
+                if len(seen) == stop:
+                    break
+        second = attached(PreferenceDataModule(path=path, batch_size=2), micro=2)
+        second.load_state_dict(first.state_dict())
+        while len(seen) < 20:
+            seen += [texts(batch) for batch in second.train_dataloader()]
+        assert seen == expected
+
+
+def test_a_checkpoint_of_other_steps_is_refused(jsonl):
+    path = jsonl(PAIRS)
+    state = attached(PreferenceDataModule(path=path, batch_size=2)).state_dict()
+    with pytest.raises(UsageError, match=r"data.batch_size=4 differs from the checkpoint's 2"):
+        attached(PreferenceDataModule(path=path, batch_size=4)).load_state_dict(state)
+    with pytest.raises(UsageError, match=r"accumulate_grad_batches=2 differs from the checkpoint's 1"):
+        attached(PreferenceDataModule(path=path, batch_size=2), micro=2).load_state_dict(state)
+
+
+# -------------------------------------------------------------------- evaluation and demonstrations
+
+
+def test_ranks_share_the_held_out_pairs(jsonl):
+    path = jsonl(PAIRS)
+    shares = []
+    for rank in range(2):
+        data = PreferenceDataModule(path=path, eval_path=path, eval_batch_size=2)
+        shares.append([texts(b) for b in attached(data, "validate", rank=rank, ranks=2).val_dataloader()])
+    assert [len(share) for share in shares] == [3, 3]
+    assert sorted(pair for share in shares for batch in share for pair in batch) == EXPECTED
+
+
+def test_predictions_keep_the_order_of_the_file(jsonl):
+    path = jsonl(PAIRS)
+    data = attached(PreferenceDataModule(path=path, eval_path=path, eval_batch_size=3), "predict")
+    chosen = [pair[0] for batch in data.predict_dataloader() for pair in texts(batch)]
+    assert chosen == [f"{p['prompt']}{p['chosen']}<eos>" for p in PAIRS]
+
+
+def demonstrated(batch):
+    return [
+        TOKENIZER.decode(row[:n]) for row, n in zip(batch["tokens"].tolist(), batch["length"].tolist(), strict=True)
+    ]
+
+
+def test_demonstrations_come_from_the_task_a_file_or_the_chosen_answers(jsonl):
+    path = jsonl(PAIRS)
+    chosen = attached(PreferenceDataModule(path=path, n_demonstrations=4))
+    assert sum(len(batch["length"]) for batch in chosen.demonstrations()) == 4
+    expected = {f"{p['prompt']}{p['chosen']}<eos>" for p in PAIRS}
+    assert {text for batch in chosen.demonstrations() for text in demonstrated(batch)} <= expected
+    shown = jsonl([{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "de"}], "shown.jsonl")
+    filed = attached(PreferenceDataModule(path=path, demonstrations_path=shown))
+    assert [text for batch in filed.demonstrations() for text in demonstrated(batch)] == ["ab<eos>", "cde<eos>"]
+    task = attached(PreferenceDataModule(task="paths", n_train=4, n_demonstrations=5))
+    records = task.task.records("train", 5)
+    found = sorted(text for batch in task.demonstrations() for text in demonstrated(batch))
+    assert found == sorted(f"{r['prompt']}{r['completion']}<eos>" for r in records)
+
+
+def test_every_rank_has_as_many_demonstrations_and_each_counts_once(jsonl):
+    path = jsonl(PAIRS)
+    counted = []
+    for rank in range(3):
+        data = PreferenceDataModule(path=path, batch_size=2, eval_batch_size=2)
+        batches = list(attached(data, rank=rank, ranks=3).demonstrations())
+        assert [len(batch["weight"]) for batch in batches] == [2, 2]
+        for batch in batches:
+            counted += [t for t, w in zip(demonstrated(batch), batch["weight"].tolist(), strict=True) if w]
+    assert sorted(counted) == sorted(f"{p['prompt']}{p['chosen']}<eos>" for p in PAIRS)
+
+
+def test_a_task_tells_the_true_probabilities():
+    data = attached(PreferenceDataModule(task="paths", n_train=8, batch_size=4))
+    for batch in data.train_dataloader():
+        assert ((batch["probability"] > 0) & (batch["probability"] < 1)).all()
+
+
+# -------------------------------------------------------------------- forms
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+def test_shared_beginnings_are_prompts():
+    row = {"chosen": "Human: hi\n\nAssistant: hello there", "rejected": "Human: hi\n\nAssistant: hello you"}
+    assert as_preference(row, "here") == {
+        "prompt": "Human: hi\n\nAssistant: hello", "chosen": " there", "rejected": " you"
+    }  # fmt: skip
+    assert as_preference({"chosen": "c>k:abk", "rejected": "c>k:ack"}, "here")["prompt"] == "c>k:a"
+    assert as_preference({"chosen": "yes", "rejected": "no"}, "here")["prompt"] == ""
+
+
+@given(st.text("ab \n"), st.text("ab \n"), st.text("ab \n"))
+def test_no_letter_is_lost_between_prompt_and_answers(prompt, chosen, rejected):
+    cut = end_of_prompt(prompt + chosen, prompt + rejected)
+    assert (prompt + chosen)[:cut] == (prompt + rejected)[:cut]
+    found = as_preference({"chosen": prompt + chosen, "rejected": prompt + rejected}, "here")
+    assert found["prompt"] + found["chosen"] == prompt + chosen
+    assert found["prompt"] + found["rejected"] == prompt + rejected
+
+
+def test_conversations_part_at_their_last_message():
+    before = [say("user", "hi"), say("assistant", "hello"), say("user", "how are you?")]
+    row = {"chosen": [*before, say("assistant", "fine")], "rejected": [*before, say("assistant", "go away")]}
+    expected = {"prompt": before, "chosen": "fine", "rejected": "go away"}
+    assert as_preference(row, "here") == expected
+    # As in UltraFeedback, whose prompt is the first message once more.
+    assert as_preference({"prompt": "hi", **row}, "here") == expected
+    # As in TRL's explicit form, where the prompt is a list and the answers are one message each.
+    explicit = {"prompt": before, "chosen": [say("assistant", "fine")], "rejected": [say("assistant", "go away")]}
+    assert as_preference(explicit, "here") == expected
+
+
+def test_conversations_are_read_with_the_chat_template(jsonl):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    rows = [
+        {
+            "chosen": [say("user", "hi"), say("assistant", "yes")],
+            "rejected": [say("user", "hi"), say("assistant", "no")],
+        }
+    ]
+    data = attached(PreferenceDataModule(path=jsonl(rows), batch_size=1), tokenizer=tokenizer)
+    (batch,) = data.train_dataloader()
+    assert texts(batch) == [("[user]hi[assistant]yes<eos>", "[user]hi[assistant]no<eos>")]
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet"])
+def test_a_dataset_with_other_columns_and_splits(tmp_path, form):
+    rows = [{"question": p["prompt"], "better": p["chosen"], "worse": p["rejected"]} for p in PAIRS]
+    table = datasets.Dataset.from_list(rows)
+    if form == "saved":
+        datasets.DatasetDict({"train": table, "test": table.select(range(3))}).save_to_disk(tmp_path / "pairs")
+        name, splits = str(tmp_path / "pairs"), {}
+    else:
+        name, splits = str(tmp_path / "pairs.parquet"), {"eval_split": "train[:3]"}
+        table.to_parquet(name)
+    columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    data = attached(PreferenceDataModule(dataset=name, columns=columns, batch_size=10, eval_steps=1, **splits))
+    (batch,) = data.train_dataloader()
+    assert sorted(texts(batch)) == EXPECTED
+    assert len(data.eval_records) == 3
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"pairs.jsonl:2: there is no 'rejected', only prompt, chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, r"pairs.jsonl:2: 'rejected' is null"),
+        ({"prompt": "a", "chosen": "b", "rejected": {"x": 1}}, r"pairs.jsonl:2: 'rejected' is dict"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "large"}, r"pairs.jsonl:2: margin='large' is not a number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": math.nan}, r"pairs.jsonl:2: margin=nan is not a number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, r"pairs.jsonl:2: margin=True is not a number"),
+        ({"prompt": "a", "chosen": [say("assistant", "b")], "rejected": "c"}, r"pairs.jsonl:2: one of chosen and rejected is text"),
+        ({"chosen": [say("user", "a"), say("assistant", "b")], "rejected": [say("user", "c"), say("assistant", "d")]},
+         r"pairs.jsonl:2: 'chosen' has 2 messages behind the 0 that both answers share"),
+        ({"chosen": [], "rejected": []}, r"pairs.jsonl:2: 'chosen' has 0 messages"),
+        ("{not json", r"pairs.jsonl:2: not valid JSON"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named(jsonl, row, message):
+    with pytest.raises(UsageError, match=message):
+        attached(PreferenceDataModule(path=jsonl([PAIRS[0], row])))
+
+
+def test_an_empty_file_is_refused(jsonl):
+    with pytest.raises(UsageError, match=r"pairs.jsonl is empty"):
+        attached(PreferenceDataModule(path=jsonl([])))
+
+
+def test_pairs_whose_answers_are_equal_are_left_out_or_refused(jsonl):
+    equal = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    data = attached(PreferenceDataModule(path=jsonl([equal, PAIRS[0], equal])))
+    assert [record["prompt"] for record in data.train_records] == [PAIRS[0]["prompt"]]
+    with pytest.raises(UsageError, match="all 2 pairs have chosen equal to rejected"):
+        attached(PreferenceDataModule(path=jsonl([equal, equal])))
+
+
+def test_pairs_that_are_too_long_are_refused_or_left_out(jsonl):
+    path = jsonl([PAIRS[0], {"prompt": "a" * 30, "chosen": "b", "rejected": "c" * 40}])
+    with pytest.raises(UsageError, match=r"pair 1 has 71 tokens, 64 are allowed"):
+        attached(PreferenceDataModule(path=path))
+    assert len(attached(PreferenceDataModule(path=path, overlong="drop")).train_records) == 1
+    assert len(attached(PreferenceDataModule(path=path), max_length=71).train_records) == 2
+    with pytest.raises(UsageError, match=r"pair 1 has 71 tokens, 40 are allowed"):
+        attached(PreferenceDataModule(path=path, max_length=40))
+    with pytest.raises(UsageError, match="all 2 pairs are longer than 3 tokens"):
+        attached(PreferenceDataModule(path=path, max_length=3, overlong="drop"))
+    with pytest.raises(UsageError, match="max_length=100 is more than the 64 tokens"):
+        attached(PreferenceDataModule(path=path, max_length=100))
+
+
+def test_hundred_thousand_characters_are_refused_in_one_sentence(jsonl):
+    with pytest.raises(UsageError) as caught:
+        attached(PreferenceDataModule(path=jsonl([{"prompt": "a", "chosen": "b" * 100_000, "rejected": "c"}])))
+    assert "100002 tokens" in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_demonstrations": 0}, "n_demonstrations=0 must be at least 1"),
+        ({"max_length": 1}, "max_length=1 must be at least 2"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"task": "paths"}, "exactly one of task, path and dataset"),
+    ],
+)
+def test_bad_arguments_are_refused(jsonl, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        PreferenceDataModule(path=jsonl(PAIRS), **arguments)
+
+
+def test_more_micro_batches_than_pairs_are_refused(jsonl):
+    with pytest.raises(UsageError, match=r"accumulate_grad_batches=3 is more than the batch_size=2 pairs"):
+        attached(PreferenceDataModule(path=jsonl(PAIRS), batch_size=2), micro=3)
+
+
+def test_a_task_without_preferences_says_which_has_them():
+    with pytest.raises(UsageError, match=r"'addition' makes no preferences; task 'paths' does"):
+        attached(PreferenceDataModule(task="addition", n_train=4))
+
+
+def test_evaluation_needs_held_out_pairs(jsonl):
+    with pytest.raises(UsageError, match="eval_path"):
+        attached(PreferenceDataModule(path=jsonl(PAIRS), eval_steps=1))
