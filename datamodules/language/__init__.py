@@ -7,18 +7,17 @@ _EXPORTS = {
     "RewardFunctions": "datamodules.language.reward_calls",
     "Task": "datamodules.language.tasks.base",
     "bayes_accuracy": "datamodules.language.tasks.base",
-    "combine_rewards": "datamodules.language.reward_calls",
     "load_records": "datamodules.language.sources",
     "load_reward_func": "datamodules.language.rewards",
     "make_task": "datamodules.language.tasks.registry",
 }
 
 __all__ = [
-    "RewardFunctions", "Task", "bayes_accuracy", "combine_rewards", "load_records", "load_reward_func", "make_task",
+    "RewardFunctions", "Task", "bayes_accuracy", "load_records", "load_reward_func", "make_task",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from datamodules.language.reward_calls import RewardFunctions, combine_rewards
+    from datamodules.language.reward_calls import RewardFunctions
     from datamodules.language.rewards import load_reward_func
     from datamodules.language.sources import load_records
     from datamodules.language.tasks.base import Task, bayes_accuracy

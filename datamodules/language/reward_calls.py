@@ -128,26 +128,6 @@ class _TooLong(Exception):
     """The time limit passed."""
 
 
-def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
-    """The weighted sum of several rewards, r = Σ_f w_f r_f over the functions that apply.
-
-    Args:
-        rewards: [B, F]; NaN where a function does not apply.
-        weights: F of them; None: all 1.
-
-    Returns:
-        [B]; NaN where no function applies.
-
-    Raises:
-        UsageError: not one weight per function.
-    """
-    if weights is not None and len(weights) != rewards.shape[1]:
-        raise UsageError(f"reward_weights has {len(weights)} values for {rewards.shape[1]} reward functions")
-    factor = torch.ones(rewards.shape[1]) if weights is None else torch.tensor(list(weights), dtype=rewards.dtype)
-    total = (rewards * factor.to(rewards)).nansum(dim=1)
-    return total.masked_fill(rewards.isnan().all(dim=1), math.nan)
-
-
 def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """The records' columns as reward functions get them; None where a record lacks one."""
     names = dict.fromkeys(name for record in records for name in record if name not in _NOT_PASSED)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from datamodules.language.loading import load_object, require_settings
-from datamodules.language.reward_calls import RewardFunctions, combine_rewards
+from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.text import answer_of, is_think_and_answer, text_of
 from rl_modules.errors import UsageError
 
 __all__ = [
-    "RewardFunctions", "answer_in_tags", "combine_rewards", "exact_answer", "length_reward", "load_reward_func",
+    "RewardFunctions", "answer_in_tags", "exact_answer", "length_reward", "load_reward_func",
     "math_accuracy", "soft_overlong_penalty", "think_answer_format",
 ]  # fmt: skip
 

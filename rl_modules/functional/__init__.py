@@ -7,7 +7,7 @@ from rl_modules.functional.dynamic_programming import (
     value_iteration,
 )
 from rl_modules.functional.evaluation import cons_at_k, pass_at_k
-from rl_modules.functional.groups import group_advantages
+from rl_modules.functional.groups import combine_rewards, group_advantages
 from rl_modules.functional.grpo import grpo_loss
 from rl_modules.functional.kl import approx_kl, kl_estimate
 from rl_modules.functional.linalg import conjugate_gradient
@@ -30,6 +30,7 @@ __all__ = [
     "approx_kl",
     "bradley_terry_loss",
     "clip_fraction",
+    "combine_rewards",
     "conjugate_gradient",
     "cons_at_k",
     "discounted_returns",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,33 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
     elif scale_rewards == "batch":
         centred = centred / (_std(group.view(1, -1), scored.view(1, -1), -1) + _STD_FLOOR)
     return centred.view(-1)
+
+
+def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
+    """One reward per answer from several.
+
+    r = Σ_f w_f r_f   over the rewards that apply
+
+    Args:
+        rewards: shape (B, F), in units of reward; NaN where one does not apply to an answer.
+        weights: w, F numbers; None: all 1.
+
+    Returns:
+        r, shape (B,), detached; NaN where none applies.
+
+    Raises:
+        ValueError: rewards does not have two dimensions, or there is not one weight for each.
+
+    Source: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2, where accuracy and format are added; TRL's
+        ``reward_weights``.
+    """
+    require_ndim("rewards", rewards, 2, "[B, F]")
+    rewards = as_constant(rewards)
+    if weights is not None:
+        if len(weights) != rewards.shape[1]:
+            raise ValueError(f"weights has {len(weights)} elements, expected {rewards.shape[1]}, one per reward.")
+        rewards = rewards * torch.tensor(list(weights), dtype=rewards.dtype, device=rewards.device)
+    return rewards.nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
 
 
 def _mean(x: Tensor, counts: Tensor, dim: int) -> Tensor:

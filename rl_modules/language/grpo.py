@@ -6,7 +6,6 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from datamodules.language.reward_calls import combine_rewards
 from rl_modules import functional as F
 from rl_modules.errors import UsageError
 from rl_modules.language.drawing import NextToken
@@ -180,7 +179,11 @@ class GRPO(JudgedPolicy):
             raise UsageError(
                 "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
             )
-        return combine_rewards(rollout["rewards"], self.reward_weights)
+        names, weights = rollout["reward_names"], self.reward_weights
+        if weights is not None and len(weights) != len(names):
+            raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
+                             f"{', '.join(names)}; give one for each")  # fmt: skip
+        return F.combine_rewards(rollout["rewards"], weights)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.

@@ -10,7 +10,6 @@ import torch
 from datamodules.language.rewards import (
     RewardFunctions,
     answer_in_tags,
-    combine_rewards,
     exact_answer,
     length_reward,
     load_reward_func,
@@ -183,16 +182,6 @@ def test_a_function_that_hangs_is_named_with_its_sample():
     assert time.perf_counter() - started < 5
     with pytest.raises(UsageError, match="positive"):
         RewardFunctions([hangs], time_limit_s=0)
-
-
-def test_combined_rewards_leave_out_what_does_not_apply():
-    nan = math.nan
-    rewards = torch.tensor([[1.0, 2.0], [nan, 2.0], [nan, nan]])
-    expected = torch.tensor([2.0, 1.0, nan])
-    torch.testing.assert_close(combine_rewards(rewards, [1.0, 0.5]), expected, equal_nan=True)
-    torch.testing.assert_close(combine_rewards(rewards), torch.tensor([3.0, 2.0, nan]), equal_nan=True)
-    with pytest.raises(UsageError, match="reward_weights has 1 values for 2"):
-        combine_rewards(rewards, [1.0])
 
 
 def test_names_of_the_tasks_own_functions():

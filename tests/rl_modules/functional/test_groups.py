@@ -111,3 +111,15 @@ def test_refuses_by_name():
         group_advantages(torch.zeros(4), 1)
     with pytest.raises(ValueError, match=r"^scale_rewards must be one of"):
         group_advantages(torch.zeros(4), 2, "all")
+
+
+def test_combined_rewards_leave_out_what_does_not_apply():
+    nan = float("nan")
+    rewards = torch.tensor([[1.0, 2.0], [nan, 2.0], [nan, nan]])
+    expected = torch.tensor([2.0, 1.0, nan])
+    torch.testing.assert_close(F.combine_rewards(rewards, [1.0, 0.5]), expected, equal_nan=True)
+    torch.testing.assert_close(F.combine_rewards(rewards), torch.tensor([3.0, 2.0, nan]), equal_nan=True)
+    with pytest.raises(ValueError, match="weights has 1 elements, expected 2"):
+        F.combine_rewards(rewards, [1.0])
+    with pytest.raises(ValueError, match="rewards has shape"):
+        F.combine_rewards(rewards[0])
