@@ -1,8 +1,5 @@
 """Reinforcement learning from human feedback with proximal policy optimization."""
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,18 +7,14 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.errors import UsageError
-from rl_modules.language.base import LanguagePolicy, plain_config
-from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, frozen, value_model_from
+from rl_modules.language.critics import HeadOnPolicy, value_model_from
+from rl_modules.language.drawing import NextToken
+from rl_modules.language.judged import JudgedPolicy, Rollout
 from rl_modules.language.logits import logits_at
-from rl_modules.language.models import make_config, make_model, max_length
-from rl_modules.language.reward_model import load_reward_model
-from rl_modules.language.scoring import completion_log_probs, completion_mask, sequence_scores, token_values
-from rl_modules.language.tokenizer import load_tokenizer
-
-Rollout = dict[str, Any]
+from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
 
 
-class RLHFPPO(LanguagePolicy):
+class RLHFPPO(JudgedPolicy):
     """RLHF: a policy raises a reward model's score and pays for every nat it moves away from a reference.
 
     Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155; details from Huang et al. 2024,
@@ -75,7 +68,6 @@ class RLHFPPO(LanguagePolicy):
     """
 
     adam_eps = 1e-5
-    reward_offset: Tensor
 
     def __init__(
         self,
@@ -119,6 +111,7 @@ class RLHFPPO(LanguagePolicy):
                      "completions_steps"):  # fmt: skip
             if hp[name] is not None and not hp[name] >= 0:
                 raise UsageError(f"{name}={hp[name]} must be at least 0")
+        NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
         for name in ("temperature", "target_kl"):
             if hp[name] is not None and not hp[name] > 0:
                 raise UsageError(f"{name}={hp[name]} must be above 0")
@@ -142,60 +135,20 @@ class RLHFPPO(LanguagePolicy):
         self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
         self.forward_rows = local_rollout_forward_batch_size
         self.completions_steps = completions_steps
-        self.reference: Any = None
-        self.reward_model: Any = None
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
         self._table_due_at = 0
 
     # ---------------------------------------------------------------- models
 
-    def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        super().configure_model()
-        self.hparams["description"] |= {
-            "reward_config": plain_config(self.reward_model.config),
-            "reference_config": None if self.reference is None else plain_config(self.reference.config),
-        }
-
     def build_model(self, config: Any, source: str | None) -> None:
         """Policy, reference, reward model, and the value model or head."""
         super().build_model(config, source)
         hp: Any = self.hparams
-        loads = hp.description is not None
-        # Rewards are scores less this, the mean score of demonstrations; values are measured from there too.
-        self.register_buffer("reward_offset", torch.zeros(()))
-        self.reward_model = frozen(self._described("reward_config", "score") if loads else self._read_reward_model())
-        if loads and hp.description["reference_config"] is not None:
-            self.reference = frozen(self._described("reference_config", "causal"))
-        elif not loads and hp.ref_model_name_or_path is not None:
-            self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
-        elif not loads and hp.lora is None:
-            self.reference = frozen(copy.deepcopy(self.model))
         if hp.value_head_on_policy:
             self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
         else:
             self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, hp.lora)
-
-    def train(self, mode: bool = True) -> "RLHFPPO":
-        super().train(mode)
-        for judge in (self.reference, self.reward_model):
-            if judge is not None:
-                judge.eval()
-        return self
-
-    def on_fit_start(self) -> None:
-        self.train()
-
-    @contextmanager
-    def reference_model(self) -> Iterator[Any]:
-        """π_ref: a model of its own, or the policy without its adapters."""
-        if self.reference is not None:
-            yield self.reference
-        else:
-            with self.model.disable_adapter():
-                yield self.model
 
     # ---------------------------------------------------------------- experience
 
@@ -211,14 +164,6 @@ class RLHFPPO(LanguagePolicy):
         if self.missing_eos_penalty is None:
             return score
         return score - self.missing_eos_penalty * (~rollout["finished"]).float()
-
-    def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
-        """The reward model's score of whole texts, [b]."""
-        longest = max_length(self.reward_model.config)
-        if tokens.shape[1] > longest:
-            raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the reward model takes "
-                             f"{longest}; lower max_completion_length")  # fmt: skip
-        return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
@@ -413,55 +358,3 @@ class RLHFPPO(LanguagePolicy):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.beta, self._table_due_at = checkpoint["beta"], checkpoint["table_due_at"]
-
-    # ---------------------------------------------------------------- helpers
-
-    def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Run a forward pass over a generation in parts of rows of similar length.
-
-        Args:
-            rollout: tokens, prompt_length, length.
-            compute: from the tokens, prompt lengths and lengths of b rows to tensors [b] or [b, L].
-
-        Returns:
-            The same tensors for all rows; what is narrower than the longest completion is filled with 0.
-        """
-        total = rollout["prompt_length"] + rollout["length"]
-        results: dict[str, Tensor] = {}
-        for rows in total.argsort(stable=True).split(self.forward_rows):
-            tokens = rollout["tokens"][rows, : int(total[rows].max())]
-            for name, value in compute(tokens, rollout["prompt_length"][rows], rollout["length"][rows]).items():
-                if name not in results:
-                    width = (int(rollout["length"].max()),) * (value.ndim - 1)
-                    results[name] = value.new_zeros((len(total), *width))
-                if value.ndim == 1:
-                    results[name][rows] = value
-                else:
-                    results[name][rows, : value.shape[1]] = value
-        return results
-
-    def _read_reward_model(self) -> Any:
-        path = self.hparams["reward_model_name_or_path"]
-        try:
-            found = load_reward_model(path, self.tokenizer, self.hparams["torch_dtype"])
-        except UsageError as error:
-            raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
-        self.reward_offset.fill_(found.offset)
-        return found.model.to(self.model.dtype)
-
-    def _read_reference(self, path: str) -> Any:
-        hp: Any = self.hparams
-        try:
-            tokenizer = load_tokenizer(path)
-            config = make_config(path, None, tokenizer, self.dropout)
-            model = make_model(config, path, "causal", hp.torch_dtype, hp.attn_implementation)
-        except UsageError as error:
-            raise UsageError(f"ref_model_name_or_path={path!r} is no reference: {error}") from error
-        check_same_tokens(f"ref_model_name_or_path={path!r}", tokenizer, self.tokenizer)
-        return model
-
-    def _described(self, which: str, head: str) -> Any:
-        """A model without its weights, which the checkpoint brings."""
-        hp: Any = self.hparams
-        config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
-        return make_model(config, None, head, hp.torch_dtype, hp.attn_implementation)
