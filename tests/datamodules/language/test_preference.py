@@ -254,7 +254,8 @@ def test_conversations_part_at_their_last_message():
 
 def test_conversations_are_read_with_the_chat_template(jsonl):
     tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    each = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = each + "{% if add_generation_prompt %}[assistant]{% endif %}"
     rows = [
         {
             "chosen": [say("user", "hi"), say("assistant", "yes")],
@@ -286,24 +287,31 @@ def test_a_dataset_with_other_columns_and_splits(tmp_path, form):
 # -------------------------------------------------------------------- what is refused
 
 
+AB = {"prompt": "a", "chosen": "b"}
+ABC = {**AB, "rejected": "c"}
+PARTING = {
+    "chosen": [say("user", "a"), say("assistant", "b")],
+    "rejected": [say("user", "c"), say("assistant", "d")],
+}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, r"pairs.jsonl:2: there is no 'rejected', only prompt, chosen"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, r"pairs.jsonl:2: 'rejected' is null"),
-        ({"prompt": "a", "chosen": "b", "rejected": {"x": 1}}, r"pairs.jsonl:2: 'rejected' is dict"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "large"}, r"pairs.jsonl:2: margin='large' is not a number"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": math.nan}, r"pairs.jsonl:2: margin=nan is not a number"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, r"pairs.jsonl:2: margin=True is not a number"),
-        ({"prompt": "a", "chosen": [say("assistant", "b")], "rejected": "c"}, r"pairs.jsonl:2: one of chosen and rejected is text"),
-        ({"chosen": [say("user", "a"), say("assistant", "b")], "rejected": [say("user", "c"), say("assistant", "d")]},
-         r"pairs.jsonl:2: 'chosen' has 2 messages behind the 0 that both answers share"),
-        ({"chosen": [], "rejected": []}, r"pairs.jsonl:2: 'chosen' has 0 messages"),
-        ("{not json", r"pairs.jsonl:2: not valid JSON"),
+        (AB, "there is no 'rejected', only prompt, chosen"),
+        ({**AB, "rejected": None}, "'rejected' is null"),
+        ({**AB, "rejected": {"x": 1}}, "'rejected' is dict"),
+        ({**ABC, "margin": "large"}, "margin='large' is not a number"),
+        ({**ABC, "margin": math.nan}, "margin=nan is not a number"),
+        ({**ABC, "margin": True}, "margin=True is not a number"),
+        ({**ABC, "chosen": [say("assistant", "b")]}, "one of chosen and rejected is text"),
+        (PARTING, "'chosen' has 2 messages behind the 0 that both answers share"),
+        ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
+        ("{not json", "not valid JSON"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_row_is_named(jsonl, row, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"pairs.jsonl:2: {message}"):
         attached(PreferenceDataModule(path=jsonl([PAIRS[0], row])))
 
 
