@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_modules.functional import group_advantages
+from rl_modules.functional import combine_rewards, group_advantages
 
 from .helpers import coins, randn, repeatable, seeds
 
@@ -117,9 +117,9 @@ def test_combined_rewards_leave_out_what_does_not_apply():
     nan = float("nan")
     rewards = torch.tensor([[1.0, 2.0], [nan, 2.0], [nan, nan]])
     expected = torch.tensor([2.0, 1.0, nan])
-    torch.testing.assert_close(F.combine_rewards(rewards, [1.0, 0.5]), expected, equal_nan=True)
-    torch.testing.assert_close(F.combine_rewards(rewards), torch.tensor([3.0, 2.0, nan]), equal_nan=True)
+    torch.testing.assert_close(combine_rewards(rewards, [1.0, 0.5]), expected, equal_nan=True)
+    torch.testing.assert_close(combine_rewards(rewards), torch.tensor([3.0, 2.0, nan]), equal_nan=True)
     with pytest.raises(ValueError, match="weights has 1 elements, expected 2"):
-        F.combine_rewards(rewards, [1.0])
+        combine_rewards(rewards, [1.0])
     with pytest.raises(ValueError, match="rewards has shape"):
-        F.combine_rewards(rewards[0])
+        combine_rewards(rewards[0])
