@@ -190,9 +190,6 @@ def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
         (["fit", "--config", "tiny.yaml", "--data.task", "additon"], "did you mean addition"),
         (["fit", "--config", "tiny.yaml", "--model.model_name_or_path", "no/such"], "no/such.*give a directory"),
         (["fit", "--config", "tiny.yaml", "--data.task", "null"], "exactly one of task, path and dataset; got none"),
-        (["fit", "--config", "tiny.yaml", "--data.batch_size", "16", "--trainer.accumulate_grad_batches", "3"],
-         "accumulate_grad_batches=3 does not divide batch_size=16"),
-        (["fit", "--config", "tiny.yaml", "--trainer.max_steps", "-1"], "needs an end of the run"),
         (["fit", "--config", "tiny.yaml", "--record_every", "10"], "record_every films episodes"),
         (["record", "--config", "tiny.yaml", "--ckpt_path", "tiny.yaml"], "damaged|record films episodes"),
         (["predict", "--config", "tiny.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
@@ -208,6 +205,20 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     assert re.search(message, err), err
     assert "Traceback" not in out + err
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trainer.accumulate_grad_batches", "3"], "accumulate_grad_batches=3 does not divide batch_size=16"),
+        (["--trainer.max_steps", "-1"], "needs an end of the run"),
+    ],
+)
+def test_what_only_the_trainer_knows_gets_one_sentence_too(rl, arguments, message):
+    code, out, err = rl("fit", "--config", "tiny.yaml", *arguments)
+    assert code == 1
+    assert len(err.strip().splitlines()) == 1, err
+    assert message in err
 
 
 def test_export_refuses_other_checkpoints_and_full_folders(rl, trained):
