@@ -1,6 +1,7 @@
 """Steps a vector of environments with a policy and keeps the books."""
 
 import contextlib
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -184,9 +185,15 @@ class Collector:
         return list(self.streams) if hasattr(self.envs, "get_attr") else self.streams[0]
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call into the environments; a process that died is named instead of its broken pipe."""
+        """Call into the environments; what goes wrong there is told in one sentence.
+
+        Raises:
+            UsageError: a process died, which is named instead of its broken pipe; or an environment raised.
+        """
         try:
             return call(*args, **kwargs)
+        except UsageError:
+            raise
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             processes = getattr(self.envs, "processes", [])
             dead = []
@@ -196,8 +203,18 @@ class Collector:
                     dead.append(f"{i} (exit code {process.exitcode})")
                 process.terminate()
             self.envs.closed = True  # closing would wait for answers that never come
-            raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {self.name} died; resume from "
-                             "the last checkpoint with --ckpt_path") from error  # fmt: skip
+            raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {self.name} died; go on from "
+                             "the last checkpoint with --resume") from error  # fmt: skip
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{place.filename}:{place.lineno}"
+            if processes := getattr(self.envs, "processes", []):
+                where = "its own traceback stands above"
+                for process in processes:
+                    process.terminate()
+                self.envs.closed = True
+            raise UsageError(f"the environment {self.name} raised {type(error).__name__}: {error} ({where}); once that "
+                             "is mended, go on from the last checkpoint with --resume") from error  # fmt: skip
 
     def _check_finite(self, observations: Any, reward: np.ndarray, finals: list[Any], final_rows: list) -> None:
         """Refuse experience that would poison the network.

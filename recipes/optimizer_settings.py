@@ -80,7 +80,7 @@ def _say(name: str, before: Any, after: Any) -> None:
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     """The numbers, strings and booleans among settings, and tuples of them such as Adam's betas, as lists."""
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple) and all(isinstance(x, int | float) for x in value):
             kept[name] = list(value)

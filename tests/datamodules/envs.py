@@ -1,5 +1,9 @@
 """Deterministic environments whose every transition is known."""
 
+import os
+import signal
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
@@ -62,3 +66,19 @@ class Odd(Counter):
     """Has an action space that no algorithm here can act in."""
 
     action_space = spaces.Sequence(spaces.Discrete(2))
+
+
+class Unreliable(gym.Wrapper):
+    """CartPole that fails in its ``at``-th step while a file exists: by an exception, or by the end of its process."""
+
+    def __init__(self, file: str, at: int, how: str = "raises") -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.file, self.at, self.how, self.steps = Path(file), at, how, 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == self.at and self.file.exists():
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("the pole is gone")
+        return super().step(action)
