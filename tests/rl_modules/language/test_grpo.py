@@ -1,0 +1,535 @@
+"""GRPO through its module: losses of whole steps, ratios, references, closed-form optima, exact resume, bad input."""
+
+import json
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.language.prompt import PromptDataModule
+from rl_modules.errors import UsageError
+from rl_modules.language.grpo import GRPO
+from rl_modules.language.reward_model import RewardModel
+from rl_modules.language.scoring import completion_log_probs
+from rl_modules.language.sft import SFT
+from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+LEVELS = ("token", "sequence")
+
+
+def grpo(**arguments: Any) -> GRPO:
+    defaults = {"model_config": TINY, "max_completion_length": 5, "learning_rate": 1e-3,
+                "lr_scheduler_type": "constant", "completions_steps": 0}  # fmt: skip
+    return GRPO(**{**defaults, **arguments})
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def digit_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+    """Differs between most completions, and is None for some of them."""
+    return [None if text.startswith("z") else sum(map(ord, text)) % 5 / 4 for text in completions]
+
+
+def blind_half(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """Equal for all completions of every second prompt."""
+    return [
+        float(len(text)) if sum(map(ord, prompt)) % 2 else 1.0
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
+def small_tokenizer(folder: Any) -> str:
+    """Three tokens: the end, a, and b."""
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<eos>"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+HERE = "tests.rl_modules.language.test_grpo"
+
+
+def addition(reward: str = "digit_reward", **arguments: Any) -> PromptDataModule:
+    defaults = {"batch_size": 16, "num_generations": 4, "eval_steps": 0, "n_train": 24,
+                "reward_funcs": [f"{HERE}:{reward}"]}  # fmt: skip
+    return PromptDataModule("addition", **{**defaults, **arguments})
+
+
+class Spy(GRPO):
+    """Keeps what goes into the loss, and what each generation was."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seen: list[Any] = []
+        self.rollouts: list[Any] = []
+
+    def prepare(self, rollout):
+        fields = super().prepare(rollout)
+        self.rollouts.append((rollout, fields))
+        return fields
+
+    def policy_loss(self, log_prob, batch):
+        self.seen.append((log_prob.detach(), batch))
+        return super().policy_loss(log_prob, batch)
+
+
+def spy(**arguments: Any) -> Spy:
+    module = grpo(**arguments)
+    return Spy(**{k: v for k, v in module.hparams.items() if k != "description"}, optimizer=module.optimizer_factory)
+
+
+def weights_of(module: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.model.parameters()])
+
+
+# ---------------------------------------------------------------- the loss of a step
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_accumulation_does_not_change_the_step(loss_type, level, beta, tmp_path):
+    """Also where β = 0 leaves out rows without advantage, and completions that are cut off are masked."""
+    tokenizer, prompts = small_tokenizer(tmp_path / "tokenizer"), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "ab", "bb")))
+    ends = []
+    for n_micro in (1, 4):
+        module = spy(loss_type=loss_type, importance_sampling_level=level, beta=beta, optimizer=sgd, max_grad_norm=None,
+                     mask_truncated_completions=True, tokenizer_name_or_path=tokenizer)  # fmt: skip
+        data = PromptDataModule(path=str(prompts), batch_size=16, num_generations=4, eval_steps=0, num_iterations=2,
+                                reward_funcs=[f"{HERE}:blind_half"])  # fmt: skip
+        fit(module, data, max_steps=2, accumulate_grad_batches=n_micro)
+        ends.append(weights_of(module))
+    ((rollout, fields),) = module.rollouts
+    assert 0 < rollout["finished"].sum() < 16 and 0 < (fields["advantage"] == 0).sum() < 16
+    assert (ends[0] - weights_of(at_start(module))).abs().max() > 1e-3, "something was learned"
+    torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=1e-5)
+
+
+def at_start(module: GRPO) -> GRPO:
+    start = grpo(**{k: module.hparams[k] for k in ("model_config", "tokenizer_name_or_path")})
+    start.configure_model()
+    return start
+
+
+def batch_by_hand(module: GRPO, keep: torch.Tensor | None = None) -> dict[str, Any]:
+    """Six completions of one to five tokens; the rows that ``keep`` names."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_length, length = torch.tensor([3, 1, 2, 4, 2, 3]), torch.tensor([5, 1, 3, 2, 5, 4])
+    tokens = torch.randint(3, 90, (6, 8), generator=generator)
+    with torch.no_grad():
+        log_prob, _ = completion_log_probs(module.model, tokens, prompt_length, length, module.temperature)
+    noise = [0.3 * torch.randn(6, 5, generator=generator) for _ in range(2)]
+    fields = {
+        "tokens": tokens, "prompt_length": prompt_length, "length": length,
+        "log_prob": log_prob + noise[0], "ref_log_prob": log_prob + noise[1],
+        "advantage": torch.tensor([1.5, -0.5, 0.0, 0.7, 0.0, -1.2]),
+        "mask": torch.arange(5) < length.unsqueeze(1),
+    }  # fmt: skip
+    rows = torch.arange(6) if keep is None else keep
+    longest = int(length[rows].max())
+    batch = {name: x[rows] for name, x in fields.items()}
+    for name in ("log_prob", "ref_log_prob", "mask"):
+        batch[name] = batch[name][:, :longest]
+    total = torch.tensor(20.0)
+    return {**batch, "on_policy": False, "step_rows": 6, "micro_rows": 6, "n_micro": 1, "step_tokens": total,
+            "micro_tokens": total}  # fmt: skip
+
+
+def gradient_of(module: GRPO, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = module.training_step(batch, 0)
+    gradients = torch.autograd.grad(loss, [p for p in module.model.parameters() if p.requires_grad])
+    return loss.detach(), torch.cat([g.flatten() for g in gradients])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_rows_without_advantage_count_in_the_normaliser_though_no_model_reads_them(loss_type, level):
+    module = grpo(loss_type=loss_type, importance_sampling_level=level)
+    module.configure_model()
+    whole = gradient_of(module, batch_by_hand(module))
+    kept = gradient_of(module, batch_by_hand(module, torch.tensor([0, 1, 3, 5])))
+    for one, other in zip(whole, kept, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert whole[1].abs().max() > 1e-4
+
+
+def test_only_rows_that_teach_go_through_the_model():
+    module = spy()
+    fit(module, addition("blind_half"), max_steps=3)
+    for (_, fields), (log_prob, batch) in zip(module.rollouts, module.seen, strict=True):
+        informative = int((fields["advantage"] != 0).sum())
+        assert 0 < informative < 16
+        assert len(log_prob) == informative and batch["step_rows"] == batch["micro_rows"] == 16
+        assert float(batch["step_tokens"]) == fields["length"].sum()
+
+
+def test_a_kl_is_paid_by_silent_rows_too():
+    module = spy(beta=0.1)
+    fit(module, addition("blind_half"), max_steps=1)
+    assert len(module.seen[0][0]) == 16
+
+
+def test_policy_gradient_is_of_the_tokens_with_the_highest_entropy():
+    module = grpo(top_entropy_quantile=0.25)
+    module.configure_model()
+    batch = batch_by_hand(module)
+    with torch.no_grad():
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        _, entropy = completion_log_probs(module.model, *text, entropy=True)
+    chosen = module.on_uncertain_tokens(batch["advantage"], entropy, batch["mask"])
+    ordered = entropy[batch["mask"]].sort(descending=True).values
+    expected = batch["mask"] & (entropy >= ordered[4])  # 5 of 20 tokens
+    assert torch.equal(chosen != 0, expected & (batch["advantage"] != 0).unsqueeze(1))
+    everything = grpo()
+    everything.configure_model()
+    loss, _ = gradient_of(module, batch)
+    selected, _ = gradient_of(everything, {**batch, "advantage": chosen})
+    torch.testing.assert_close(loss, selected)
+
+
+# ---------------------------------------------------------------- ratios
+
+
+@pytest.mark.parametrize("config", [
+    {**TINY, "attention_dropout": 0.5},
+    {**GPT2, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+])  # fmt: skip
+@pytest.mark.parametrize("n_micro", [1, 2])
+def test_the_first_minibatch_has_ratio_exactly_one(config, n_micro):
+    """With dropout in the config, temperature other than 1, prompts and completions of different lengths."""
+    module = spy(model_config=config, temperature=0.7)
+    fit(module, addition(num_iterations=2), max_steps=2, accumulate_grad_batches=n_micro)
+    first, second = module.seen[:n_micro], module.seen[n_micro:]
+    assert len({int(n) for n in module.rollouts[0][0]["prompt_length"]}) > 1
+    for log_prob, batch in first:
+        assert torch.equal(log_prob, batch["log_prob"])
+    assert any(not torch.equal(log_prob, batch["log_prob"]) for log_prob, batch in second)
+
+
+@pytest.mark.parametrize("config", [TINY, GPT2])
+def test_the_samplers_log_probs_are_those_of_training(config):
+    module = spy(model_config=config, temperature=0.7, learning_rate=0.0)
+    fit(module, addition(num_iterations=2), max_steps=2)
+    log_prob, batch = module.seen[1]
+    assert not batch["on_policy"]
+    assert (log_prob - batch["log_prob"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.9}, {"repetition_penalty": 1.5}])
+def test_filtered_sampling_does_not_enter_the_ratio(sampling):
+    module = spy(learning_rate=0.0, temperature=0.7, **sampling)
+    fit(module, addition(num_iterations=2), max_steps=2)
+    (rollout, fields), (log_prob, batch) = module.rollouts[0], module.seen[1]
+    assert (log_prob - batch["log_prob"]).abs().max() < 1e-5
+    assert (rollout["log_prob"] - fields["log_prob"]).abs().max() > 0.01, "the sampler's are of another distribution"
+
+
+# ---------------------------------------------------------------- rewards and advantages
+
+
+def two(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+    return [None if i % 4 == 3 else float(i) for i in range(len(completions))]
+
+
+def test_rewards_are_weighted_and_what_nothing_scores_has_no_advantage():
+    module = spy(reward_weights=[1.0, 0.5], scale_rewards="none")
+    data = addition(batch_size=8, reward_funcs=[f"{HERE}:two", {f"{HERE}:half_of": {"n": 4}}])
+    fit(module, data, max_steps=1)
+    ((rollout, fields),) = module.rollouts
+    # Rows 3 and 7 have neither reward; the second function gives 2 to rows 0 to 2 and nothing after.
+    expected = torch.tensor([1.0, 2.0, 3.0, math.nan, 4.0, 5.0, 6.0, math.nan])
+    torch.testing.assert_close(rollout["reward"], expected, equal_nan=True)
+    torch.testing.assert_close(fields["advantage"], torch.tensor([-1.0, 0, 1, 0, -1, 0, 1, 0]))
+
+
+def half_of(n: int) -> Any:
+    return lambda prompts, completions, **columns: [2.0 if i < 3 else None for i in range(len(completions))]
+
+
+def test_metrics_have_trls_names_and_values(tmp_path):
+    module = spy(reward_weights=[1.0], logging_steps=1, beta=0.1, completions_steps=1)
+    logger = TensorBoardLogger(tmp_path, name=None)
+    fit(module, addition(batch_size=8, reward_funcs=[f"{HERE}:two"]), max_steps=1, logger=logger)
+    ((rollout, _),) = module.rollouts
+    events = EventAccumulator(logger.log_dir).Reload()
+    metrics = {
+        tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if events.Scalars(tag)[0].step == 1
+    }
+    table = events.Tensors("completions/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert table.startswith("| prompt | completion | two | advantage |") and len(table.splitlines()) == 2 + 8
+    assert events.Histograms("completions/length")[0].histogram_value.num == 8
+    scored = torch.tensor([0.0, 1, 2, 4, 5, 6])
+    assert metrics["reward"] == metrics["rewards/two/mean"] == pytest.approx(3.0)
+    assert metrics["reward_std"] == metrics["rewards/two/std"] == pytest.approx(scored.std().item())
+    assert metrics["frac_reward_zero_std"] == 0
+    lengths = rollout["length"].float()
+    assert metrics["completions/mean_length"] == pytest.approx(lengths.mean().item())
+    assert metrics["completions/min_length"] == lengths.min() and metrics["completions/max_length"] == lengths.max()
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 - rollout["finished"].float().mean().item())
+    assert metrics["num_tokens"] == (rollout["length"] + rollout["prompt_length"]).sum()
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6), "the policy is still its reference"
+    assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == metrics["clip_ratio/region_mean"] == 0
+    with torch.no_grad():
+        _, entropy = completion_log_probs(module.reference, rollout["tokens"], rollout["prompt_length"],
+                                          rollout["length"], entropy=True)  # fmt: skip
+    # Estimated from some 40 sampled tokens of a nearly uniform distribution.
+    assert metrics["entropy"] == pytest.approx((entropy.sum() / lengths.sum()).item(), rel=0.05)
+
+
+def test_clip_ratios_are_shares_of_all_tokens():
+    module = grpo(epsilon=0.1, epsilon_high=0.2)
+    module.configure_model()
+    batch = batch_by_hand(module)
+    with torch.no_grad():
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        now, _ = completion_log_probs(module.model, *text)
+    batch["log_prob"] = now - torch.tensor([0.15, -0.15, 0.5, 0.25, -0.5, -0.15]).unsqueeze(1)
+    module.training_step(batch, 0)
+    means = {name: float(total / module._weights[name]) for name, total in module._sums.items()}
+    # Row 1 (1 token) falls too low with A < 0, row 5 (4 tokens) too; row 3 (2 tokens) rises too far with A > 0.
+    assert means["clip_ratio/low_mean"] == pytest.approx(5 / 20)
+    assert means["clip_ratio/high_mean"] == pytest.approx(2 / 20)
+    assert means["clip_ratio/region_mean"] == pytest.approx(7 / 20)
+
+
+def test_a_reward_model_is_one_more_reward(tmp_path):
+    judge = RewardModel(model_config=TINY)
+    judge.configure_model()
+    judge.reward_offset = 0.25
+    judge.export(tmp_path / "judge")
+    module = spy(reward_model_name_or_path=str(tmp_path / "judge"), reward_weights=[2.0, 3.0])
+    fit(module, addition("blind_half"), max_steps=1)
+    ((rollout, _),) = module.rollouts
+    assert rollout["reward_names"] == ["blind_half", "reward_model"]
+    score = judge.score(rollout["prompts"], rollout["texts"])
+    finished = rollout["finished"]
+    if finished.any():
+        torch.testing.assert_close(rollout["rewards"][finished, 1], score[finished], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(rollout["reward"], rollout["rewards"] @ torch.tensor([2.0, 3.0]))
+
+
+# ---------------------------------------------------------------- reference
+
+
+def test_under_lora_the_reference_is_the_model_without_adapters():
+    start = grpo()
+    start.configure_model()
+    module = spy(beta=0.1, lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}, learning_rate=0.1)
+    fit(module, addition(), max_steps=4)
+    assert module.reference is None
+    rollout, fields = module.rollouts[-1]
+    text = (rollout["tokens"], rollout["prompt_length"], rollout["length"])
+    with torch.no_grad():
+        expected, _ = completion_log_probs(start.model, *text)
+        now, _ = completion_log_probs(module.model, *text)
+    torch.testing.assert_close(fields["ref_log_prob"], expected, atol=1e-5, rtol=0)
+    assert (now - expected).abs().max() > 1e-3, "the adapters have learned something"
+
+
+def test_the_reference_follows_every_so_many_steps():
+    module = grpo(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.25)
+    policies = []
+
+    class Remember(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *others):
+            policies.append(weights_of(pl_module))
+
+    module.configure_model()
+    reference = weights_of(module)
+    fit(module, addition(), max_steps=5, callbacks=[Remember()])
+    for after_step in (2, 4):
+        reference = 0.25 * policies[after_step - 1] + 0.75 * reference
+    now = torch.cat([p.flatten() for p in module.reference.parameters()])
+    torch.testing.assert_close(now, reference)
+
+
+def test_without_a_kl_there_is_no_reference():
+    module = grpo()
+    fit(module, addition(), max_steps=1)
+    assert module.reference is None
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("arguments", [
+    {},
+    {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "loss_type": "grpo", "top_p": 0.9},
+])  # fmt: skip
+def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, arguments):
+    def run(name, ckpt_path=None, callbacks=None):
+        data = addition(steps_per_generation=2, num_iterations=2)
+        limits = {"max_steps": 6, "accumulate_grad_batches": 2}
+        checkpoints = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+        fit(grpo(**arguments), data, ckpt_path=ckpt_path, **limits, **checkpoints).save_checkpoint(tmp_path / name)
+
+    every_step = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run("whole.ckpt", callbacks=[every_step])
+    for step in range(1, 6):
+        run("resumed.ckpt", tmp_path / f"step={step}.ckpt")
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+def test_runs_resume_exactly_between_generations_with_a_reward_model_whose_directory_is_gone(tmp_path):
+    judge = RewardModel(model_config=TINY)
+    judge.configure_model()
+    judge.export(tmp_path / "judge")
+
+    def make():
+        return grpo(reward_model_name_or_path=str(tmp_path / "judge"), beta=0.1)
+
+    assert_resumes_exactly(make, addition, tmp_path, epochs=3)
+    (tmp_path / "judge").rename(tmp_path / "elsewhere")
+    loaded = GRPO.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    one, other = judge.model.state_dict(), loaded.reward_model.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---------------------------------------------------------------- closed-form optima
+
+
+#: Rewards of what is written: of one token, and of paths of two steps.
+VALUES = {"a": 1.0, "b": 0.0, "": 0.25, "aa": 0.0, "ab": 1.0, "ba": 0.6, "bb": 0.2}
+
+
+def table_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [VALUES[text.replace(" ", "")] for text in completions]
+
+
+@torch.no_grad()
+def distribution(model: Any, steps: int) -> dict[str, float]:
+    """The probability of every completion of at most ``steps`` tokens to the prompt a, by enumeration."""
+    found: dict[str, float] = {}
+    open_ = {"": 1.0}
+    for _ in range(steps):
+        following: dict[str, float] = {}
+        for text, mass in open_.items():
+            ids = torch.tensor([[1] + [1 + "ab".index(c) for c in text]])
+            p = model(input_ids=ids).logits[0, -1].softmax(-1)
+            found[text] = mass * float(p[0])
+            for i, letter in enumerate("ab", 1):
+                following[text + letter] = mass * float(p[i])
+        open_ = following
+    return found | open_
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("steps", "beta"), [(1, 0.5), (2, 0.8)])
+def test_the_policy_converges_to_the_optimum_under_a_kl(tmp_path, steps, beta, level):
+    r"""π*(y) ∝ π_ref(y) exp(r(y)/β): a bandit, and paths of up to two steps with every end rewarded by a table.
+
+    A group's mean contains the completion itself: rewards pull with (G-1)/G of their size, hence the large groups.
+    """
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    module = grpo(
+        tokenizer_name_or_path=small_tokenizer(tmp_path / "tokenizer"), scale_rewards="none", beta=beta,
+        use_bias_correction_kl=True, loss_type="dr_grpo", importance_sampling_level=level,
+        max_completion_length=steps, learning_rate=3e-3, lr_scheduler_type="cosine",
+    )  # fmt: skip
+    data = PromptDataModule(path=str(tmp_path / "prompts.jsonl"), batch_size=256, num_generations=128, eval_steps=0,
+                            reward_funcs=[f"{HERE}:table_reward"])  # fmt: skip
+    fit(module, data, max_steps=400)
+    reference, learned = distribution(module.reference, steps), distribution(module.model, steps)
+    optimum = {text: p * math.exp(VALUES[text] / beta) for text, p in reference.items()}
+    total = sum(optimum.values())
+    distance = sum(abs(learned[text] - optimum[text] / total) for text in learned) / 2
+    moved = sum(abs(reference[text] - optimum[text] / total) for text in learned) / 2
+    assert moved > 0.15, "the optimum is far from the start"
+    assert distance <= 0.05
+
+
+# ---------------------------------------------------------------- ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss_type", "scale"), [*((t, "group") for t in TYPES), ("dapo", "batch")])
+def test_two_ranks_learn_what_one_learns(loss_type, scale, tmp_path):
+    def run(name, batch_size, **trainer):
+        module = grpo(loss_type=loss_type, scale_rewards=scale, beta=0.1, optimizer=sgd, max_grad_norm=None)
+        fit(module, addition(batch_size=batch_size), max_steps=3, **trainer).save_checkpoint(tmp_path / name)
+        return torch.load(tmp_path / name, weights_only=True)["state_dict"]
+
+    one, two = run("one.ckpt", 16), run("two.ckpt", 8, devices=2, strategy="ddp_fork")
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, two[name], atol=1e-6, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ({"loss_type": "ppo"}, "loss_type='ppo' must be one of grpo, bnpo, dapo, dr_grpo"),
+    ({"scale_rewards": "std"}, "scale_rewards='std' must be one of group, batch, none"),
+    ({"importance_sampling_level": "word"}, "importance_sampling_level='word' must be one of token, sequence"),
+    ({"kl_estimator": "k4"}, "kl_estimator='k4' must be one of k1, k2, k3"),
+    ({"beta": -0.1}, "beta=-0.1 must be at least 0"),
+    ({"delta": 0.0}, "delta=0.0 must be above 0"),
+    ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+    ({"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
+    ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile=0.0 must lie in \(0, 1\]"),
+    ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
+    ({"sync_ref_model": True}, "sync_ref_model=true does nothing at beta=0"),
+    ({"ref_model_name_or_path": "x"}, "ref_model_name_or_path='x' does nothing at beta=0"),
+    ({"beta": 0.1, "sync_ref_model": True, "lora": {"r": 2}}, "can't move the reference under lora"),
+])  # fmt: skip
+def test_refused_arguments(arguments, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        grpo(**arguments)
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(UsageError, match="num_generations=1 leaves a completion nothing to be compared with"):
+        fit(grpo(), addition(num_generations=1), max_steps=1)
+
+
+def test_weights_must_be_as_many_as_rewards():
+    with pytest.raises(UsageError, match="are 2 numbers for 1 rewards, digit_reward"):
+        fit(grpo(reward_weights=[1.0, 2.0]), addition(), max_steps=1)
+
+
+def test_completions_without_any_reward_are_refused(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    data = PromptDataModule(path=str(tmp_path / "prompts.jsonl"), batch_size=4, num_generations=4, eval_steps=0)
+    with pytest.raises(UsageError, match="no rewards for the completions"):
+        fit(grpo(), data, max_steps=1)
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path):
+    judge = RewardModel(model_config=TINY, tokenizer_name_or_path=small_tokenizer(tmp_path / "tokenizer"))
+    judge.configure_model()
+    judge.export(tmp_path / "judge")
+    with pytest.raises(UsageError, match=r"reward_model_name_or_path=.*tokenizer with 3 tokens"):
+        grpo(reward_model_name_or_path=str(tmp_path / "judge")).configure_model()
+
+
+def test_references_that_do_not_fit_are_refused(tmp_path):
+    other = SFT(model_config=TINY, tokenizer_name_or_path=small_tokenizer(tmp_path / "tokenizer"))
+    other.configure_model()
+    other.export(tmp_path / "other_tokens")
+    with pytest.raises(UsageError, match="other_tokens' has a tokenizer with 3 tokens"):
+        grpo(beta=0.1, ref_model_name_or_path=str(tmp_path / "other_tokens")).configure_model()
+    wider = SFT(model_config={**TINY, "hidden_size": 32})
+    wider.configure_model()
+    wider.export(tmp_path / "wider")
+    with pytest.raises(UsageError, match="wider' has others than the policy"):
+        grpo(beta=0.1, ref_model_name_or_path=str(tmp_path / "wider"), sync_ref_model=True).configure_model()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty' is no reference"):
+        grpo(beta=0.1, ref_model_name_or_path=str(tmp_path / "empty")).configure_model()
