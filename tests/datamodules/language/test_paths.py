@@ -111,3 +111,17 @@ def test_bayes_accuracy_by_hand_and_its_refusals():
     for records in ([], [{"chosen": "a"}]):
         with pytest.raises(UsageError, match="probability"):
             bayes_accuracy(records)
+
+
+def test_training_questions_come_over_and_over_with_other_walks():
+    task = make_task("paths", demonstrations=3)
+    once = make_task("paths", demonstrations=1).records("train", None)
+    records = task.records("train", None)
+    assert len(records) == 3 * len(once)
+    assert [r["prompt"] for r in records] == [r["prompt"] for r in once] * 3
+    assert records[: len(once)] == once == task.records("train", len(once))
+    walks = [r["completion"] for r in records]
+    assert walks[: len(once)] != walks[len(once) : 2 * len(once)]
+    with pytest.raises(UsageError, match=f"only {len(records)}"):
+        task.records("train", len(records) + 1)
+    assert len({r["prompt"] for r in task.records("test", None)}) == len(task.records("test", None))
