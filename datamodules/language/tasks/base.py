@@ -52,7 +52,7 @@ class Task:
         chat: prompts are lists of one user message, so that a model's chat template applies.
 
     Raises:
-        UsageError: the template names a field that the task does not have.
+        UsageError: a negative seed.
     """
 
     #: Name for messages.
@@ -67,6 +67,8 @@ class Task:
     def __init__(
         self, seed: int = 0, think_format: bool = False, template: str | None = None, chat: bool = False
     ) -> None:
+        if seed < 0:
+            raise UsageError(f"seed={seed} must be at least 0")
         self.seed = seed
         self.think_format = think_format
         self.template = self.default_template if template is None else template

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from fractions import Fraction
 
-from datamodules.language.tasks.base import Question, Record, Task
+from datamodules.language.tasks.base import FRUITLESS, Question, Record, Task
 from datamodules.language.tasks.expression import ParseError, evaluate
 from rl_modules.errors import UsageError
 
@@ -61,7 +61,7 @@ class Countdown(Task):
         self.use_all = use_all
 
     def draw(self, rng: random.Random) -> Question:
-        while True:
+        for _ in range(FRUITLESS):
             operands = [rng.randint(1, self.max_operand) for _ in range(self.n_operands)]
             used = self.n_operands if self.use_all else rng.randint(2, self.n_operands)
             value, solution, steps = self._combine(operands[:used], rng)
@@ -73,6 +73,9 @@ class Countdown(Task):
                     "solution": solution,
                     "steps": steps,
                 }
+        raise UsageError(f"operators={self.operators!r} hardly lead from {self.n_operands} operands up to "
+                         f"{self.max_operand} to a target from 1 to max_target={self.max_target}; allow more of them, or "
+                         "a larger target")  # fmt: skip
 
     def key(self, question: Question) -> str:
         return f"{sorted(map(int, question['numbers'].split(',')))}>{question['target']}"

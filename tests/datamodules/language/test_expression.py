@@ -9,6 +9,7 @@ import pytest
 
 from datamodules.language.tasks import make_task
 from datamodules.language.tasks.expression import ParseError, evaluate
+from rl_modules.errors import UsageError
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -121,3 +122,9 @@ def test_expressions_with_one_value_and_the_same_operands_vote_together():
     assert task.extract("3*8*1") == task.extract("1*(8*3)") == "24 from 1,3,8"
     assert task.extract("4*6") != task.extract("3*8")
     assert task.extract("nonsense") is None
+
+
+def test_settings_without_any_question_are_refused_instead_of_drawn_for_ever():
+    for settings in ({"operators": "-", "max_operand": 1}, {"operators": "+", "max_target": 2}):
+        with pytest.raises(UsageError, match=r"hardly lead from 3 operands"):
+            make_task("countdown", **settings).records("train", 1)

@@ -150,6 +150,7 @@ def test_a_task_of_ones_own_by_import_path():
         ("builtins:dict", {}, "made a dict"),
         ("addition", {"n_digit": 3}, "did you mean n_digits"),
         ("addition", {"n_digits": 0}, "at least 1"),
+        ("addition", {"seed": -1}, "seed=-1"),
         ("sort", {"min_length": 5, "max_length": 4}, "min_length=5"),
         ("reverse", {"alphabet": "aa"}, "different characters"),
         ("countdown", {"operators": "^"}, "operators='\\^'"),
