@@ -74,8 +74,8 @@ class Countdown(Task):
                     "steps": steps,
                 }
         raise UsageError(f"operators={self.operators!r} hardly lead from {self.n_operands} operands up to "
-                         f"{self.max_operand} to a target from 1 to max_target={self.max_target}; allow more of them, or "
-                         "a larger target")  # fmt: skip
+                         f"{self.max_operand} to a target from 1 to max_target={self.max_target}; allow more of "
+                         "them, or a larger target")  # fmt: skip
 
     def key(self, question: Question) -> str:
         return f"{sorted(map(int, question['numbers'].split(',')))}>{question['target']}"
