@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from rl_modules.errors import UsageError
 from rl_modules.spaces import observation_arrays, to_environment, tree_leaves, tree_map
 
@@ -31,6 +31,8 @@ class Collector:
         observation_normalizer: updated with every observation and applied to it; None: raw observations.
         reward_normalizer: likewise for rewards.
         sign_reward: learn from the rewards' signs; the books keep the rewards themselves.
+        gather_news: with several ranks, takes what this one's statistics have seen in a rollout and returns all ranks';
+            called at the end of every rollout.
         stats_window_size: finished episodes in the running means.
     """
 
@@ -43,6 +45,7 @@ class Collector:
         observation_normalizer: ObservationNormalizer | None = None,
         reward_normalizer: RewardNormalizer | None = None,
         sign_reward: bool = False,
+        gather_news: Callable[[np.ndarray], list[np.ndarray]] | None = None,
         stats_window_size: int = 100,
     ) -> None:
         self.envs = envs
@@ -53,6 +56,13 @@ class Collector:
         self.observation_normalizer = observation_normalizer
         self.reward_normalizer = reward_normalizer
         self.sign_reward = sign_reward
+        self.gather_news = gather_news
+        self._statistics: list[RunningMeanStd] = []
+        if gather_news is not None:
+            self._statistics = [part for normalizer in (observation_normalizer, reward_normalizer) if normalizer
+                                for part in normalizer.parts()]  # fmt: skip
+            for part in self._statistics:
+                part.keep_news()
         self.generator_seed = generator_seed
         self.generator: torch.Generator | None = None
         self.episode_return = np.zeros(envs.num_envs, np.float64)
@@ -60,6 +70,8 @@ class Collector:
         self.recent_returns: deque[float] = deque(maxlen=stats_window_size)
         self.recent_lengths: deque[int] = deque(maxlen=stats_window_size)
         self._observation: Any = None
+        # The same as the environments returned it: with statistics that move on, it can't be told from the normalised.
+        self._raw: Any = None
         self._episodes_at_close: list[dict[str, Any]] | None = None
         self._resets_next = np.zeros(envs.num_envs, bool)
 
@@ -116,7 +128,19 @@ class Collector:
             self._observation = self._arrays(raw)
         tree_map(lambda buffer, x: buffer.__setitem__(n_steps, x), observations, self._observation)
         self._check_finite(observations, reward, finals, final_rows)
-        return self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, final_rows, finals)
+        rollout = self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, final_rows,
+                                finals)  # fmt: skip
+        self._share_statistics()
+        return rollout
+
+    def _share_statistics(self) -> None:
+        """Let every rank's statistics know what the others have seen in this rollout."""
+        if self.gather_news is None or not self._statistics:
+            return
+        sizes = np.cumsum([len(part.news()) for part in self._statistics])[:-1]
+        everyone = self.gather_news(np.concatenate([part.news() for part in self._statistics]))
+        for part, news in zip(self._statistics, zip(*(np.split(x, sizes) for x in everyone), strict=True), strict=True):
+            part.absorb(list(news))
 
     def _rollout(
         self,
@@ -158,7 +182,7 @@ class Collector:
     # ---------------------------------------------------------------- one step
 
     def _arrays(self, raw: Any) -> Any:
-        arrays = observation_arrays(self.space, raw)
+        arrays = self._raw = observation_arrays(self.space, raw)
         if self.observation_normalizer is None:
             return arrays
         self.observation_normalizer.update(tree_map(lambda x: x[~self._resets_next], arrays))
@@ -253,9 +277,8 @@ class Collector:
             "recent_lengths": list(self.recent_lengths),
             "resets_next": torch.from_numpy(self._resets_next.copy()),
             "generator": None if self.generator is None else self.generator.get_state(),
-            "observation": tree_map(lambda x: torch.from_numpy(x.copy()), self._observation)
-            if self._observation is not None
-            else None,
+            "observation": _to_tensors(self._observation),
+            "raw": None if self.observation_normalizer is None else _to_tensors(self._raw),
             "episodes": None,
         }
         if self._observation is not None and hasattr(self.envs, "get_attr"):
@@ -295,26 +318,25 @@ class Collector:
                 getattr(self, name).load_state_dict(state[name])
         if state["observation"] is None:
             return
-        saved = tree_map(lambda x: x.numpy(), state["observation"])
+        self._observation = tree_map(lambda x: x.numpy(), state["observation"])
+        raw = state["observation"] if state["raw"] is None else state["raw"]
+        self._raw = tree_map(lambda x: x.numpy().copy(), raw)
         if state["episodes"] is None:
             self._begin_anew(np.ones(self.envs.num_envs, bool), "its engine has no state to bring back")
             return
-        self._repeat(state["episodes"], saved)
+        self._repeat(state["episodes"])
 
-    def _repeat(self, episodes: list[dict[str, Any]], saved: Any) -> None:
+    def _repeat(self, episodes: list[dict[str, Any]]) -> None:
         self.envs.reset(seed=self._reset_seed())
         replays = [{**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy())} for e in episodes]
         self.envs.set_attr("episode_state", replays)  # type: ignore[attr-defined]
         if self.mode == AutoresetMode.NEXT_STEP and hasattr(self.envs, "_autoreset_envs"):
             self.envs._autoreset_envs = self._resets_next.copy()
         reached = [observation_arrays(self.space, o) for o in self.envs.get_attr("last_observation")]  # type: ignore[attr-defined]
-        if self.observation_normalizer is not None:
-            reached = [self.observation_normalizer(o) for o in reached]
         differs = np.array([
-            any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(saved), strict=True))
+            any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(self._raw), strict=True))
             for i, o in enumerate(reached)
         ])  # fmt: skip
-        self._observation = saved
         if differs.any():
             self._begin_anew(differs, "repeating its episode from seed and actions led elsewhere")
 
@@ -332,9 +354,14 @@ class Collector:
             self.envs.set_attr("episode_state", fresh)  # type: ignore[attr-defined]
             for i in np.flatnonzero(which):
                 new = observation_arrays(self.space, self.envs.get_attr("last_observation")[i])
+                tree_map(lambda x, y: x.__setitem__(i, y), self._raw, new)  # noqa: B023
                 if self.observation_normalizer is not None:
                     new = self.observation_normalizer(new)
                 tree_map(lambda x, y: x.__setitem__(i, y), self._observation, new)  # noqa: B023
             self._resets_next[which] = False
         self.episode_return[which] = 0.0
         self.episode_length[which] = 0
+
+
+def _to_tensors(tree: Any) -> Any:
+    return None if tree is None else tree_map(lambda x: torch.from_numpy(np.array(x)), tree)

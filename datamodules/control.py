@@ -38,7 +38,8 @@ class ControlDataModule(L.LightningDataModule):
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
-        norm_obs: normalise observations by their running mean and standard deviation.
+        norm_obs: normalise observations by their running mean and standard deviation; ranks share theirs after every
+            rollout.
         norm_reward: divide rewards by the running standard deviation of their discounted sum.
         norm_gamma: discount of that sum; the algorithm's γ.
         sign_reward: learn from the signs of the rewards, -1, 0 or 1, as is the custom for Atari (Mnih et al. 2015);
@@ -169,6 +170,12 @@ class ControlDataModule(L.LightningDataModule):
         return transition_model(self._example_env)
 
     @property
+    def ranks_differ_in_size(self) -> bool:
+        """Whether rollouts have rows that are no transitions, so that ranks come to different numbers of them."""
+        assert self.collector is not None
+        return self.collector.mode == AUTORESET["next_step"]
+
+    @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` are reached and everything of them is learned from."""
         raise NotImplementedError  # each datamodule's own
@@ -189,6 +196,7 @@ class ControlDataModule(L.LightningDataModule):
             observation_normalizer=ObservationNormalizer(self.observation_space, clip_obs) if norm_obs else None,
             reward_normalizer=RewardNormalizer(self.n_envs, gamma, clip_reward) if norm_reward else None,
             sign_reward=self.sign_reward,
+            gather_news=self._gather_news if self._world_size > 1 else None,
             stats_window_size=self._stats_window_size,
         )
 
@@ -269,6 +277,29 @@ class ControlDataModule(L.LightningDataModule):
             metrics["rollout/ep_len_mean"] = float(np.mean(self.collector.recent_lengths))
         return metrics
 
+    def metrics_over_ranks(self) -> dict[str, float]:
+        """:meth:`metrics` with the episodes of all ranks; all ranks call it together."""
+        assert self.collector is not None
+        metrics = self.metrics()
+        if self._world_size > 1:
+            returns, lengths = self.collector.recent_returns, self.collector.recent_lengths
+            assert self.trainer is not None
+            device = self.trainer.strategy.root_device
+            sums = torch.tensor([sum(returns), sum(lengths), len(returns)], dtype=torch.float64, device=device)
+            torch.distributed.all_reduce(sums)
+            reward, length, episodes = sums.tolist()
+            if episodes:
+                metrics["rollout/ep_rew_mean"], metrics["rollout/ep_len_mean"] = reward / episodes, length / episodes
+        return metrics
+
+    def _gather_news(self, news: np.ndarray) -> list[np.ndarray]:
+        """What every rank's statistics have seen since the last time, in the order of the ranks."""
+        assert self.trainer is not None
+        own = torch.from_numpy(news).to(self.trainer.strategy.root_device)
+        everyone = [torch.empty_like(own) for _ in range(self._world_size)]
+        torch.distributed.all_gather(everyone, own)
+        return [part.cpu().numpy() for part in everyone]
+
     def rank_state(self) -> dict[str, Any]:
         """This rank's part of the checkpoint; a datamodule adds what it stores."""
         assert self.collector is not None
@@ -307,7 +338,8 @@ class ControlDataModule(L.LightningDataModule):
         ranks: list[Any] = [own]
         if self._world_size > 1:
             ranks = [None] * self._world_size
-            torch.distributed.all_gather_object(ranks, own)
+            # Rank 0 writes the checkpoint; nobody else needs the others' buffers.
+            torch.distributed.gather_object(own, ranks if self._rank == 0 else None, dst=0)
         return {"num_timesteps": self.num_timesteps, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

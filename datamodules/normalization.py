@@ -24,19 +24,50 @@ class RunningMeanStd:
         self.mean = np.zeros(shape, np.float64)
         self.var = np.ones(shape, np.float64)
         self.count = epsilon
+        # Several ranks: what all have in common, and what this one has seen since.
+        self._common: tuple[np.ndarray, np.ndarray, float] | None = None
+        self._news: RunningMeanStd | None = None
 
     def update(self, batch: np.ndarray) -> None:
         """Merge a batch, [B, *shape]."""
         if len(batch) == 0:
             return
         batch = batch.astype(np.float64)
-        mean, var, count = batch.mean(0), batch.var(0), len(batch)
+        mean, var = batch.mean(0), batch.var(0)
+        self._merge(mean, var, len(batch))
+        if self._news is not None:
+            self._news._merge(mean, var, len(batch))
+
+    def _merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
+        if count == 0:
+            return
         delta = mean - self.mean
         total = self.count + count
         squares = self.var * self.count + var * count + delta**2 * self.count * count / total
         self.mean = self.mean + delta * count / total
         self.var = squares / total
         self.count = total
+
+    # ---------------------------------------------------------------- several ranks
+
+    def keep_news(self) -> None:
+        """From here on keep apart what is new, for :meth:`news`; all ranks have the same statistics now."""
+        self._common = (self.mean, self.var, self.count)
+        self._news = RunningMeanStd(self.mean.shape, epsilon=0.0)
+
+    def news(self) -> np.ndarray:
+        """Mean, variance and count of what this rank has seen since the ranks last had the same statistics, flat."""
+        assert self._news is not None
+        return np.concatenate([self._news.mean.ravel(), self._news.var.ravel(), [self._news.count]])
+
+    def absorb(self, news: list[np.ndarray]) -> None:
+        """Take over what all ranks have seen, in the same order on each, so that all have the same statistics."""
+        assert self._common is not None
+        self.mean, self.var, self.count = self._common
+        for part in news:
+            mean, var = (x.reshape(self.mean.shape) for x in np.split(part[:-1], 2))
+            self._merge(mean, var, float(part[-1]))
+        self.keep_news()
 
     def scale(self) -> np.ndarray:
         """Standard deviation, kept away from 0."""
@@ -49,6 +80,8 @@ class RunningMeanStd:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean, self.var = state["mean"].numpy().copy(), state["var"].numpy().copy()
         self.count = state["count"]
+        if self._news is not None:
+            self.keep_news()
 
 
 class ObservationNormalizer:
@@ -75,6 +108,10 @@ class ObservationNormalizer:
             return {str(i): self._build(part) for i, part in enumerate(space)}
         real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
         return RunningMeanStd(space.shape) if real and space.shape is not None else None
+
+    def parts(self) -> list[RunningMeanStd]:
+        """The statistics of every part of an observation that has some."""
+        return [part for part in tree_leaves(self.running) if part is not None]
 
     def update(self, observation: Any) -> None:
         """Merge a batch of observations, [B, *obs]."""
@@ -110,6 +147,10 @@ class RewardNormalizer:
         self.clip = clip
         self.running = RunningMeanStd(())
         self.returns = np.zeros(n_envs, np.float64)
+
+    def parts(self) -> list[RunningMeanStd]:
+        """The statistics of the discounted return."""
+        return [self.running]
 
     def __call__(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """Merge a step's rewards, [N], and return them scaled; the return starts anew where ``done``."""

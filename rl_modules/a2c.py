@@ -129,7 +129,8 @@ class A2C(ControlModule):
                 loss=loss,
                 explained_variance=F.explained_variance(batch["value"], batch["returns"]),
             )
-        return loss
+        weight = self.rank_weight(len(value))
+        return loss if weight == 1.0 else loss * weight
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -149,7 +150,7 @@ class A2C(ControlModule):
         """The policy gradient as a loss, a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
-            std, mean = torch.std_mean(advantage)
+            std, mean = self.std_mean(advantage)
             advantage = (advantage - mean) / (std + 1e-8)
         return F.policy_gradient_loss(log_prob, advantage)
 

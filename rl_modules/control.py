@@ -1,5 +1,6 @@
 """What every control algorithm shares: spaces, ``predict``, schedules, metrics, the optimizer."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,6 +90,12 @@ class ControlModule(L.LightningModule):
         self._observation_statistics: Any = None
         self._observation_ndim = 0
         self._predict_generator = torch.Generator()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Lightning asks for this signature at every batch, and Python makes it anew each time unless it is kept.
+        if "training_step" in vars(cls):
+            cls.training_step.__signature__ = inspect.signature(cls.training_step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of the running hook here some forty times per batch; torch's bookkeeping of
@@ -225,6 +232,35 @@ class ControlModule(L.LightningModule):
         # From here on the statistics stand still, for `test` after `fit` and for `predict`.
         self._observation_statistics = self.observation_statistics()
 
+    # ---------------------------------------------------------------- several ranks
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._trainer is None or self._trainer.world_size == 1
+
+    def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Standard deviation (unbiased) and mean of a minibatch over all ranks, scalars."""
+        if self._is_alone:
+            return torch.std_mean(x)
+        wide = x.double()
+        sums = torch.stack([torch.full_like(wide.sum(), x.numel()), wide.sum(), wide.square().sum()])
+        torch.distributed.all_reduce(sums)
+        n, total, squares = sums.unbind()
+        mean = total / n
+        variance = (squares - n * mean**2) / (n - 1)
+        return variance.clamp(min=0).sqrt().to(x.dtype), mean.to(x.dtype)
+
+    def rank_weight(self, n: int) -> float:
+        """What to multiply this rank's mean over ``n`` transitions by, so that the mean over ranks is that over all.
+
+        1, unless the vector environment has rows that are no transitions: then ranks have different numbers.
+        """
+        if self._is_alone or not self.trainer.datamodule.ranks_differ_in_size:  # type: ignore[attr-defined]
+            return 1.0
+        total = torch.tensor(float(n), device=self.device)
+        torch.distributed.all_reduce(total)
+        return n * self.trainer.world_size / float(total)
+
     # ---------------------------------------------------------------- schedules
 
     @property
@@ -277,13 +313,13 @@ class ControlModule(L.LightningModule):
         if not self.logs_this_epoch:
             return
         if self._sums:
-            means = torch.stack(self._sums).mean(0).tolist()
+            means = self.trainer.strategy.reduce(torch.stack(self._sums).mean(0), reduce_op="mean").tolist()
             self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means, strict=True)})
             self._sums = []
         if self.trainer.optimizers:
             self._metrics["train/learning_rate"] = self._optimizer().param_groups[0]["lr"]
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        rollout = datamodule.metrics()
+        rollout = datamodule.metrics_over_ranks()
         for logger in self.trainer.loggers:
             logger.log_metrics({**rollout, **self._metrics}, step=datamodule.num_timesteps)
         self._metrics = {}
@@ -330,6 +366,12 @@ class ControlModule(L.LightningModule):
         if self.scheduler_factory is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        # The optimizer's own method does the same, inside a profiler's scope that costs more than the work.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def trainable_parameters(self) -> Iterable:
         """What the optimizer updates; an algorithm with a target network leaves that out."""

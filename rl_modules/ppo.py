@@ -37,7 +37,7 @@ class PPO(ControlModule):
         gae_lambda: λ of generalized advantage estimation, in [0, 1].
         clip_range: ε, how far the ratio may move from 1; a number or ``lin_<number>``.
         clip_range_vf: the same for the value, in units of return; None: no value clipping.
-        normalize_advantage: whiten advantages within each minibatch.
+        normalize_advantage: whiten advantages within each minibatch, over all ranks.
         ent_coef: weight of the entropy bonus, in units of advantage per nat.
         vf_coef: weight of the mean squared value error.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
@@ -155,7 +155,8 @@ class PPO(ControlModule):
             loss = loss - self.ent_coef * policy.entropy().mean()
         if self.logs_this_epoch or self.stops_early:
             self._diagnose(policy_loss, value_loss, policy.entropy().mean(), loss, log_prob, batch)
-        return loss
+        weight = self.rank_weight(len(log_prob))
+        return loss if weight == 1.0 else loss * weight
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -175,7 +176,7 @@ class PPO(ControlModule):
         """The clipped surrogate (eq. 7), or the surrogate less the KL penalty (eq. 8), a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
-            std, mean = torch.std_mean(advantage)
+            std, mean = self.std_mean(advantage)
             advantage = (advantage - mean) / (std + 1e-8)
         if self.penalizes:
             return F.ppo_penalty_loss(log_prob, batch["log_prob"], advantage, batch["kl"], self.kl_coef)
@@ -210,7 +211,8 @@ class PPO(ControlModule):
         with self.trainer.precision_plugin.forward_context():
             policy, _ = self.network(datamodule.rollout["observation"])
         # Every rank must come to the same β.
-        kl = float(self.trainer.strategy.reduce(self.kl_from_old(policy, datamodule.rollout).mean(), reduce_op="mean"))
+        per_state = self.kl_from_old(policy, datamodule.rollout)
+        kl = float(self.trainer.strategy.reduce(per_state.mean() * self.rank_weight(len(per_state)), reduce_op="mean"))
         self.record_now(kl_coef=self.kl_coef, kl=kl)
         self.kl_coef = F.adapt_kl_coefficient(self.kl_coef, kl, self.target_kl)
 

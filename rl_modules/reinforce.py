@@ -139,7 +139,8 @@ class REINFORCE(ControlModule):
             loss = loss - self.ent_coef * policy.entropy().mean()
         if self.logs_this_epoch:
             self.record(**metrics, entropy_loss=-policy.entropy().detach().mean(), loss=loss)
-        return loss
+        weight = self.rank_weight(len(batch["weight"]))
+        return loss if weight == 1.0 else loss * weight
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -161,7 +162,7 @@ class REINFORCE(ControlModule):
         """The policy gradient as a loss, a scalar."""
         weight = batch["weight"]
         if self.normalize_advantage and len(weight) > 1:
-            std, mean = torch.std_mean(weight)
+            std, mean = self.std_mean(weight)
             weight = (weight - mean) / (std + 1e-8)
         return F.policy_gradient_loss(log_prob, weight)
 

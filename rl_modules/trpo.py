@@ -109,6 +109,8 @@ class TRPO(ControlModule):
         self.normalize_advantage = normalize_advantage
         self.value_network: ValueNetwork | None = None
         self.rejected_updates = 0
+        #: This process's share of the transitions at hand, 1 where all have as many.
+        self._weight = 1.0
         self._shuffler = torch.Generator()
 
     def setup(self, stage: str) -> None:
@@ -148,10 +150,11 @@ class TRPO(ControlModule):
         kept = {name: rollout[name] for name in ("observation", "action", "log_prob")}
         return {**kept, "advantage": advantage, "returns": returns}
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         step = self.update_policy(batch)
         value_loss = self.update_critic(batch)
         self.record(**step, value_loss=value_loss)
+        return value_loss
 
     # ---------------------------------------------------------------- the policy
 
@@ -166,8 +169,9 @@ class TRPO(ControlModule):
             line_search_steps (step lengths tried), is_line_search_success (0 or 1), entropy_loss.
         """
         assert self.network is not None
+        self._weight = self.rank_weight(len(batch["advantage"]))
         if self.normalize_advantage:
-            std, mean = torch.std_mean(batch["advantage"])
+            std, mean = self.std_mean(batch["advantage"])
             batch = {**batch, "advantage": (batch["advantage"] - mean) / (std + 1e-8)}
         parameters = list(self.network.parameters())
         policy = self.policy(batch["observation"])
@@ -249,7 +253,8 @@ class TRPO(ControlModule):
         losses = []
         for _ in range(self.n_critic_updates):
             order = torch.randperm(len(returns), generator=self._shuffler).to(returns.device)
-            for rows in order.split(self.batch_size):
+            for rows in self._minibatches(order):
+                self._weight = self.rank_weight(len(rows))
                 value = self.value_network(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
                 loss = self.value_loss(value, {"returns": returns[rows]})
                 # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
@@ -306,10 +311,18 @@ class TRPO(ControlModule):
             scheduler.step()
 
     def over_ranks(self, x: Tensor) -> Tensor:
-        """The mean over all processes, so that all take the same step."""
-        if self._trainer is None or self.trainer.world_size == 1:
+        """The mean over the transitions of all processes from each one's own, so that all take the same step."""
+        if self._is_alone:
             return x
-        return self.trainer.strategy.reduce(x, reduce_op="mean")
+        return self.trainer.strategy.reduce(x * self._weight, reduce_op="mean")
+
+    def _minibatches(self, order: Tensor) -> Sequence[Tensor]:
+        """The critic's minibatches: as many on every process, which would otherwise wait for each other for ever."""
+        if self._is_alone or not self.trainer.datamodule.ranks_differ_in_size:  # type: ignore[attr-defined]
+            return order.split(self.batch_size)
+        count = torch.tensor(float(-(-len(order) // self.batch_size)), device=order.device)
+        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+        return order.tensor_split(int(count))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

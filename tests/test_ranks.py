@@ -1,0 +1,247 @@
+"""Two processes with N environments each learn what one process with 2N environments learns."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules.collector import Collector
+from datamodules.envs.vector import make_vector_env
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
+from rl_modules.errors import UsageError
+from tests.ranks import on_ranks
+from tests.training import fit
+
+T, N = 8, 6
+
+
+class Recorded(RolloutDataModule):
+    """The same experience of 2N environments in any number of processes, each of which takes its share.
+
+    With ``holes``, some rows are no transitions, and the ranks have different numbers of those that are.
+    """
+
+    holes = False
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            assert self.collector is not None
+            self.collector.collect = self.recorded  # type: ignore[method-assign]
+
+    @property
+    def ranks_differ_in_size(self) -> bool:
+        return self.holes
+
+    def recorded(self, act: Callable, n_steps: int, device: torch.device) -> dict[str, Any]:
+        draw = torch.Generator().manual_seed(3)
+        observation = torch.randn(T + 1, N, 4, generator=draw)
+        acted = [act(observation[t], draw) for t in range(T + 1)]
+        ended = torch.rand(T, N, generator=draw) < 0.2
+        rollout = {key: torch.stack([row[key] for row in acted[:-1]]) for key in acted[0]}
+        if "value" in rollout:
+            rollout["next_value"] = torch.cat([rollout["value"][1:], acted[-1]["value"][None]])
+        valid = torch.ones(T, N, dtype=torch.bool)
+        if self.holes:
+            valid[1::3, : N // 2] = False
+        rollout.update(
+            observation=observation[:-1], next_observation=observation[1:], valid=valid, terminated=ended,
+            truncated=torch.zeros_like(ended), reward=torch.randn(T, N, generator=draw) * 3 + 1,
+        )  # fmt: skip
+        share = N // self._world_size
+        mine = slice(self._rank * share, (self._rank + 1) * share)
+        return {key: value[:, mine] for key, value in rollout.items()}
+
+
+class RecordedReplay(ReplayDataModule):
+    """Likewise: minibatches drawn from one buffer, of which each process takes its share."""
+
+    def _draw(self, remaining: int) -> None:
+        draw = torch.Generator().manual_seed(self.num_timesteps)
+        n = 2 * 8
+        sample = {
+            "observation": torch.randn(n, 4, generator=draw),
+            "next_observation": torch.randn(n, 4, generator=draw),
+            "action": torch.randint(2, (n,), generator=draw),
+            "reward": torch.randn(n, 1, generator=draw),
+            "n_steps": torch.ones(n, dtype=torch.int64),
+            "terminated": torch.rand(n, generator=draw) < 0.3,
+        }
+        share = n // self._world_size
+        mine = slice(self._rank * share, (self._rank + 1) * share)
+        with torch.no_grad():
+            self._drawn.append(self.trainer.lightning_module.prepare({k: v[mine] for k, v in sample.items()}))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    # Its step is the gradient: a difference in one is a difference in the other.
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def recorded(**arguments: Any) -> Callable[[int], Recorded]:
+    def make(world_size: int) -> Recorded:
+        defaults = {"batch_size": None, "n_epochs": 1, "eval_freq": 0, "total_timesteps": 3 * T * N}
+        return Recorded("CartPole-v1", n_envs=N // world_size, n_steps=T, **{**defaults, **arguments})
+
+    return make
+
+
+def with_holes(**arguments: Any) -> Callable[[int], Recorded]:
+    def make(world_size: int) -> Recorded:
+        data = recorded(autoreset_mode="next_step", total_timesteps=2 * T * N, **arguments)(world_size)
+        data.holes = True
+        return data
+
+    return make
+
+
+def replayed(world_size: int) -> RecordedReplay:
+    return RecordedReplay("CartPole-v1", n_envs=2 // world_size, train_freq=4, total_timesteps=48, learning_starts=8,
+                          rollouts_per_epoch=2, eval_freq=0, batch_size=16 // world_size)  # fmt: skip
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
+    "ppo": (lambda: PPO(optimizer=sgd, ent_coef=0.01), recorded(n_epochs=3)),
+    "ppo early stop": (lambda: PPO(optimizer=sgd, target_kl=1e-3), recorded(n_epochs=5)),
+    "ppo penalty": (lambda: PPO(optimizer=sgd, policy_objective="penalty", target_kl=1e-3), recorded(n_epochs=3)),
+    "ppo rows that are none": (lambda: PPO(optimizer=sgd), with_holes(n_epochs=2)),
+    "a2c": (lambda: A2C(optimizer=sgd), recorded()),
+    "a2c normalized": (lambda: A2C(optimizer=sgd, normalize_advantage=True), recorded()),
+    "a2c rows that are none": (lambda: A2C(optimizer=sgd), with_holes()),
+    "reinforce": (lambda: REINFORCE(optimizer=sgd, psi="baseline", normalize_advantage=True), recorded()),
+    "trpo": (lambda: TRPO(optimizer=sgd, batch_size=T * N, target_kl=0.05), recorded()),
+    "trpo rows that are none": (lambda: TRPO(optimizer=sgd, batch_size=T * N, target_kl=0.05), with_holes()),
+    "dqn": (lambda: DQN(optimizer=sgd, target_update_interval=16), replayed),
+    "dqn double": (lambda: DQN(optimizer=sgd, double=True, loss="mse"), replayed),
+}
+
+
+def train_all(world_size: int) -> dict[str, dict[str, Tensor]]:
+    """Weights before and after a few updates, of every case."""
+    results = {}
+    for name, (make_model, make_data) in CASES.items():
+        model, data = make_model(), make_data(world_size)
+        strategy = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
+        fit(model, data, **strategy)
+        weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        weights["kl_coef"] = torch.tensor(getattr(model, "kl_coef", 0.0))
+        weights["rejected"] = torch.tensor(float(getattr(model, "rejected_updates", 0)))
+        weights["steps"] = torch.tensor(float(model.trainer.global_step))
+        results[name] = weights
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict]]:
+    """Every case, in one process and in two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return train_all(1), on_ranks(lambda: train_all(2), folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_mean_the_same_as_one(case: str, trained: tuple[dict, list[dict]]) -> None:
+    one, two = trained
+    fresh = fit(CASES[case][0](), CASES[case][1](1), max_epochs=0).lightning_module.state_dict()
+    assert any(not torch.equal(fresh[name], one[case][name]) for name in fresh), "nothing was learned"
+    # Fifteen iterations of conjugate gradient in float32 make more of a rounding error.
+    atol = 3e-6 if case.startswith("trpo") else 1e-6
+    for name, value in one[case].items():
+        for rank in two:
+            torch.testing.assert_close(rank[case][name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        assert torch.equal(two[0][case][name], two[1][case][name]), name
+
+
+# -------------------------------------------------------------------- normalisers
+
+
+def statistics_on_two_ranks() -> list[Tensor]:
+    data = RolloutDataModule("Pendulum-v1", n_envs=2, n_steps=16, batch_size=None, n_epochs=1, norm_obs=True,
+                             norm_reward=True, eval_freq=0, total_timesteps=128)  # fmt: skip
+    fit(PPO(), data, devices=2, strategy="ddp")
+    assert data.collector is not None
+    parts = [*data.collector.observation_normalizer.parts(), *data.collector.reward_normalizer.parts()]
+    seen = data.rollout["observation"]
+    return [*(torch.from_numpy(np.append(np.append(p.mean, p.var), p.count)) for p in parts), seen]
+
+
+def test_normalisers_of_all_ranks_have_seen_what_any_has(tmp_path: Path) -> None:
+    one, other = on_ranks(statistics_on_two_ranks, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(one[:2], other[:2], strict=True))
+    assert not torch.equal(one[2], other[2])
+    # Two rollouts of 16 steps and the first observation, of 2 × 2 environments.
+    assert one[0][-1] == pytest.approx(4 * (2 * 16 + 1), abs=1e-3)
+    assert one[1][-1] == pytest.approx(4 * 2 * 16, abs=1e-3)
+
+
+def test_shared_statistics_are_those_of_all_samples_together() -> None:
+    rng = np.random.default_rng(0)
+    shares: list[list[np.ndarray]] = [[], []]
+    ranks = [ObservationNormalizer(make_vector_env("Pendulum-v1", 1).single_observation_space).parts()[0]
+             for _ in range(2)]  # fmt: skip
+    for part in ranks:
+        part.keep_news()
+    for _ in range(3):
+        for part, share in zip(ranks, shares, strict=True):
+            share.append(rng.normal(5, 3, (int(rng.integers(0, 9)), 3)))
+            part.update(share[-1])
+        news = [part.news() for part in ranks]
+        for part in ranks:
+            part.absorb(news)
+    every = np.concatenate([sample for share in shares for sample in share])
+    for part in ranks:
+        assert np.allclose(part.mean, every.mean(0), rtol=1e-4)  # the prior weighs 1e-4 of a sample
+        assert np.allclose(part.var, every.var(0), rtol=1e-3)
+    assert np.array_equal(ranks[0].mean, ranks[1].mean) and np.array_equal(ranks[0].var, ranks[1].var)
+
+
+def test_statistics_are_shared_once_per_rollout() -> None:
+    calls = []
+
+    def gather(news: np.ndarray) -> list[np.ndarray]:
+        calls.append(news)
+        return [news, news]
+
+    collector = Collector(
+        make_vector_env("Pendulum-v1", 2), [1, 2], 3, "test",
+        observation_normalizer=ObservationNormalizer(make_vector_env("Pendulum-v1", 1).single_observation_space),
+        reward_normalizer=RewardNormalizer(2, 0.9), gather_news=gather,
+    )  # fmt: skip
+    for _ in range(2):
+        collector.collect(lambda o, g: {"action": torch.zeros(2, 1)}, 4, torch.device("cpu"))
+    assert len(calls) == 2
+    assert [int(news[-1]) for news in calls] == [8, 8]
+    assert collector.reward_normalizer.running.count == pytest.approx(32, abs=1e-3)
+
+
+# -------------------------------------------------------------------- a run of two processes
+
+
+def run(folder: Path, last: Path | None = None, world_size: int = 2, **arguments: Any) -> int:
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, n_epochs=2, eval_freq=0, norm_obs=True,
+                             total_timesteps=160)  # fmt: skip
+    strategy = {"devices": 2, "strategy": "ddp"} if world_size == 2 else {}
+    trainer = fit(PPO(), data, last, **strategy, **arguments)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return trainer.global_step
+
+
+def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) -> None:
+    def both() -> list[int]:
+        return [run(tmp_path / "whole"), run(tmp_path / "half", max_epochs=2),
+                run(tmp_path / "rest", tmp_path / "half/end.ckpt")]  # fmt: skip
+
+    steps, others = on_ranks(both, tmp_path)
+    assert steps == others == [20, 8, 20]
+    from tests.training import assert_equal_checkpoints
+
+    assert_equal_checkpoints(tmp_path / "whole/end.ckpt", tmp_path / "rest/end.ckpt")
+    ranks = torch.load(tmp_path / "whole/end.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
+    assert not torch.equal(ranks[0]["collector"]["observation"], ranks[1]["collector"]["observation"])
+    with pytest.raises(UsageError, match="written by 2 ranks, this run has 1; resume with as many"):
+        run(tmp_path, tmp_path / "half/end.ckpt", world_size=1)
