@@ -1,0 +1,179 @@
+"""Speed of training beside TRL: the same weights, the same records, the same number of sequences per step, alternating.
+
+    python -m benchmarks.language sft --data paths --pairs 5 --json sft.json
+
+Sequences of an optimizer step are padded together or packed; what is counted are real tokens, prompts included and
+padding not, per second of training (model and data are ready when the clock starts). Logging every 10 steps on both
+sides, no evaluation, no checkpoints, no gradient checkpointing (which TRL has on by default). TRL's packing needs flash
+attention, so it is not among the contestants; its batches of similar length are, which change what is in a step.
+Ratios are taken within a round, and their median is reported.
+"""
+
+import argparse
+import copy
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+#: Records of every task, and how many sequences a step has.
+DATA: dict[str, dict[str, Any]] = {
+    "addition": {"task": "addition", "n_train": 4096},
+    "paths": {"task": "paths", "n_train": 4096},
+    "countdown": {"task": "countdown", "task_kwargs": {"think_format": True, "n_operands": 4}, "n_train": 4096},
+}
+BATCH = 64
+
+
+class Clock(L.Callback):
+    """Seconds from the first batch to the last."""
+
+    seconds = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_s = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seconds = time.perf_counter() - self._start_s
+
+
+def fit(model: L.LightningModule, data: L.LightningDataModule, steps: int) -> float:
+    """Seconds of so many optimizer steps."""
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_steps=steps, max_epochs=-1, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=[clock]
+        )  # fmt: skip
+        trainer.fit(model, datamodule=data)
+    return clock.seconds
+
+
+class SFTRound:
+    """One model and data set, and the contestants on it; each returns real tokens per second."""
+
+    def __init__(self, name: str, vocabulary: int | None) -> None:
+        from rl_modules import SFT
+
+        self.settings = {**DATA[name], "batch_size": BATCH}
+        self.model_config = {} if vocabulary is None else {"vocab_size": vocabulary}
+        module = SFT(model_config=self.model_config)
+        module.configure_model()
+        self.weights, self.tokenizer = module.model, module.tokenizer
+        self.contestants: dict[str, Callable[[int], float]] = {
+            "ours": lambda steps: self.ours(steps, packing=False),
+            "ours, packed": lambda steps: self.ours(steps, packing=True),
+            "TRL": lambda steps: self.trl(steps, "random"),
+            "TRL, grouped by length": lambda steps: self.trl(steps, "group_by_length"),
+        }
+
+    def ours(self, steps: int, packing: bool) -> float:
+        from datamodules import InstructionDataModule
+        from rl_modules import SFT
+
+        module = SFT(model_config=self.model_config)
+        module.model = copy.deepcopy(self.weights)
+        seconds = fit(module, InstructionDataModule(packing=packing, **self.settings), steps)
+        return module.num_tokens / seconds
+
+    def trl(self, steps: int, sampling: str) -> float:
+        from datasets import Dataset, disable_progress_bars
+        from transformers import PrinterCallback
+        from trl import SFTConfig, SFTTrainer
+
+        from datamodules.language.sources import load_records
+
+        disable_progress_bars()
+        source = {key: value for key, value in self.settings.items() if key in ("task", "task_kwargs")}
+        records = load_records(**source, n=self.settings["n_train"])
+        rows = [{"prompt": record["prompt"], "completion": record["completion"]} for record in records]
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = SFTConfig(
+                output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=1e-3, use_cpu=True,
+                gradient_checkpointing=False, logging_steps=10, save_strategy="no", report_to="none", disable_tqdm=True,
+                train_sampling_strategy=sampling, dataloader_pin_memory=False, bf16=False,
+            )  # fmt: skip
+            trainer = SFTTrainer(
+                copy.deepcopy(self.weights), arguments, train_dataset=Dataset.from_list(rows),
+                processing_class=self.tokenizer
+            )  # fmt: skip
+            trainer.remove_callback(PrinterCallback)
+            start_s = time.perf_counter()
+            trainer.train()
+            seconds = time.perf_counter() - start_s
+        return trainer._total_train_tokens / seconds
+
+
+def measure(contestants: dict[str, Callable[[int], float]], pairs: int, steps: int) -> dict[str, Any]:
+    """Alternate the contestants and compare them round by round."""
+    for run in contestants.values():
+        run(3)  # imports, allocator, first-call costs
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(pairs):
+        # In turn forwards and backwards: what slows down or speeds up over a round hits all alike.
+        for name in list(contestants)[:: 1 if i % 2 == 0 else -1]:
+            speeds[name].append(contestants[name](steps))
+    ratios = {
+        f"{own} ÷ {other}": statistics.median(a / b for a, b in zip(speeds[own], speeds[other], strict=True))
+        for own in contestants if own.startswith("ours")
+        for other in contestants if not other.startswith("ours")
+    }  # fmt: skip
+    return {
+        "steps": steps,
+        "pairs": pairs,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "per_second": {name: statistics.median(values) for name, values in speeds.items()},
+        "ratios": ratios,
+        "rounds": speeds,
+    }
+
+
+def sft(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Supervised fine-tuning, tokens per second."""
+    contestants = SFTRound(arguments.data, arguments.vocabulary).contestants
+    result = measure(contestants, arguments.pairs, arguments.steps)
+    return {"what": "SFT", "data": arguments.data, "batch": BATCH, "vocabulary": arguments.vocabulary, **result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("sft", help=sft.__doc__)
+    one.add_argument("--data", choices=[*DATA], default="paths")
+    one.add_argument("--vocabulary", type=int, help="words of the model; default: the character tokenizer's 99")
+    one.set_defaults(run=sft)
+    for command in commands.choices.values():
+        command.add_argument("--pairs", type=int, default=5, help="rounds; the median is reported")
+        command.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
+        command.add_argument("--threads", type=int, default=1, help="torch threads, for every contestant")
+        command.add_argument("--json", type=Path, help="where to write the measurements")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    result = arguments.run(arguments)
+    print(f"\n{result['what']} on {arguments.data}: {result['steps']} steps, {result['pairs']} rounds, "
+          f"{result['threads']} thread(s)")  # fmt: skip
+    for name, speed in result["per_second"].items():
+        print(f"{name:<28}{speed:>12,.0f} per second")
+    for name, ratio in result["ratios"].items():
+        print(f"{name:<40}{ratio:>8.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
