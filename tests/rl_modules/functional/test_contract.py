@@ -44,6 +44,7 @@ SIGNATURES = {
     "clip_fraction": "(log_prob, old_log_prob, clip_range)",
     "explained_variance": "(value, returns)",
     "proportional_kl_coefficient": "(beta, kl, target, gain=0.1)",
+    "combine_rewards": "(rewards, weights=None)",
     "finite_horizon_evaluation": "(transition, reward, policy, horizon, gamma=1.0)",
     "finite_horizon_value_iteration": "(transition, reward, horizon, gamma=1.0)",
 }
