@@ -308,10 +308,17 @@ class RLCLI(LightningCLI):
         name = f"{type(self.model).__name__} on {self.datamodule.env_name}"
         rows = {
             name: f"mean return {final['final/mean_reward']:.1f} ± {final['final/std_reward']:.1f} over "
-            f"{self.datamodule.hparams.n_test_episodes} episodes",
+            f"{self.datamodule.hparams.n_test_episodes * self.trainer.world_size} episodes",
             "transitions": f"{metrics['time/total_timesteps']:,.0f} in {metrics['time/time_elapsed']:.1f} s "
             f"({metrics['time/fps']:,.0f} per second)",
         }
+        if (ranks := self.trainer.world_size) > 1:
+            data = self.datamodule
+            n_envs, size = data.n_envs, data.batch_size
+            rows["ranks"] = f"{ranks}, each with {n_envs} environments and minibatches of {size}"
+            rows["together"] = (
+                f"{ranks * n_envs} environments, minibatches of {ranks * size}; transitions are of all ranks"
+            )
         return final, self.datamodule.num_timesteps, rows
 
     def _summarize(self, rows: dict[str, str], folder: str) -> None:

@@ -325,7 +325,7 @@ class ControlModule(L.LightningModule):
         self._metrics = {}
         if "rollout/ep_rew_mean" in rollout:
             # For EarlyStopping and ModelCheckpoint; the curve was written above, over the right axis.
-            self.log("rollout/ep_rew_mean", rollout["rollout/ep_rew_mean"], logger=False)
+            self.log("rollout/ep_rew_mean", rollout["rollout/ep_rew_mean"], logger=False, sync_dist=True)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._log_evaluation(batch, "eval")
