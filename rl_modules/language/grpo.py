@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.errors import UsageError
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout
+from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 
 _CHOICES = {
@@ -218,6 +218,7 @@ class GRPO(JudgedPolicy):
         if self.beta:
             self.sync_reference()
             with self.reference_model() as reference:
+                require_room("reference", reference, tokens)
                 result["ref_log_prob"], _ = completion_log_probs(reference, *text, self.temperature)
         return result
 

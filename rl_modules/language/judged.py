@@ -89,10 +89,7 @@ class JudgedPolicy(LanguagePolicy):
 
     def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
         """The reward model's score of whole texts, [b]."""
-        longest = max_length(self.reward_model.config)
-        if tokens.shape[1] > longest:
-            raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the reward model takes "
-                             f"{longest}; lower max_completion_length")  # fmt: skip
+        require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -147,3 +144,20 @@ class JudgedPolicy(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def require_room(name: str, model: Any, tokens: Tensor) -> None:
+    """Refuse texts that are longer than a model beside the policy can take.
+
+    Args:
+        name: of the model, for the message.
+        model: transformers model.
+        tokens: [b, T].
+
+    Raises:
+        UsageError: T is too long.
+    """
+    longest = max_length(model.config)
+    if tokens.shape[1] > longest:
+        raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
+                         "lower max_completion_length")  # fmt: skip

@@ -9,7 +9,7 @@ from rl_modules import functional as F
 from rl_modules.errors import UsageError
 from rl_modules.language.critics import HeadOnPolicy, value_model_from
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout
+from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
 from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
 
@@ -193,6 +193,7 @@ class RLHFPPO(JudgedPolicy):
         text = (tokens, prompt_length, length)
         log_prob, value, entropy = self.policy_and_value(*text, entropy=True)
         with self.reference_model() as reference:
+            require_room("reference", reference, tokens)
             ref_log_prob, _ = completion_log_probs(reference, *text, self.temperature)
         return {"log_prob": log_prob, "ref_log_prob": ref_log_prob, "value": value, "entropy": entropy}
 
