@@ -1,0 +1,237 @@
+"""Pipelines: stages one after the other, each in a folder of its own, skipped once it is done."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from recipes import configs
+from rl_modules.errors import UsageError
+
+#: A stage's own record: what it was run with, and, once it is done, when and how long it took.
+RECORD = "stage.json"
+_INKS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+
+
+class Pipeline:
+    """A folder of stages. A stage that is done is skipped; one that was stopped goes on where it stood.
+
+    ``folder/<stage>/stage.json`` says what a stage was run with. Other settings for a stage that is there already, or
+    an earlier stage that was run again since, are an error: results of two pipelines are never mixed.
+
+    Args:
+        folder: of the whole pipeline, made if need be.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._began_s = time.monotonic()
+        #: Seconds that each stage took when it was run.
+        self.seconds: dict[str, float] = {}
+
+    def stage(
+        self,
+        name: str,
+        run: Callable[[Path], None],
+        outputs: Sequence[str],
+        settings: Any = None,
+        after: Sequence[Path] = (),
+    ) -> Path:
+        """Run a stage, unless it is done.
+
+        Args:
+            name: its folder's name.
+            run: makes the outputs in the folder it is given; called again after an interruption.
+            outputs: files or folders that it makes there.
+            settings: plain data on which the outputs depend.
+            after: folders of the stages whose outputs it reads.
+
+        Returns:
+            The stage's folder.
+
+        Raises:
+            UsageError: the folder holds the stage with other settings, or of another run of an earlier stage; or the
+                stage has ended without its outputs.
+        """
+        folder = self.folder / name
+        wanted = json.loads(json.dumps({"settings": settings, "after": {p.name: _record(p).get("done_at") for p in after}}))
+        found = _record(folder)
+        if found and {key: found[key] for key in wanted} != wanted:
+            what = "an earlier stage was run again since" if found["settings"] == wanted["settings"] else "of other settings"
+            raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run it again, or "
+                             "give the pipeline another one")  # fmt: skip
+        if "done_at" in found and all((folder / output).exists() for output in outputs):
+            self.seconds[name] = found["seconds"]
+            print(f"{name}: done already, see {folder}")
+            return folder
+        folder.mkdir(exist_ok=True)
+        spent = found.get("seconds", 0.0)
+        _write(folder, wanted)
+        print(f"{name}: in {folder}", flush=True)
+        began_s = time.monotonic()
+        try:
+            run(folder)
+        finally:
+            spent += time.monotonic() - began_s
+            _write(folder, {**wanted, "seconds": spent})
+        missing = [output for output in outputs if not (folder / output).exists()]
+        if missing:
+            raise UsageError(f"stage {name!r} has ended without {', '.join(missing)} in {folder}")
+        _write(folder, {**wanted, "seconds": spent, "done_at": time.time()})
+        self.seconds[name] = spent
+        return folder
+
+    def fit(self, name: str, config: str, arguments: Mapping[str, Any] | None = None, after: Sequence[Path] = ()) -> Path:
+        """A stage that is one ``rl fit`` and an export.
+
+        Args:
+            name: the stage's name.
+            config: a YAML file, or the name of an installed config.
+            arguments: of ``rl fit`` beside it, by dotted name: ``{"model.learning_rate": 1e-4}``.
+            after: folders of the stages whose outputs it reads.
+
+        Returns:
+            The model's directory, ``folder/<stage>/model``; curves and checkpoints are in ``folder/<stage>/run``.
+        """
+        given = dict(arguments or {})
+
+        def run(folder: Path) -> None:
+            from recipes.cli import main
+
+            logger = {"save_dir": str(folder), "name": "", "version": "run"}
+            options = {**given, **{f"trainer.logger.init_args.{key}": value for key, value in logger.items()}}
+            words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
+            _or_fail(name, lambda: main(["fit", "--config", config, *words, "--resume"]))
+            shutil.rmtree(folder / "model", ignore_errors=True)  # a part of one, where an export was interrupted
+            _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
+                                         "--output", str(folder / "model")]))  # fmt: skip
+
+        settings = {"config": configs.find(config).read_text("utf-8"), "arguments": given}
+        return self.stage(name, run, ("model", "run"), settings, after) / "model"
+
+    def evaluate(self, name: str, run: Callable[[], dict[str, float]], settings: Any = None,
+                 after: Sequence[Path] = ()) -> dict[str, float]:  # fmt: skip
+        """A stage that measures.
+
+        Args:
+            name: the stage's name.
+            run: returns the metrics.
+            settings: plain data on which they depend.
+            after: folders of the stages whose outputs it reads.
+
+        Returns:
+            The metrics, from ``folder/<stage>/metrics.json``.
+        """
+
+        def write(folder: Path) -> None:
+            (folder / "metrics.json").write_text(json.dumps(run(), indent=1), "utf-8")
+
+        folder = self.stage(name, write, ("metrics.json",), settings, after)
+        return json.loads((folder / "metrics.json").read_text("utf-8"))
+
+    # ---------------------------------------------------------------- what is left behind
+
+    def table(self, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> None:
+        """Print a table and write it to ``results.md``.
+
+        Args:
+            rows: metrics by the stage's name.
+            columns: which metrics.
+        """
+        lines = [f"| stage | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
+        for name, row in rows.items():
+            cells = [f"{row[column]:.3f}" if column in row else "" for column in columns]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        seconds = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items() if value >= 1)
+        text = "\n".join([*lines, "", f"Time: {seconds}; together {sum(self.seconds.values()):.0f} s.", ""])
+        (self.folder / "results.md").write_text(text, "utf-8")
+        print(f"\n{text}")
+
+    def curves(self, stages: Sequence[str], metrics: Sequence[str]) -> Path:
+        """Draw the stages' curves, end to end over the optimizer step, into ``curves.png``.
+
+        Args:
+            stages: names of training stages.
+            metrics: names of curves, one panel each; a stage may lack some.
+        """
+        points = {stage: scalars(self.folder / stage / "run") for stage in stages}
+        path = self.folder / "curves.png"
+        draw_curves(points, metrics).save(path)
+        print(f"curves: {path}, and tensorboard --logdir {self.folder}")
+        return path
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every curve of a run's TensorBoard files, as (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def draw_curves(
+    points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], metrics: Sequence[str], width: int = 900
+) -> Image.Image:
+    """Curves of several stages, one behind the other, a panel per metric.
+
+    Args:
+        points: by stage, by metric: (step, value), the steps of each stage from 0.
+        metrics: one panel each, in this order; those that no stage has are left out.
+        width: of the picture, in pixels.
+    """
+    shown = [metric for metric in metrics if any(metric in curves for curves in points.values())]
+    length = {stage: max((c[-1][0] for c in curves.values() if c), default=1) for stage, curves in points.items()}
+    total, panel, left, top = sum(length.values()) or 1, 150, 80, 24
+    image = Image.new("RGB", (width, max(1, len(shown)) * (panel + top) + top), "white")
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(13)
+    for row, metric in enumerate(shown):
+        values = [value for curves in points.values() for _, value in curves.get(metric, ())]
+        low, high = min(values), max(values)
+        spread = high - low or 1.0
+        y0 = row * (panel + top) + top
+        pen.text((left, y0 - 20), metric, "black", font)
+        for share in (0.0, 0.5, 1.0):
+            y = y0 + panel - 8 - (panel - 16) * share
+            pen.line((left, y, width - 10, y), "#dddddd")
+            pen.text((6, y - 8), f"{low + share * spread:.3g}", "black", font)
+        start = 0
+        for i, (stage, curves) in enumerate(points.items()):
+            line = [(left + (width - left - 10) * (start + step) / total,
+                     y0 + (panel - 8) - (panel - 16) * (value - low) / spread) for step, value in curves.get(metric, ())]  # fmt: skip
+            if len(line) > 1:
+                pen.line(line, _INKS[i % len(_INKS)], 2)
+            start += length[stage]
+    x = float(left)
+    for i, stage in enumerate(points):
+        y = len(shown) * (panel + top) + 4
+        pen.text((x, y), stage, _INKS[i % len(_INKS)], font)
+        x += pen.textlength(stage, font) + 24
+    return image
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((folder / RECORD).read_text("utf-8"))
+    return {}
+
+
+def _write(folder: Path, record: dict[str, Any]) -> None:
+    part = folder / f"{RECORD}.part"
+    part.write_text(json.dumps(record, indent=1), "utf-8")
+    part.replace(folder / RECORD)
+
+
+def _or_fail(stage: str, run: Callable[[], None]) -> None:
+    """Run a command; where it has ended with an error, which it has said, the pipeline ends too."""
+    try:
+        run()
+    except SystemExit as exit_:
+        if exit_.code:
+            print(f"stage {stage!r} has not ended; the same command goes on from there", flush=True)
+            raise
