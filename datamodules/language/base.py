@@ -16,9 +16,6 @@ from rl_modules.errors import UsageError
 Record = dict[str, Any]
 Batch = dict[str, Any]
 
-#: Training records that are made of a task whose questions have no end, where ``n_train`` says nothing.
-ENDLESS = 10_000
-
 
 class LanguageDataModule(L.LightningDataModule):
     """Base of the language datamodules; one of them adds ``train_dataloader``.
@@ -42,7 +39,7 @@ class LanguageDataModule(L.LightningDataModule):
         system_prompt: first message of every conversation, for models with a chat template.
         chat_template: render prompts with the tokenizer's chat template; None: where it has one.
         overlong: what to do with prompts that the model can't take: ``error``, or ``drop`` with a printed count.
-        n_train: training records; None: all (a task without an end makes 10,000).
+        n_train: training records; None: all (10,000 of a task with more than 100,000 questions, or without an end).
         n_eval: held-out records per evaluation, over all ranks; 0: none.
         batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
@@ -137,8 +134,6 @@ class LanguageDataModule(L.LightningDataModule):
         training = split == "train"
         if hp.path is not None and not training and hp.eval_path is None:
             raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")
-        if self.task is not None and n is None and self.task.size is None:
-            n = ENDLESS
         records = load_records(
             task=self.task,
             path=hp.path if training else hp.eval_path if hp.path is not None else None,
