@@ -157,7 +157,7 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
     """A reward function from what a config says.
 
     Args:
-        spec: a built-in name; a name of one of the task's own (``accuracy``); an import path
+        spec: a built-in name; a name of one of the task's own (``accuracy``, ``utilities``); an import path
             ``package.module:function`` or ``package.module.function``; any of these with settings,
             ``{length_reward: {target: 20}}``, which calls what the name stands for to make the function; or a function.
         task: the task whose functions may be named.
@@ -180,7 +180,7 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
         return _adapted(factory(**settings), name)
     if not isinstance(spec, str):
         return _adapted(spec, type(spec).__name__)
-    own = {func.__name__: func for func in task.reward_funcs} if task is not None else {}
+    own = {} if task is None else {func.__name__: func for func in [*task.reward_funcs, task.utilities]}
     if spec in FACTORIES:
         needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
         raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")

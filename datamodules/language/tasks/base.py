@@ -178,6 +178,15 @@ class Task:
         """How good a completion truly is, in [0, 1]. The default is its accuracy."""
         return self.score(record, completion)
 
+    def utilities(
+        self, prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any
+    ) -> list[float | None]:
+        """The utility of each completion: a reward function that a config can name, ``reward_funcs: [utilities]``."""
+        from datamodules.language.text import text_of
+
+        records = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+        return [self.utility(record, text_of(text)) for record, text in zip(records, completions, strict=True)]
+
     def preferences(self, split: str, n: int | None) -> list[Record]:
         """``n`` comparisons of two completions, decided with Bradley–Terry noise from their utilities.
 

@@ -6,6 +6,7 @@ import random
 import networkx
 import pytest
 
+from datamodules.language.rewards import load_reward_func
 from datamodules.language.tasks import bayes_accuracy, make_task
 from rl_modules.errors import UsageError
 
@@ -125,3 +126,13 @@ def test_training_questions_come_over_and_over_with_other_walks():
     with pytest.raises(UsageError, match=f"only {len(records)}"):
         task.records("train", len(records) + 1)
     assert len({r["prompt"] for r in task.records("test", None)}) == len(task.records("test", None))
+
+
+def test_utilities_are_a_reward_function_by_name(task):
+    function = load_reward_func("utilities", task)
+    records = task.records("train", 50)
+    columns = {name: [record[name] for record in records] for name in records[0]}
+    texts = columns.pop("completion")
+    given = function(prompts=columns.pop("prompt"), completions=texts, **columns)
+    assert given == [task.utility(record, text) for record, text in zip(records, texts, strict=True)]
+    assert 0 < min(given) < max(given) == 1
