@@ -117,7 +117,9 @@ def make_model(
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(_unreadable(model_name_or_path or config.model_type, error)) from error
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Newer versions of transformers warn of the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if lora is not None:
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
     return model
