@@ -7,6 +7,7 @@ import lightning as L
 import torch
 
 from datamodules.language.rewards import RewardFunctions, load_reward_func
+from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.tasks import make_task
 from datamodules.loader import LazyLoader
@@ -287,7 +288,11 @@ class LanguageDataModule(L.LightningDataModule):
         return LazyLoader(-(-share // per_batch), play)
 
     def write(self, records: list[Record], numbers: list[int]) -> Batch:
-        """One batch of held-out completions, with the evaluation's own sampling settings and seeds."""
+        """One batch of held-out completions, with the evaluation's own sampling settings and seeds.
+
+        Returns:
+            What :meth:`judge` returns, and the texts as ``tokens`` [P·K, T] right-padded with ``prompt_length`` [P·K].
+        """
         hp: Any = self.hparams
         k = hp.eval_num_generations
         settings = {"temperature": hp.eval_temperature, "top_p": hp.eval_top_p}
@@ -295,8 +300,10 @@ class LanguageDataModule(L.LightningDataModule):
             settings["max_completion_length"] = hp.eval_max_completion_length
         # A prompt's seeds depend on its number alone: not on the rank, nor on its neighbours.
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
-        written = self.policy.act([record["prompt_ids"] for record in records], seeds, k, **settings)
-        return self.judge(records, written, k)
+        prompts = [record["prompt_ids"] for record in records]
+        written = self.policy.act(prompts, seeds, k, **settings)
+        pad_id = int(self.policy.tokenizer.pad_token_id)
+        return {**self.judge(records, written, k), **joined_sequences(prompts, written, k, pad_id)}
 
     def judge(self, records: list[Record], written: Any, num_generations: int) -> Batch:
         """Decode completions and score them.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
+from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
 from datamodules.seeding import stream_seed
@@ -291,30 +292,6 @@ class PromptDataModule(LanguageDataModule):
         self._shuffler.set_state(own["shuffler"].cpu())
         self._order = own["order"].cpu()
         self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}
-
-
-def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
-    """Prompts and their completions as one right-padded sequence each.
-
-    Args:
-        prompts: P lists of token ids.
-        written: the sampler's ``Completions`` of P · num_generations rows.
-        num_generations: completions per prompt.
-        pad_id: what stands behind the end.
-
-    Returns:
-        ``tokens`` [B, T], ``prompt_length`` [B], ``length`` [B].
-    """
-    device = written.tokens.device
-    prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
-    width = int((prompt_length + written.length).max())
-    tokens = torch.full((len(prompt_length), width), pad_id, dtype=torch.long, device=device)
-    longest = max(len(p) for p in prompts)
-    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts], device=device)
-    tokens[:, :longest] = padded.repeat_interleave(num_generations, 0)[:, :width]
-    row, column = written.mask.nonzero(as_tuple=True)
-    tokens[row, prompt_length[row] + column] = written.tokens[row, column]
-    return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}
 
 
 def has_signal(reward: Tensor, num_generations: int) -> Tensor:

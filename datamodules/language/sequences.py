@@ -1,7 +1,8 @@
-"""Tokenized texts side by side: padded to the longest, or packed several to a row."""
+"""Tokenized texts side by side: padded to the longest, or packed several to a row; prompts before completions."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,3 +91,27 @@ def pack(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         column[i] = width - room
         insort(free, (room - lengths[i], row[i]))
     return torch.tensor(row), torch.tensor(column)
+
+
+def joined_sequences(prompts: list[list[int]], written: Any, num_generations: int, pad_id: int) -> dict[str, Tensor]:
+    """Prompts and their completions as one right-padded sequence each.
+
+    Args:
+        prompts: P lists of token ids.
+        written: the sampler's ``Completions`` of P · num_generations rows.
+        num_generations: completions per prompt.
+        pad_id: what stands behind the end.
+
+    Returns:
+        ``tokens`` [B, T], ``prompt_length`` [B], ``length`` [B].
+    """
+    device = written.tokens.device
+    prompt_length = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(num_generations)
+    width = int((prompt_length + written.length).max())
+    tokens = torch.full((len(prompt_length), width), pad_id, dtype=torch.long, device=device)
+    longest = max(len(p) for p in prompts)
+    padded = torch.tensor([p + [pad_id] * (longest - len(p)) for p in prompts], device=device)
+    tokens[:, :longest] = padded.repeat_interleave(num_generations, 0)[:, :width]
+    row, column = written.mask.nonzero(as_tuple=True)
+    tokens[row, prompt_length[row] + column] = written.tokens[row, column]
+    return {"tokens": tokens, "prompt_length": prompt_length, "length": written.length}

@@ -350,6 +350,14 @@ class RLHFPPO(JudgedPolicy):
             metrics["val/clipfrac_avg"] = F.masked_mean(moved.float(), mask)
         self.record(mask.sum(), **metrics)
 
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Also the reward model's score of held-out completions, and how far they are from the reference."""
+        super().log_completions(batch, batch_idx)
+        judged = self.in_parts(batch, lambda *text: {"score": self.scores(*text), **self.judged(*text)})
+        kl = (judged["log_prob"] - judged["ref_log_prob"]).sum(-1)
+        metrics = {"eval/scores": judged["score"].mean(), "eval/kl": kl.mean()}
+        self.log_evaluation(metrics, len(batch["answers"]))
+
     # ---------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
