@@ -111,9 +111,7 @@ class RLCLI(LightningCLI):
         config = self.config[self.command]
         if config.get("model") is None or config.get("data") is None:
             missing = "model" if config.get("model") is None else "data"
-            raise UsageError(
-                f"nothing says which {missing} to use; give --config (`rl list` shows them) or --{missing} CLASS"
-            )
+            raise UsageError(_nothing_says_which(missing))
         if self.command == "fit":
             torch.set_num_threads(config["threads"])
         logger = config["trainer"]["logger"]
@@ -384,6 +382,8 @@ def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
 def _one_sentence(message: str) -> str:
     """What jsonargparse says, as one sentence: what was given, where, and the nearest that is known."""
     text = " ".join(message.split())
+    if missing := re.search(r"arguments are required: (?:\w+\.)?(model|data)\b", text):
+        return _nothing_says_which(missing.group(1))
     group = re.search(r'Parser key "(?:\w+\.)*?(model|data|trainer)\b', text)
     where = group.group(1) if group else ""
     # What a class can be is a union with None; the part about the class is the one that matters.
@@ -419,6 +419,10 @@ def _one_sentence(message: str) -> str:
         key, expected, got = wrong.groups()
         return f"{key}={got!r} can't be used; it must be of type {_plain_types(expected)}"
     return text
+
+
+def _nothing_says_which(what: str) -> str:
+    return f"nothing says which {what} to use; give --config (`rl list` shows them) or --{what} CLASS"
 
 
 def _plain_types(text: str) -> str:

@@ -184,6 +184,8 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
     ("arguments", "message"),
     [
         (["fitt"], "unknown command 'fitt'"),
+        (["fit"], "nothing says which model to use; give --config"),
+        (["fit", "--model", "PPO"], "nothing says which data to use; give --config"),
         (["fit", "--config", "ppo/cartpoel.yaml"], "'ppo/cartpoel.yaml' .* did you mean ppo/cartpole.yaml"),
         (
             ["fit", "--config", "ppo/cartpole.yaml", "--model.gama", "1"],
