@@ -11,6 +11,7 @@ from rl_modules.errors import UsageError
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
+from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, repeated_share
 
 _CHOICES = {
     "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo"),
@@ -189,14 +190,15 @@ class GRPO(JudgedPolicy):
         """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
 
         Returns:
-            tokens [B, T], prompt_length, length and advantage [B]; mask, log_prob and, if β > 0, ref_log_prob [B, L];
-            keep [B] bool where rows without advantage need no forward pass.
+            tokens [B, T]; prompt_length, length, group and advantage [B]; mask, log_prob and, if β > 0, ref_log_prob
+            [B, L]; keep [B] bool where rows without advantage need no forward pass.
         """
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         if self.mask_truncated_completions:
             mask = mask & rollout["finished"].unsqueeze(1)
         names = ("tokens", "prompt_length", "length", "log_prob")
         fields = {**{name: rollout[name] for name in names}, "mask": mask}
+        fields["group"] = torch.arange(len(mask), device=mask.device) // rollout["num_generations"]
         everyone = self.gathered(rollout["reward"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         fields["advantage"] = self.advantages(everyone, rollout["num_generations"])[own]
@@ -238,9 +240,7 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- optimization
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        selective = self.top_entropy_quantile < 1
-        text = (batch["tokens"], batch["prompt_length"], batch["length"])
-        log_prob, entropy = completion_log_probs(self.model, *text, self.temperature, selective)
+        log_prob, entropy = self.log_probs(batch, entropy=self.top_entropy_quantile < 1)
         if batch["on_policy"]:
             # The same weights: all that could differ from the stored ones is the rounding of another batch size.
             batch = {**batch, "log_prob": log_prob.detach()}
@@ -249,6 +249,17 @@ class GRPO(JudgedPolicy):
         loss = self.policy_loss(log_prob, batch)
         self.record_minibatch(log_prob.detach(), loss, batch)
         return loss
+
+    def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log π of the completions' tokens, and their entropies where asked for, [b, L].
+
+        Prompts that several rows of the batch have go through the model once, where that saves enough.
+        """
+        text, group = (batch["tokens"], batch["prompt_length"], batch["length"]), batch.get("group")
+        shares = group is not None and can_share(self.model, batch["tokens"].shape[1])
+        if shares and repeated_share(*text[1:], group) >= WORTHWHILE:
+            return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
+        return completion_log_probs(self.model, *text, self.temperature, entropy)
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """This micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning divides.

@@ -1,5 +1,7 @@
 """Logits where they are needed, and nowhere else."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +22,18 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
     Returns:
         Logits, [1, m, V].
     """
+    with chosen_places(model, place):
+        return model(**inputs, use_cache=False).logits
+
+
+@contextmanager
+def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
+    """Inside, the model's forward pass returns logits [1, m, V] of chosen places of the flattened batch.
+
+    Args:
+        model: causal language model of transformers, adapters of ``peft`` included.
+        place: ``row * width + column``, [m].
+    """
 
     def choose(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         states = arguments[0]
@@ -27,6 +41,6 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
 
     hook = model.get_output_embeddings().register_forward_pre_hook(choose)
     try:
-        return model(**inputs, use_cache=False).logits
+        yield
     finally:
         hook.remove()

@@ -48,9 +48,9 @@ def completion_log_probs(
     """
     place = completion_positions(prompt_length, length)
     first, last = int(prompt_length.min()), int((prompt_length + length).max())
-    # Logits at t - 1 judge the token at t.
+    # Logits at t - 1 judge the token at t, so that nothing needs the last token's.
     judging = torch.arange(first - 1, last - 1, device=tokens.device)
-    logits = model(input_ids=tokens[:, :last], logits_to_keep=judging, use_cache=False).logits
+    logits = model(input_ids=tokens[:, : last - 1], logits_to_keep=judging, use_cache=False).logits
     log_prob = F.token_log_probs(logits, tokens[:, first:last], temperature)
     counts = completion_mask(length)
     aligned = torch.where(counts, log_prob.gather(1, place - first), 0.0)
