@@ -33,7 +33,7 @@ class SharedPromptCache(RowCache):
 
     #: (n,): the prompt of each row.
     source: Tensor
-    #: (n,): each row's place among ``width`` places per prompt, U · width in all.
+    #: (n,): each row's place among ``width`` places of its prompt.
     place: Tensor
     width: int
     #: (U, 1, 1, S): true in the prompts' padding; None where there is none.
@@ -55,7 +55,8 @@ class SharedPromptCache(RowCache):
         if len(self.direct) < len(self._rows):
             super().expand(index, mask, room)
             return
-        self.prompts = [(layer.keys, layer.values) for layer in self._rows]
+        # The model laid them out by token; now they are read by head, in every step.
+        self.prompts = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in self._rows]
         self.padding = None if mask is None else ~mask[:, None, None]
         for layer in self._rows:
             layer.begin(len(index), room)
@@ -94,7 +95,7 @@ class SharedPromptCache(RowCache):
         ordered, order = source.sort(stable=True)
         rank = torch.arange(len(source), device=source.device) - torch.searchsorted(ordered, ordered)
         self.source, self.width = source, int(rank.max()) + 1
-        self.place = torch.empty_like(order).scatter_(0, order, ordered * self.width + rank)
+        self.place = torch.empty_like(order).scatter_(0, order, rank)
 
 
 def can_share_prompts(model: Any, device: torch.device) -> bool:
@@ -152,19 +153,20 @@ def _attend(
 
     def by_prompt(x: Tensor) -> Tensor:
         """(n, key heads, per key, ...) to (U, key heads, width · per key, ...); places without a row hold 0."""
-        places = x.new_zeros((prompts * cache.width, *x.shape[1:]))
-        places[cache.place] = x
-        return places.unflatten(0, (prompts, cache.width)).transpose(1, 2).flatten(2, 3)
+        places = x.new_zeros((prompts, key_heads, cache.width, per_key, x.shape[-1]))
+        places[cache.source, :, cache.place] = x
+        return places.flatten(2, 3)
 
     def by_row(x: Tensor) -> Tensor:
         """The inverse of by_prompt."""
-        return x.unflatten(2, (cache.width, per_key)).transpose(1, 2).flatten(0, 1)[cache.place]
+        return x.unflatten(2, (cache.width, per_key))[cache.source, :, cache.place]
 
-    asked = query.view(rows, key_heads, per_key, size) * (size**-0.5 if scaling is None else scaling)
+    asked = query.reshape(rows, key_heads, per_key, size) * (size**-0.5 if scaling is None else scaling)
     shared = by_prompt(asked) @ prompt_key.transpose(2, 3)
     if cache.padding is not None:
         shared = shared.masked_fill(cache.padding, -torch.inf)
-    scores = torch.cat([by_row(shared), asked @ key.transpose(2, 3)], -1)
+    # A row's keys lie in a buffer with room: products of bfloat16 across such gaps are several times slower.
+    scores = torch.cat([by_row(shared), asked @ key.contiguous().transpose(2, 3)], -1)
     weight = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     result = by_row(by_prompt(weight[..., :length]) @ prompt_value) + weight[..., length:] @ value
     return result.reshape(rows, 1, heads, -1)
