@@ -95,7 +95,7 @@ class RLCLI(LightningCLI):
             parser.add_argument(
                 "--record_every", type=int, default=0, help="Transitions between recorded episodes; 0: none."
             )
-            parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; small networks want 1.")
+        parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; small networks want 1.")
 
     def _parse_ckpt_path(self) -> None:
         """Do not let the checkpoint's hyperparameters replace what the command line says."""
@@ -112,8 +112,7 @@ class RLCLI(LightningCLI):
         if config.get("model") is None or config.get("data") is None:
             missing = "model" if config.get("model") is None else "data"
             raise UsageError(_nothing_says_which(missing))
-        if self.command == "fit":
-            torch.set_num_threads(config["threads"])
+        torch.set_num_threads(config["threads"])
         logger = config["trainer"]["logger"]
         if hasattr(logger, "init_args") and logger.init_args.get("name", "") is None:
             algorithm = config["model"]["class_path"].rpartition(".")[2]
