@@ -12,6 +12,7 @@ from rl_modules import functional as F
 from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.errors import UsageError
 from rl_modules.networks import QNetwork
+from rl_modules.schedules import exploration_rate
 from rl_modules.spaces import tree_leaves, tree_map
 
 
@@ -209,9 +210,8 @@ class DQN(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        falling = min((1.0 - progress_remaining) / self.exploration_fraction, 1.0)
-        self.exploration_rate = (
-            self.exploration_initial_eps + (self.exploration_final_eps - self.exploration_initial_eps) * falling
+        self.exploration_rate = exploration_rate(
+            progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
         )
         self._metrics["rollout/exploration_rate"] = self.exploration_rate
 

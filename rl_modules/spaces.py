@@ -30,7 +30,7 @@ def space_to_dict(space: spaces.Space) -> dict[str, Any]:
     if isinstance(space, spaces.MultiDiscrete):
         return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, spaces.MultiBinary):
-        return {"type": "MultiBinary", "n": list(space.shape)}
+        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {name: space_to_dict(part) for name, part in space.items()}}
     if isinstance(space, spaces.Tuple):

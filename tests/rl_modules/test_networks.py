@@ -1,0 +1,126 @@
+"""Encoders of every observation space, towers computed together, and how they start."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from rl_modules.errors import UsageError
+from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, Tanh, build_encoder
+from rl_modules.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
+
+IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
+SPACES = {
+    "vector": (spaces.Box(-1, 1, (3,)), 3),
+    "matrix": (spaces.Box(-1, 1, (2, 3)), 6),
+    "Discrete": (spaces.Discrete(4, start=2), 4),
+    "MultiDiscrete": (spaces.MultiDiscrete([2, 3]), 5),
+    "MultiBinary": (spaces.MultiBinary(3), 3),
+    "image, channels last": (IMAGE, 512),
+    "image, channels first": (spaces.Box(0, 255, (4, 36, 40), np.uint8), 512),
+    "Dict": (spaces.Dict({"a.b": spaces.Discrete(3), "image": IMAGE, "v": spaces.Box(-1, 1, (2,))}), 3 + 256 + 2),
+    "Tuple": (spaces.Tuple([spaces.Discrete(3), spaces.Dict({"x": spaces.Box(-1, 1, (2,))})]), 5),
+}
+
+
+def batch(space, n=5):
+    space.seed(0)
+    samples = [observation_arrays(space, space.sample()) for _ in range(n)]
+    return tree_map(lambda *each: torch.from_numpy(np.stack(each)), *samples)
+
+
+def test_tanh_is_tanh():
+    x = torch.linspace(-20, 20, 4001, requires_grad=True)
+    reference = torch.tanh(x.detach().double())
+    y = Tanh()(x)
+    assert (y.detach().double() - reference).abs().max() < 2.5e-7
+    gradient = torch.autograd.grad(y.sum(), x)[0]
+    assert (gradient.double() - (1 - reference**2)).abs().max() < 1e-6
+    for dtype in (torch.float64, torch.bfloat16):
+        assert torch.equal(Tanh()(x.to(dtype)), torch.tanh(x.to(dtype)))
+
+
+def test_parallel_towers_equal_towers_of_linear_layers():
+    torch.manual_seed(0)
+    towers = ParallelMLP(2, [3, 8, 5], "tanh")
+    x = torch.randn(6, 3)
+    for k, result in enumerate(towers(x)):
+        single = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh())
+        for ours, theirs in zip((towers.layers[0], towers.layers[2]), (single[0], single[2]), strict=True):
+            theirs.weight.data, theirs.bias.data = ours.weight[k].T, ours.bias[k, 0]
+        torch.testing.assert_close(result, single(x))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_every_observation_space_is_encoded_by_what_it_holds(name):
+    space, width = SPACES[name]
+    encoder = build_encoder(space)
+    x = batch(space)
+    assert encoder.out_features == width
+    assert encoder(x).shape == (5, width)
+    torch.testing.assert_close(encoder(x)[2:3], encoder(tree_map(lambda leaf: leaf[2:3], x)))
+
+
+def test_choices_are_one_hot_from_the_spaces_start_on():
+    space = spaces.Discrete(4, start=2)
+    x = torch.from_numpy(observation_arrays(space, np.array([2, 5])))
+    assert build_encoder(space)(x).tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
+    assert build_encoder(spaces.MultiDiscrete([2, 3]))(torch.tensor([[1, 2]])).tolist() == [[0, 1, 0, 0, 1]]
+
+
+def test_images_are_scaled_and_their_channels_found_on_either_side():
+    torch.manual_seed(0)
+    last = NatureCNN(IMAGE)
+    first = NatureCNN(spaces.Box(0, 255, (3, 36, 40), np.uint8))
+    first.load_state_dict(last.state_dict())
+    image = torch.randint(256, (2, 36, 40, 3), dtype=torch.uint8)
+    torch.testing.assert_close(last(image), first(image.permute(0, 3, 1, 2)))
+    scaled = last.head(last.convolutions(image.permute(0, 3, 1, 2) / 255.0))
+    torch.testing.assert_close(last(image), scaled)
+
+
+def test_images_too_small_for_the_convolutions_are_refused():
+    with pytest.raises(UsageError, match="20×40 pixels; NatureCNN needs at least 36×36"):
+        NatureCNN(spaces.Box(0, 255, (20, 40, 3), np.uint8))
+
+
+@pytest.mark.parametrize("net_arch", [None, [8], {"pi": [8], "vf": [16, 16]}, []])
+def test_policy_starts_nearly_uniform_and_towers_are_separate(net_arch):
+    torch.manual_seed(0)
+    network = ActorCritic(spaces.Box(-1, 1, (3,)), spaces.Discrete(4), net_arch)
+    policy, value = network(torch.randn(50, 3))
+    assert value.shape == (50,)
+    assert (policy.log_p.exp() - 0.25).abs().max() < 0.03
+    weights = [p for p in network.parameters() if p.ndim > 1]
+    by_policy = torch.autograd.grad(policy.log_p[:, 0].sum(), weights, allow_unused=True, retain_graph=True)
+    by_value = torch.autograd.grad(value.sum(), weights, allow_unused=True)
+    for a, b in zip(by_policy, by_value, strict=True):
+        if a is not None and b is not None:
+            # One tensor holds both towers: each gradient is zero where the other is not.
+            assert ((a.abs() > 0) & (b.abs() > 0)).sum() == 0
+
+
+def test_orthogonal_weights_have_the_gains_of_the_original():
+    torch.manual_seed(0)
+    network = ActorCritic(spaces.Box(-1, 1, (3,)), spaces.Discrete(4))
+    hidden = network.towers.layers[2].weight
+    for tower in hidden:
+        torch.testing.assert_close(tower @ tower.T, 2 * torch.eye(64), atol=1e-5, rtol=0)
+    head = network.policy_head.weight
+    torch.testing.assert_close(head @ head.T, 1e-4 * torch.eye(4), atol=1e-9, rtol=0)
+    assert network.value_head.weight.norm().item() == pytest.approx(1.0)
+    assert all((bias == 0).all() for name, bias in network.named_parameters() if name.endswith("bias"))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_spaces_survive_as_plain_data(name):
+    space, _ = SPACES[name]
+    assert space_from_dict(space_to_dict(space)) == space
+
+
+def test_unequal_bounds_survive_and_other_spaces_are_named():
+    space = spaces.Box(np.array([-1, -np.inf], np.float32), np.array([1, np.inf], np.float32))
+    assert space_from_dict(space_to_dict(space)) == space
+    with pytest.raises(UsageError, match="is of type Sequence; supported are Box"):
+        space_to_dict(spaces.Sequence(spaces.Discrete(2)))
