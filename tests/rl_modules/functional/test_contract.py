@@ -125,6 +125,7 @@ def cases():
     yield "rlhf_rewards", lambda s, a, b, m: f.rlhf_rewards(s, a, b, m, 0.1), (lp[:, 0], old, adv, mask)
     for scale in ("group", "batch", "none"):
         yield f"group_advantages {scale}", lambda r, s=scale: f.group_advantages(r, 2, s), (lp[:, 0],)
+    yield "combine_rewards", lambda r: f.combine_rewards(r, [0.5, 1.0, 2.0, 0.0, 1.0, 1.0]), (lp,)
     for kind in ("grpo", "bnpo", "dapo", "dr_grpo"):
         for level in ("token", "sequence"):
             options = {"loss_type": kind, "importance_sampling_level": level, "max_completion_length": 8, "beta": 0.1}
