@@ -256,8 +256,11 @@ class GRPO(JudgedPolicy):
         Prompts that several rows of the batch have go through the model once, where that saves enough.
         """
         text, group = (batch["tokens"], batch["prompt_length"], batch["length"]), batch.get("group")
-        shares = group is not None and can_share(self.model, batch["tokens"].shape[1])
-        if shares and repeated_share(*text[1:], group) >= WORTHWHILE:
+        if (
+            group is not None
+            and can_share(self.model, batch["tokens"].shape[1])
+            and repeated_share(*text[1:], group) >= WORTHWHILE
+        ):
             return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
         return completion_log_probs(self.model, *text, self.temperature, entropy)
 

@@ -63,7 +63,7 @@ def grouped_log_probs(
     source, first = _first_rows(group)
     rows, width = torch.arange(len(length), device=length.device), int(length.max())
     prompt_width = int(prompt_length.max())
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
     with chosen_places(model, last):
         before = model(input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True).logits
