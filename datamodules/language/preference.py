@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
-from datamodules.seeding import stream_seed
 from rl_modules.errors import UsageError
-
-#: Steps whose pairs are sorted by length together, so that few pads are computed.
-WINDOW = 32
 
 
 class PreferenceDataModule(LanguageDataModule):
@@ -46,7 +43,9 @@ class PreferenceDataModule(LanguageDataModule):
         n_eval: held-out pairs per evaluation, over all ranks; 0: none.
         batch_size: pairs per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
-        group_by_length: put pairs of similar length into one step; False: wholly random steps.
+        packing: put prompt, chosen and rejected answer behind each other and several pairs into a row: prompts are
+            read once and little is padded, while scores and steps stay the same. Its mask takes memory of the square
+            of a row's width, which is that of the longest pair. None: where the model can; False: one row per answer.
         demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0; None: the task's
             own demonstrations, or the chosen answers of a file or dataset.
         n_demonstrations: how many of them are scored; ≥ 1.
@@ -78,7 +77,7 @@ class PreferenceDataModule(LanguageDataModule):
         n_train: int | None = None,
         n_eval: int = 1024,
         batch_size: int = 64,
-        group_by_length: bool = True,
+        packing: bool | None = None,
         demonstrations_path: str | None = None,
         n_demonstrations: int = 256,
         eval_steps: int = 0,
@@ -93,23 +92,34 @@ class PreferenceDataModule(LanguageDataModule):
         for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"{name}={value} must be at least {least}")
+        self.train_pairs = self.eval_pairs = Pairs([], [], [])
         self.demonstration_ids: list[Tensor] = []
-        self._windows: dict[int, list[list[int]]] = {}
         self._position = 0  # micro-batches handed out since the run began
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        self.train_pairs, self.eval_pairs = as_pairs(self.train_records), as_pairs(self.eval_records)
         if stage != "fit":
             return
-        assert self.trainer is not None
-        micro = self.trainer.accumulate_grad_batches
-        if micro > self.batch_size:
-            raise UsageError(f"trainer.accumulate_grad_batches={micro} is more than the batch_size={self.batch_size} "
-                             "pairs that it divides")  # fmt: skip
+        if self._n_micro > self.batch_size:
+            raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} is more than the batch_size="
+                             f"{self.batch_size} pairs that it divides")  # fmt: skip
         if not self.demonstration_ids:
             self.demonstration_ids = self._load_demonstrations()
         self._position = 0
-        self._windows = {}
+
+    @property
+    def _n_micro(self) -> int:
+        return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+
+    @property
+    def _packs(self) -> bool:
+        """Whether rows are packed. Asked for with the first batch, when the model is there."""
+        wanted, can = self.hparams["packing"], self.policy.can_pack
+        if wanted and not can:
+            raise UsageError("packing=true needs a model that takes a mask and positions (Llama, Qwen, GPT-2, GPT-NeoX; "
+                             "no sliding window; attn_implementation sdpa or eager); set packing=false")  # fmt: skip
+        return can if wanted is None else wanted
 
     # ---------------------------------------------------------------- records and tokens
 
@@ -134,11 +144,7 @@ class PreferenceDataModule(LanguageDataModule):
             elif chosen == rejected:
                 equal += 1
             else:
-                kept.append({
-                    **record,
-                    "chosen_ids": torch.tensor(prompt + chosen, dtype=torch.int32),
-                    "rejected_ids": torch.tensor(prompt + rejected, dtype=torch.int32),
-                })  # fmt: skip
+                kept.append({**record, "prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
         for count, why in ((overlong, f"are longer than {limit} tokens"), (equal, "have chosen equal to rejected")):
             if count == len(records):
                 raise UsageError(f"{self.source}: all {count} pairs {why}; there is nothing to learn from")
@@ -161,7 +167,8 @@ class PreferenceDataModule(LanguageDataModule):
         hp: Any = self.hparams
         n = hp.n_demonstrations
         if hp.demonstrations_path is None and self.task is None:
-            return [record["chosen_ids"] for record in self.train_records[:n]]
+            ids = [record["prompt_ids"] + record["chosen_ids"] for record in self.train_records[:n]]
+            return [torch.tensor(row, dtype=torch.int32) for row in ids]
         records = load_records(
             task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
             # A task with an end may have fewer than are asked for.
@@ -188,80 +195,76 @@ class PreferenceDataModule(LanguageDataModule):
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))
 
     def train_dataloader(self) -> LazyLoader:
-        assert self.trainer is not None
-        return LazyLoader(self.steps_per_epoch * self.trainer.accumulate_grad_batches, self._micro_batches)
+        return LazyLoader(self.steps_per_epoch * self._n_micro, self._micro_batches)
 
     def _micro_batches(self) -> Iterator[Batch]:
         """One pass, from where the checkpoint left off."""
-        assert self.trainer is not None
-        n_micro = self.trainer.accumulate_grad_batches
+        n_micro, packs = self._n_micro, self._packs
         length = self.steps_per_epoch * n_micro
-        parts: list[list[int]] = []
-        tokens = 0
+        step: list[Batch] = []
         for position in range(self._position % length, length):
-            step, part = divmod(self._position, n_micro)
-            if part == 0 or not parts:
-                rows = self.rows_of_step(step)
-                # Of all ranks, for the count of tokens; of this one, in micro-batches of similar length.
-                tokens = sum(sum(self._lengths(i)) for i in rows)
-                parts = _split(rows[self._rank :: self._world_size], n_micro)
+            part = position % n_micro
+            if part == 0 or not step:
+                step = self._step(self._position // n_micro, packs)
             self._position += 1
-            batch = collate([self.train_records[i] for i in parts[part]])
-            yield {
-                **batch,
+            yield step[part]
+
+    def _step(self, number: int, packs: bool) -> list[Batch]:
+        """This rank's micro-batches of one optimizer step; see :func:`collate` for what they hold.
+
+        Besides, ``step_pairs``: this rank's pairs in the step; ``n_micro``: its micro-batches; ``num_tokens``: tokens
+        of the step over all ranks, told once, with its last micro-batch.
+        """
+        n_micro = self._n_micro
+        rows = self.pairs_of_step(number)
+        rows = rows[self.train_pairs.longest[rows].argsort(stable=True)]
+        # Neighbours in length go to different ranks, so that these have equally much to do.
+        own = rows[self._rank :: self._world_size]
+        # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
+        parts = [own[i::n_micro] for i in range(n_micro)] if packs else list(own.tensor_split(n_micro))
+        tokens = int(self.train_pairs.total[rows].sum())
+        return [
+            {
+                **collate(self.train_pairs, self.train_records, part, packs),
                 "step_pairs": self.batch_size,
                 "n_micro": n_micro,
-                "num_tokens": tokens if position % n_micro == n_micro - 1 else 0,
+                "num_tokens": tokens if i == n_micro - 1 else 0,
             }
+            for i, part in enumerate(parts)
+        ]
 
-    def rows_of_step(self, step: int) -> list[int]:
-        """The training pairs of an optimizer step on all ranks together, from the shortest to the longest.
+    def pairs_of_step(self, number: int) -> Tensor:
+        """The training pairs of an optimizer step on all ranks together, [batch_size · ranks].
 
         Args:
-            step: its number since the run began; what it holds depends on this, the seed and the records alone.
+            number: of the step since the run began; what it holds depends on this, the seed and the records alone.
         """
-        per_step, per_epoch = self.batch_size * self._world_size, self.steps_per_epoch
-        epoch, place = divmod(step, per_epoch)
-        window, place = divmod(place, WINDOW)
-        steps = min(WINDOW, per_epoch - window * WINDOW)
-        number = epoch * (-(-per_epoch // WINDOW)) + window
-        if number not in self._windows:
-            # Fewer pairs than a step are gone through endlessly; else each pass begins with its own order.
-            start = step * per_step if per_step > len(self.train_records) else epoch * len(self.train_records)
-            start += window * WINDOW * per_step
-            rows = [self.record_at(start + i) for i in range(steps * per_step)]
-            if self.hparams["group_by_length"]:
-                rows.sort(key=lambda i: max(self._lengths(i)))
-            batches = [rows[i : i + per_step] for i in range(0, len(rows), per_step)]
-            generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "windows", number))
-            order = torch.randperm(steps, generator=generator).tolist()
-            self._windows = {number: [sorted(batches[i], key=lambda i: max(self._lengths(i))) for i in order]}
-        return self._windows[number][place]
-
-    def _lengths(self, i: int) -> tuple[int, int]:
-        record = self.train_records[i]
-        return len(record["chosen_ids"]), len(record["rejected_ids"])
+        size, n = self.batch_size * self._world_size, len(self.train_records)
+        epoch, place = divmod(number, self.steps_per_epoch)
+        # Fewer pairs than a step are gone through endlessly; else each pass begins with its own order.
+        start = number * size if size > n else epoch * n + place * size
+        return torch.tensor([self.record_at(start + i) for i in range(size)])
 
     # ---------------------------------------------------------------- evaluation
 
     def evaluation(self) -> LazyLoader:
         """Held-out pairs, from the shortest to the longest; each rank has its share."""
-        pairs = sorted(self.eval_records, key=lambda r: max(len(r["chosen_ids"]), len(r["rejected_ids"])))
-        return self._held_out(pairs)
+        return self._held_out(self.eval_pairs.longest.argsort(stable=True))
 
     def predict_dataloader(self) -> LazyLoader:
         """Held-out pairs in the order of their source."""
-        return self._held_out(self.eval_records)
+        return self._held_out(torch.arange(len(self.eval_pairs)))
 
-    def _held_out(self, pairs: list[Record]) -> LazyLoader:
+    def _held_out(self, order: Tensor) -> LazyLoader:
         # Every rank has as many, for under sharding they compute together.
-        share = len(pairs) // self._world_size
+        share = len(order) // self._world_size
         if not share:
-            raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(pairs)} held-out pairs, less than one for "
+            raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(order)} held-out pairs, less than one for "
                              f"each of {self._world_size} ranks")  # fmt: skip
-        own = pairs[self._rank : share * self._world_size : self._world_size]
-        size = self.hparams["eval_batch_size"]
-        return LazyLoader(-(-share // size), lambda: (collate(own[i : i + size]) for i in range(0, share, size)))
+        parts = order[self._rank : share * self._world_size : self._world_size].split(self.hparams["eval_batch_size"])
+        return LazyLoader(
+            len(parts), lambda: (collate(self.eval_pairs, self.eval_records, part, self._packs) for part in parts)
+        )
 
     def demonstrations(self) -> LazyLoader:
         """Batches of ``tokens`` [b, T], ``length`` [b] and ``weight`` [b]: this rank's share of the demonstrations.
@@ -283,8 +286,7 @@ class PreferenceDataModule(LanguageDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream of pairs stands: everything else follows from the seed."""
-        micro = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
-        return {"position": self._position, "micro_batches": micro, "batch_size": self.batch_size,
+        return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
                 "ranks": self._world_size, "pairs": len(self.train_records)}  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -305,21 +307,29 @@ class PreferenceDataModule(LanguageDataModule):
         self._position = state_dict["position"]
 
 
-def collate(records: list[Record]) -> Batch:
-    """Pairs as one batch.
+def as_pairs(records: list[Record]) -> Pairs:
+    """The token ids of encoded records."""
+    return Pairs(*([record[name] for record in records] for name in ("prompt_ids", "chosen_ids", "rejected_ids")))
+
+
+def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -> Batch:
+    """Some pairs as one batch.
 
     Args:
-        records: b pairs with ``chosen_ids``, ``rejected_ids`` and perhaps ``margin`` and ``probability``.
+        pairs: the records' tokens.
+        records: pairs, perhaps with ``margin`` and ``probability``.
+        index: which ones, [b].
+        packing: see :meth:`~datamodules.language.pairs.Pairs.batch`.
 
     Returns:
-        ``tokens`` [2b, T] right-padded and ``length`` [2b], the chosen ones first; ``margin`` [b], 0 where none is
-        given; ``probability`` [b], NaN where it is not known.
+        What :meth:`~datamodules.language.pairs.Pairs.batch` returns; ``margin`` [b], 0 where none is given;
+        ``probability`` [b] that the chosen one wins, NaN where it is not known.
     """
-    sequences = [record["chosen_ids"] for record in records] + [record["rejected_ids"] for record in records]
+    chosen = [records[i] for i in index.tolist()]
     return {
-        **padded(sequences),
-        "margin": torch.tensor([float(record.get("margin") or 0.0) for record in records]),
-        "probability": torch.tensor([float(record.get("probability", math.nan)) for record in records]),
+        **pairs.batch(index, packing),
+        "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
+        "probability": torch.tensor([float(record.get("probability", math.nan)) for record in chosen]),
     }
 
 
@@ -329,12 +339,3 @@ def padded(sequences: list[Tensor]) -> dict[str, Tensor]:
         "tokens": pad_sequence(sequences, batch_first=True).long(),
         "length": torch.tensor([len(ids) for ids in sequences]),
     }
-
-
-def _split(rows: list[int], parts: int) -> list[list[int]]:
-    """Into as many contiguous parts, their sizes differing by at most one."""
-    size, longer = divmod(len(rows), parts)
-    ends = [0]
-    for i in range(parts):
-        ends.append(ends[-1] + size + (i < longer))
-    return [rows[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]

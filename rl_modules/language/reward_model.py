@@ -14,6 +14,7 @@ from rl_modules.errors import UsageError
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.critics import check_same_tokens
 from rl_modules.language.models import add_lora, export_model, make_config, make_model
+from rl_modules.language.pair_scores import can_pack, pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics
 from rl_modules.language.reliability import reliability_diagram
 from rl_modules.language.scoring import sequence_scores
@@ -83,14 +84,18 @@ class RewardModel(LanguageModule):
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
         return loss * (len(lead) * batch["n_micro"] / batch["step_pairs"])
 
+    @property
+    def can_pack(self) -> bool:
+        """Whether batches may hold several texts to a row."""
+        return can_pack(self.model.config)
+
     def pair_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Raw scores of the chosen and the rejected answers by one forward pass, [b] each.
 
         Args:
-            batch: ``tokens`` [2b, T] right-padded, the chosen ones first, and ``length`` [2b].
+            batch: see :func:`rl_modules.language.pair_scores.pair_scores`.
         """
-        chosen, rejected = sequence_scores(self.model, batch["tokens"], batch["length"]).chunk(2)
-        return chosen, rejected
+        return pair_scores(self.model, batch)
 
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
         """What is minimised, mean over the pairs.

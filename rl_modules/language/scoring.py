@@ -98,14 +98,27 @@ def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
     return score_head(model, states).view(-1).float()
 
 
+def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tensor:
+    """Scores of what has been written up to some places of a batch, [m] float32.
+
+    Args:
+        model: model with a ``score`` head of one output.
+        tokens: [rows, width].
+        place: places in ``tokens.flatten()``, [m].
+        inputs: of the model beside the tokens, such as ``position_ids``.
+    """
+    states = _hidden(model, tokens, **inputs).flatten(0, 1).index_select(0, place)
+    return score_head(model, states).view(-1).float()
+
+
 def score_head(model: Any, states: Tensor) -> Tensor:
     """The head's output for hidden states, [..., 1]."""
     return _unwrapped(model).score(states)
 
 
-def _hidden(model: Any, tokens: Tensor) -> Tensor:
+def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
     """The last layer's states, [b, T, hidden]."""
-    return _unwrapped(model).base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return _unwrapped(model).base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
 
 def _gather_states(states: Tensor, place: Tensor) -> Tensor:

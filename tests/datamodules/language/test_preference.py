@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules import PreferenceDataModule
+from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference, end_of_prompt
 from rl_modules.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
@@ -26,7 +27,8 @@ PAIRS = [
 def attached(data, stage="fit", rank=0, ranks=1, micro=1, max_length=64, tokenizer=TOKENIZER):
     """A datamodule after ``setup``, with as much of a trainer as it asks."""
     data.trainer = SimpleNamespace(
-        lightning_module=SimpleNamespace(tokenizer=tokenizer, max_length=max_length), accumulate_grad_batches=micro,
+        lightning_module=SimpleNamespace(tokenizer=tokenizer, max_length=max_length, can_pack=False),
+        accumulate_grad_batches=micro,
         global_rank=rank, world_size=ranks, state=SimpleNamespace(fn=stage)
     )  # fmt: skip
     data.setup(stage)
@@ -45,10 +47,26 @@ def jsonl(tmp_path):
 
 
 def texts(batch):
-    """(chosen, rejected) of a batch, each up to its length."""
-    rows = [
-        TOKENIZER.decode(ids[:n]) for ids, n in zip(batch["tokens"].tolist(), batch["length"].tolist(), strict=True)
-    ]
+    """(chosen, rejected) of a padded batch, each up to its last token."""
+    width = batch["tokens"].shape[1]
+    rows = [TOKENIZER.decode(ids[: last % width + 1]) for ids, last in
+            zip(batch["tokens"].tolist(), batch["last"].tolist(), strict=True)]  # fmt: skip
+    half = len(rows) // 2
+    return list(zip(rows[:half], rows[half:], strict=True))
+
+
+def seen_from_the_ends(batch):
+    """(chosen, rejected) of a packed batch: what each last token sees, in the order of positions."""
+    from rl_modules.language.pair_scores import visible
+
+    width = batch["tokens"].shape[1]
+    sees = visible(batch["segment"], batch["prompt_segment"])
+    rows = []
+    for last in batch["last"].tolist():
+        row, column = divmod(last, width)
+        seen = sees[row, column].nonzero()[:, 0]
+        assert batch["position_ids"][row, seen].tolist() == list(range(len(seen)))
+        rows.append(TOKENIZER.decode(batch["tokens"][row, seen]))
     half = len(rows) // 2
     return list(zip(rows[:half], rows[half:], strict=True))
 
@@ -59,13 +77,37 @@ EXPECTED = sorted((f"{p['prompt']}{p['chosen']}<eos>", f"{p['prompt']}{p['reject
 # -------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_a_pass_shows_every_pair_once(jsonl, grouped):
-    data = attached(PreferenceDataModule(path=jsonl(PAIRS), batch_size=2, group_by_length=grouped))
+def test_a_pass_shows_every_pair_once(jsonl):
+    data = attached(PreferenceDataModule(path=jsonl(PAIRS), batch_size=2))
     for _ in range(2):
         batches = list(data.train_dataloader())
         assert len(batches) == 5
         assert sorted(pair for batch in batches for pair in texts(batch)) == EXPECTED
+
+
+@given(st.lists(st.tuples(*(st.text("abc", max_size=6) for _ in range(3))), min_size=1, max_size=8))
+def test_packed_rows_hold_every_pair_apart_from_the_others(texts_of_pairs):
+    ids = [[TOKENIZER(text).input_ids for text in pair] for pair in texts_of_pairs]
+    pairs = Pairs([p for p, _, _ in ids], [[*c, EOS] for _, c, _ in ids], [[*r, EOS] for _, _, r in ids])
+    index = torch.arange(len(ids)).flip(0)
+    batch = pairs.batch(index, packing=True)
+    expected = [(f"{p}{c}<eos>", f"{p}{r}<eos>") for p, c, r in reversed(texts_of_pairs)]
+    assert seen_from_the_ends(batch) == expected
+    assert texts(pairs.batch(index, packing=False)) == expected
+    # No row is wider than the longest pair, and no prompt stands there twice.
+    assert batch["tokens"].shape[1] == max(len(p) + len(c) + len(r) + 2 for p, c, r in texts_of_pairs)
+    assert (batch["segment"] >= 0).sum() == sum(len(p) + len(c) + len(r) + 2 for p, c, r in texts_of_pairs)
+
+
+def test_a_model_that_takes_no_mask_gets_one_row_per_answer(jsonl):
+    path = jsonl(PAIRS)
+    for asked, can, packed in ((None, True, True), (None, False, False), (False, True, False), (True, True, True)):
+        data = attached(PreferenceDataModule(path=path, packing=asked))
+        data.trainer.lightning_module.can_pack = can
+        assert all(("segment" in batch) == packed for batch in data.train_dataloader())
+    data = attached(PreferenceDataModule(path=path, packing=True))
+    with pytest.raises(UsageError, match="set packing=false"):
+        next(iter(data.train_dataloader()))
 
 
 def test_batch_by_hand(jsonl):
@@ -79,18 +121,11 @@ def test_batch_by_hand(jsonl):
     order = [0, 1] if batch["margin"].tolist() == [2, 0] else [1, 0]
     assert batch["tokens"][order].tolist() == [[a, b, c, EOS], [a, d, EOS, 0]]
     assert batch["tokens"][[2 + i for i in order]].tolist() == [[a, EOS, 0, 0], [a, e, f, EOS]]
-    assert batch["length"].tolist() in ([4, 3, 2, 4], [3, 4, 4, 2])
+    ends = batch["last"] - 4 * torch.arange(4)  # within their rows
+    assert ends[order].tolist() == [3, 2] and ends[[2 + i for i in order]].tolist() == [1, 3]
     assert batch["margin"][order].tolist() == [2, 0]
     assert batch["probability"].isnan().all()
     assert (batch["step_pairs"], batch["n_micro"], batch["num_tokens"]) == (2, 1, 13)
-
-
-def test_neighbours_in_length_share_a_step(jsonl):
-    rows = [{"prompt": "", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(40)]
-    data = attached(PreferenceDataModule(path=jsonl(rows), batch_size=4))
-    spans = [batch["length"][:4].tolist() for batch in data.train_dataloader()]
-    assert all(span == list(range(span[0], span[0] + 4)) for span in spans)
-    assert [span[0] for span in spans] != sorted(span[0] for span in spans)
 
 
 def test_ranks_and_micro_batches_divide_the_same_steps(jsonl):

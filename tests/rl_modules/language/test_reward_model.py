@@ -11,8 +11,10 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from datamodules.language.pairs import Pairs
 from datamodules.language.preference import PreferenceDataModule
 from rl_modules.errors import UsageError
+from rl_modules.language.pair_scores import PACKABLE, can_pack, pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, Reliability
 from rl_modules.language.reliability import reliability_diagram
 from rl_modules.language.reward_model import RewardModel, initialize_head, load_reward_model
@@ -68,18 +70,23 @@ def weights(module: RewardModel) -> torch.Tensor:
 # -------------------------------------------------------------------- the loss
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_step_is_bradley_terrys_loss_of_each_unpadded_sequence(family, make_trainer, data):
-    module, pairs = model(model_config=FAMILIES[family], center_rewards_coefficient=0.1), data()
+def test_step_is_bradley_terrys_loss_of_each_unpadded_sequence(family, packing, make_trainer, data):
+    module, pairs = model(model_config=FAMILIES[family], center_rewards_coefficient=0.1), data(packing=packing)
     seen = []
 
     class Check(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            rows = pairs.pairs_of_step(len(seen))
+            rows = rows[pairs.train_pairs.longest[rows].argsort(stable=True)].tolist()
             scores = []
             with torch.no_grad():
-                for ids, n in zip(batch["tokens"], batch["length"].tolist(), strict=True):
-                    # Transformers' own head; one sequence alone, so that no pad is looked for.
-                    scores.append(float(module.model.score(module.model.base_model(ids[None, :n])[0])[0, -1, 0]))
+                for answer in ("chosen_ids", "rejected_ids"):
+                    for i in rows:
+                        ids = torch.tensor([pairs.train_records[i]["prompt_ids"] + pairs.train_records[i][answer]])
+                        # Transformers' own head; one sequence alone, so that no pad is looked for.
+                        scores.append(float(module.model.score(module.model.base_model(ids)[0])[0, -1, 0]))
             chosen, rejected = scores[:6], scores[6:]
             seen.append(sum(
                 math.log1p(math.exp(-(c - r - m))) + 0.1 * (c + r) ** 2
@@ -87,17 +94,19 @@ def test_step_is_bradley_terrys_loss_of_each_unpadded_sequence(family, make_trai
             ) / 6)  # fmt: skip
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert ("segment" in batch) == packing
             assert float(outputs["loss"]) == pytest.approx(seen[-1], rel=1e-5)
 
     make_trainer(max_steps=2, callbacks=[Check()]).fit(module, datamodule=pairs)
     assert len(seen) == 2 and seen[0] != seen[1]
 
 
-def test_micro_batches_do_not_change_the_step(make_trainer, data):
+@pytest.mark.parametrize("packing", [False, True])
+def test_micro_batches_do_not_change_the_step(make_trainer, data, packing):
     results = []
     for micro in (1, 2, 4):  # 6 pairs in 4 parts: 2, 2, 1 and 1
         module = model(optimizer=sgd, center_rewards_coefficient=0.1)
-        make_trainer(max_steps=3, accumulate_grad_batches=micro).fit(module, datamodule=data())
+        make_trainer(max_steps=3, accumulate_grad_batches=micro).fit(module, datamodule=data(packing=packing))
         results.append(weights(module))
     torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(results[2], results[0], atol=1e-6, rtol=1e-5)
@@ -146,6 +155,41 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, data, tmp_path, st
     run(callbacks=[Save(tmp_path / "part.ckpt", stop)]).save_checkpoint(tmp_path / "whole.ckpt")
     run().save_checkpoint(tmp_path / "resumed.ckpt")
     assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", PACKABLE)
+def test_packed_scores_are_those_of_each_text_alone(family, attention):
+    torch.manual_seed(0)
+    sizes = FAMILIES[family] if family in ("gpt2", "gpt_neox") else {**TINY, "sliding_window": None, "head_dim": 16}
+    config = AutoConfig.for_model(**{"model_type": family, **sizes}, vocab_size=40, num_labels=1, pad_token_id=0)
+    network = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention).eval()
+    assert can_pack(network.config)
+    prompts, chosen, rejected = [[5, 6, 7], [], [8]], [[9, 1], [10, 11, 1], [1]], [[12, 13, 14, 1], [1], [15, 1]]
+    batch = Pairs(prompts, chosen, rejected).batch(torch.arange(3), packing=True)
+    assert len(batch["tokens"]) < 3
+    with torch.no_grad():
+        scores = torch.cat(pair_scores(network, batch))
+        ids = [p + answer for answers in (chosen, rejected) for p, answer in zip(prompts, answers, strict=True)]
+        alone = [network.score(network.base_model(torch.tensor([row]))[0])[0, -1, 0] for row in ids]
+    torch.testing.assert_close(scores, torch.stack(alone))
+
+
+def test_windows_and_other_attention_are_not_packed():
+    for fields in ({"model_type": "mistral"}, {"model_type": "gemma2"}, {"model_type": "bloom"},
+                   {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}):  # fmt: skip
+        config = AutoConfig.for_model(**fields)
+        config._attn_implementation = "sdpa"
+        assert not can_pack(config), fields
+    config = AutoConfig.for_model("llama")
+    config._attn_implementation = "flash_attention_2"
+    assert not can_pack(config)
+
+
+def test_training_in_bfloat16_packs_too(make_trainer, data):
+    module = model()
+    make_trainer(max_steps=2, precision="bf16-mixed").fit(module, datamodule=data(packing=True))
+    assert weights(module).isfinite().all()
 
 
 # -------------------------------------------------------------------- the model
