@@ -1,0 +1,83 @@
+"""Half precision: acting and learning compute the same, and what is added up stays in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
+from tests.recipes.test_checkpoints import ppo_data, replay, whole
+from tests.training import fit
+
+
+class Watch(L.Callback):
+    """Notes what the first minibatch holds, and what the module makes of it."""
+
+    def __init__(self) -> None:
+        self.batch: dict[str, Any] = {}
+        self.ratio = torch.tensor(0.0)
+        self.weights: set[torch.dtype] = set()
+
+    @torch.no_grad()
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        # New policies are nearly uniform, whatever the precision.
+        for name, parameter in pl_module.named_parameters():
+            if "policy_head" in name:
+                parameter.mul_(100)
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.batch:
+            return
+        self.batch = batch
+        self.weights = {p.dtype for p in pl_module.parameters()}
+        if "log_prob" in batch:
+            with trainer.precision_plugin.forward_context():
+                policy = pl_module.policy(batch["observation"]) if isinstance(pl_module, TRPO) else pl_module.network(
+                    batch["observation"])[0]  # fmt: skip
+                self.ratio = (policy.log_prob(batch["action"]) - batch["log_prob"]).exp()
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "ppo": (PPO, ppo_data),
+    "ppo of a Box": (PPO, lambda: ppo_data(env_id="Pendulum-v1", norm_obs=True, norm_reward=True)),
+    "ppo penalty": (lambda: PPO(policy_objective="penalty"), ppo_data),
+    "trpo": (lambda: TRPO(batch_size=16, n_critic_updates=1), whole),
+    "a2c": (A2C, whole),
+    "reinforce": (lambda: REINFORCE(psi="baseline"), whole),
+    "dqn": (DQN, lambda: replay(gradient_steps=2)),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("case", CASES)
+def test_acting_and_learning_agree_and_targets_are_float32(case: str, precision: str) -> None:
+    make_model, make_data = CASES[case]
+    watch, data = Watch(), make_data()
+    trainer = fit(make_model(), data, precision=precision, callbacks=[watch])
+    assert watch.weights == {torch.float32}
+    targets = {name: value for name, value in watch.batch.items()
+               if name in ("advantage", "returns", "weight", "value", "log_prob", "reward", "next_q")}  # fmt: skip
+    assert targets
+    assert {name: value.dtype for name, value in targets.items()} == dict.fromkeys(targets, torch.float32)
+    if "log_prob" in watch.batch:
+        # Acting in float32 and learning in bfloat16 would be a thousandth apart.
+        assert (watch.ratio - 1).abs().max() < 1e-4
+    assert all(torch.isfinite(p).all() for p in trainer.lightning_module.parameters())
+    if data.hparams.get("norm_obs"):
+        for part in [*data.collector.observation_normalizer.parts(), *data.collector.reward_normalizer.parts()]:
+            assert part.mean.dtype == part.var.dtype == "float64"
+
+
+def test_autocast_is_on_while_acting() -> None:
+    seen = []
+
+    class Noting(PPO):
+        def act(self, observation: Any, generator: Any = None, deterministic: bool = False) -> dict:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().act(observation, generator, deterministic)
+
+    fit(Noting(), ppo_data(total_timesteps=32), precision="bf16-mixed")
+    assert seen and all(seen)
