@@ -118,7 +118,8 @@ class PreferenceDataModule(LanguageDataModule):
         wanted, can = self.hparams["packing"], self.policy.can_pack
         if wanted and not can:
             raise UsageError("packing=true needs a model that takes a mask and positions (Llama, Qwen, GPT-2, "
-                             "GPT-NeoX; no sliding window; attn_implementation sdpa or eager); set packing=false")  # fmt: skip
+                             "GPT-NeoX; no sliding window; attn_implementation sdpa or eager); set "
+                             "packing=false")  # fmt: skip
         return can if wanted is None else wanted
 
     # ---------------------------------------------------------------- records and tokens
