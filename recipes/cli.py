@@ -128,7 +128,7 @@ def _export(args: list[str]) -> None:
     sys.path.insert(0, os.getcwd())
     from recipes.language import export
 
-    _quiet()
+    quiet()
     folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
     print(f"exported to {folder}; AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
 
@@ -167,11 +167,11 @@ def _run(command: str, args: list[str]) -> None:
     sys.path.insert(0, os.getcwd())
     from recipes.lightning_cli import RLCLI
 
-    _quiet()  # after the import, which sets the loggers' levels itself
+    quiet()  # after the import, which sets the loggers' levels itself
     RLCLI(command, args)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leave out messages that are not for the person at the terminal, and show our own, such as a buffer's size."""
     if not (ours := logging.getLogger("datamodules")).handlers:
         ours.addHandler(logging.StreamHandler())
@@ -189,6 +189,7 @@ def _quiet() -> None:
         ".*callbacks used to create the checkpoint need to be provided.*",  # evaluation writes no checkpoints
         ".*Couldn't infer the batch indices.*",
         ".*your dataloader is not resumable.*",  # its state is the datamodule's
+        "Found .* module.s. in eval mode at the start of training.*",  # reference and reward model, on purpose
         ".*but have no logger configured.*",  # `test` after `fit` reports in the summary
     ):
         warnings.filterwarnings("ignore", message)
