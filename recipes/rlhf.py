@@ -1,0 +1,199 @@
+"""RLHF: demonstrations, comparisons of what the model then writes, a reward model of them, and PPO against it.
+
+python -m recipes.rlhf                                  shortest paths on a hidden graph, from scratch, offline
+python -m recipes.rlhf --seed 1 --folder runs/rlhf1 --ppo.model.beta=0.05
+
+Every stage is one ``rl fit`` with a config of its own, or a folder of files; ``--ppo.model.beta=0.05`` changes an
+option of one. A stage that is done is skipped, one that was stopped goes on where it stood: run the same command again.
+
+Source: Ouyang et al. 2022, arXiv:2203.02155, figure 2; comparisons of samples: Stiennon et al. 2020, arXiv:2009.01325.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes import configs
+from recipes.pipeline import Pipeline
+from rl_modules.errors import UsageError
+
+STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
+CURVES = ("eval/rewards/utilities", "objective/scores", "objective/kl", "eval/accuracy", "eval/loss", "loss")
+#: What the table shows, by the metric's name in an evaluation.
+COLUMNS = {
+    "eval/rewards/utilities": "optimality",
+    "eval/rewards/accuracy": "shortest",
+    "eval/scores": "reward model",
+    "eval/kl": "KL",
+    "eval/mean_length": "length",
+    "eval/accuracy": "accuracy",
+    "eval/bayes_accuracy": "best accuracy",
+}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the pipeline; prints and draws what each stage is worth.
+
+    Args:
+        args: the command line; None: ``sys.argv``.
+
+    Raises:
+        SystemExit: with 1 after an error, which is printed in one sentence.
+    """
+    from recipes.cli import quiet
+
+    quiet()
+    try:
+        run(*parse(sys.argv[1:] if args is None else args))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
+    """The pipeline's arguments, and each stage's options by dotted name."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.rlhf", description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", default="runs/rlhf", help="where everything goes")
+    parser.add_argument("--sft", default="rlhf/sft.yaml", help="config of the first stage")
+    parser.add_argument(
+        "--reward_model", default="rlhf/reward_model.yaml", help="config of the reward model's training"
+    )
+    parser.add_argument("--ppo", default="rlhf_ppo/paths.yaml", help="config of the reinforcement learning")
+    parser.add_argument("--samples", type=int, default=64, help="completions of each prompt that are compared in pairs")
+    parser.add_argument("--seed", type=int, default=0, help="of every stage")
+    given, rest = parser.parse_known_args(args)
+    if given.samples < 2 or given.samples % 2:
+        raise UsageError(
+            f"samples={given.samples} must be an even number of at least 2, for they are compared in pairs"
+        )
+    options: dict[str, dict[str, str]] = {stage: {} for stage in STAGES}
+    for word in rest:
+        name, equals, value = word.removeprefix("--").partition("=")
+        stage, _, key = name.partition(".")
+        if not word.startswith("--") or not equals or stage not in options or not key:
+            raise UsageError(f"{word!r} is not understood; an option of a stage is written --ppo.model.beta=0.05, and "
+                             f"the stages are {', '.join(STAGES)}")  # fmt: skip
+        options[stage][key] = value
+    return given, options
+
+
+def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
+    """All stages, the table and the curves."""
+    pipeline = Pipeline(given.folder)
+    seed = {"seed_everything": str(given.seed)}
+    sft = pipeline.fit("sft", given.sft, {**seed, **options["sft"]})
+    done = [sft.parent]
+
+    policy = {**seed, "model.model_name_or_path": str(sft), **options["preferences"]}
+    pairs = pipeline.stage(
+        "preferences",
+        lambda folder: write_preferences(given.sft, policy, given.samples, folder),
+        ("train.jsonl", "test.jsonl"),
+        {"config": _text(given.sft), "arguments": policy, "samples": given.samples},
+        done,
+    )
+    done = [*done, pairs]
+
+    judging = {
+        **seed, "model.model_name_or_path": str(sft), "data.path": str(pairs / "train.jsonl"),
+        "data.eval_path": str(pairs / "test.jsonl"), **options["reward_model"],
+    }  # fmt: skip
+    judge = pipeline.fit("reward_model", given.reward_model, judging, done)
+    done = [*done, judge.parent]
+
+    models = {"model.reward_model_name_or_path": str(judge), "model.ref_model_name_or_path": str(sft)}
+    start = {**seed, "model.model_name_or_path": str(sft), **models}
+    ppo = pipeline.fit("ppo", given.ppo, {**start, **options["ppo"]}, done)
+
+    rows: dict[str, dict[str, float]] = {}
+
+    def measure(name: str, config: str, arguments: dict[str, str], after: list[Path]) -> None:
+        settings = {"config": _text(config), "arguments": arguments}
+        rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(config, arguments), settings, after)
+
+    data = {key: value for key, value in options["ppo"].items() if key.startswith("data.")}
+    for name, model in (("sft", sft), ("ppo", ppo)):
+        arguments = {**start, **data, "model.model_name_or_path": str(model), **options["evaluation"]}
+        measure(name, given.ppo, arguments, [*done, model.parent] if model is ppo else done)
+    measure("reward_model", given.reward_model, {**judging, "model.model_name_or_path": str(judge)}, done)
+    table = {name: {COLUMNS[key]: value for key, value in rows[name].items() if key in COLUMNS}
+             for name in ("sft", "reward_model", "ppo")}  # fmt: skip
+    pipeline.table(table, list(COLUMNS.values()))
+    pipeline.curves(["sft", "reward_model", "ppo"], CURVES)
+
+
+def write_preferences(config: str, arguments: dict[str, str], samples: int, folder: Path) -> None:
+    """Pairs of the policy's own completions, compared by the task as people would, with noise.
+
+    Args:
+        config: the ``rl`` config of the policy's training, which says which task.
+        arguments: options beside it.
+        samples: completions of each prompt; neighbours make a pair, unless they are equal.
+        folder: for ``train.jsonl``, about the training prompts, and ``test.jsonl``, about the held-out ones.
+
+    Raises:
+        UsageError: the data is no task that can compare.
+    """
+    import torch
+
+    from datamodules.seeding import stream_seed
+
+    cli = instantiate(config, arguments)
+    module, data = cli.model, cli.datamodule
+    if not hasattr(data.task, "compare"):
+        raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
+    module.configure_model()
+    for split in ("train", "test"):
+        records = list({record["prompt"]: record for record in data.task.records(split, None)}.values())
+        prompts = [list(ids) for ids in module.tokenizer([record["prompt"] for record in records]).input_ids]
+        seeds = [stream_seed(data.seed, 0, f"comparisons/{split}", i) for i in range(len(prompts) * samples)]
+        with torch.no_grad():
+            written = module.act(prompts, seeds, samples, temperature=1.0)
+        ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
+        texts = module.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}/noise"))
+        with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for i in range(0, len(texts), 2):
+                if texts[i] != texts[i + 1]:
+                    pair = data.task.compare(records[i // samples], texts[i], texts[i + 1], rng)
+                    file.write(json.dumps(pair) + "\n")
+
+
+def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
+    """What ``rl test`` measures on held-out records, by name, ``eval/…``."""
+    from recipes.lightning_cli import RLCLI
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli = RLCLI("test", _words(config, arguments))
+    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+    return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
+
+
+def instantiate(config: str, arguments: dict[str, str]) -> Any:
+    """Module and datamodule of a config, without running anything."""
+    from recipes.lightning_cli import RLCLI
+
+    class Instances(RLCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Do nothing with them."""
+
+    return Instances("test", _words(config, arguments))
+
+
+def _words(config: str, arguments: dict[str, str]) -> list[str]:
+    return ["--config", str(configs.find(config)), *(f"--{key}={value}" for key, value in arguments.items())]
+
+
+def _text(config: str) -> str:
+    return yaml.safe_dump(yaml.safe_load(configs.find(config).read_text("utf-8")))
+
+
+if __name__ == "__main__":
+    main()
