@@ -45,6 +45,8 @@ class StepProgressBar(TransitionProgressBar):
 class CompletionWriter(EpisodeWriter):
     """Writes held-out completions, one row each: prompt, completion, length, whether it is right, every reward.
 
+    Of a reward model it writes the held-out pairs: prompt, both answers and their rewards.
+
     Args:
         path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
 
@@ -58,6 +60,11 @@ class CompletionWriter(EpisodeWriter):
         """What is written, from the batches that ``predict_step`` returned."""
         rows = []
         for batch in predictions:
+            if "chosen_reward" in batch:
+                rewards = {name: batch[name].tolist() for name in ("chosen_reward", "rejected_reward")}
+                for i, texts in enumerate(batch["texts"]):
+                    rows.append({**texts, **{name: values[i] for name, values in rewards.items()}})
+                continue
             if "texts" not in batch:
                 raise UsageError("this algorithm writes no completions; `rl test` shows its metrics")
             correct = None if batch["correct"] is None else batch["correct"].flatten().tolist()

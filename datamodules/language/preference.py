@@ -253,19 +253,26 @@ class PreferenceDataModule(LanguageDataModule):
         return self._held_out(self.eval_pairs.longest.argsort(stable=True))
 
     def predict_dataloader(self) -> LazyLoader:
-        """Held-out pairs in the order of their source."""
-        return self._held_out(torch.arange(len(self.eval_pairs)))
+        """Held-out pairs in the order of their source, each batch with its ``texts``."""
+        return self._held_out(torch.arange(len(self.eval_pairs)), texts=True)
 
-    def _held_out(self, order: Tensor) -> LazyLoader:
+    def _held_out(self, order: Tensor, texts: bool = False) -> LazyLoader:
         # Every rank has as many, for under sharding they compute together.
         share = len(order) // self._world_size
         if not share:
             raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(order)} held-out pairs, less than one for "
                              f"each of {self._world_size} ranks")  # fmt: skip
         parts = order[self._rank : share * self._world_size : self._world_size].split(self.hparams["eval_batch_size"])
-        return LazyLoader(
-            len(parts), lambda: (collate(self.eval_pairs, self.eval_records, part, self._packs) for part in parts)
-        )
+
+        def play() -> Iterator[Batch]:
+            for part in parts:
+                batch = collate(self.eval_pairs, self.eval_records, part, self._packs)
+                if texts:
+                    columns = ("prompt", "chosen", "rejected")
+                    batch["texts"] = [{name: self.eval_records[i][name] for name in columns} for i in part.tolist()]
+                yield batch
+
+        return LazyLoader(len(parts), play)
 
     def demonstrations(self) -> LazyLoader:
         """Batches of ``tokens`` [b, T], ``length`` [b] and ``weight`` [b]: this rank's share of the demonstrations.

@@ -116,10 +116,10 @@ class RewardModel(LanguageModule):
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Normalised scores of both answers, [b] each."""
-        chosen, rejected = self.pair_scores(batch)
-        return {"chosen_reward": chosen - self.reward_offset, "rejected_reward": rejected - self.reward_offset}
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Normalised scores of both answers, [b] each, beside their ``texts``."""
+        chosen, rejected = (scores - self.reward_offset for scores in self.pair_scores(batch))
+        return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
     def on_validation_epoch_end(self) -> None:
         scalars, bins = self.judged.compute()
