@@ -121,14 +121,29 @@ class ReplayBuffer:
             "next_observation": tree_map(lambda x: x[successor], self.observation),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """The rows that were ever written, and where the next goes."""
-        used = self.filled * self.n_envs
+    def rows_to_save(self, newest: int | None = None) -> Tensor:
+        """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer.
+
+        Args:
+            newest: how many, over all environments; None, or as many as there are: every row that was ever written.
+        """
+        kept = self.filled if newest is None else newest // self.n_envs + 1  # one is the newest observation
+        if kept >= self.filled:
+            return torch.arange(self.filled * self.n_envs)
+        row = (self.head + 1 - kept + torch.arange(kept)[:, None]) % self.rows
+        return (row * self.n_envs + torch.arange(self.n_envs)).flatten()
+
+    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
+        """The rows that :meth:`rows_to_save` names, and where the next goes."""
+        saved = self.rows_to_save(newest)
+        all_of_them = len(saved) == self.filled * self.n_envs
+        take = slice(0, len(saved)) if all_of_them else saved
         return {
-            "observation": tree_map(lambda x: x[:used].clone(), self.observation),
-            **{name: getattr(self, name)[:used].clone() for name in ("action", "reward", "terminated", "valid")},
-            "head": self.head.clone(),
+            "observation": tree_map(lambda x: x[take].clone(), self.observation),
+            **{name: getattr(self, name)[take].clone() for name in ("action", "reward", "terminated", "valid")},
+            "head": self.head.clone() if all_of_them else torch.full_like(self.head, len(saved) // self.n_envs - 1),
             "rows": self.rows,
+            "left_out": self.filled * self.n_envs - len(saved),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,7 +178,8 @@ class UniformSampler:
             index[missed] = torch.randint(used, (len(missed),), generator=self.generator)
         return index
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
+        """The generator's state; ``newest`` is for samplers that know something of each row."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,11 +276,11 @@ class PrioritizedSampler:
         self.largest = max(self.largest, float(priority.max()))
         self.tree[index.numpy()] = priority**self.alpha
 
-    def state_dict(self) -> dict[str, Any]:
-        used = self.buffer.filled * self.buffer.n_envs
+    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
+        """The generator's state, and the priorities of the rows that the buffer's has."""
         return {
             "generator": self.generator.get_state(),
-            "powers": torch.from_numpy(self.tree[np.arange(used)]),
+            "powers": torch.from_numpy(self.tree[self.buffer.rows_to_save(newest).numpy()]),
             "largest": self.largest,
         }
 

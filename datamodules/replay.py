@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from datamodules.buffers import PrioritizedSampler, ReplayBuffer, UniformSampler, available_bytes, replay_bytes
@@ -53,6 +53,8 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: how much of the bias
             the importance weights take back.
         prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
+        checkpoint_buffer_size: newest rows of the buffer that a checkpoint holds; a run that goes on from less than
+            all differs from one that was never stopped. None: all.
         rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions.
         **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.control.ControlDataModule`.
@@ -77,6 +79,7 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_alpha: float = 0.6,
         prioritized_replay_beta0: float = 0.4,
         prioritized_replay_eps: float = 1e-6,
+        checkpoint_buffer_size: int | None = None,
         rollouts_per_epoch: int | None = None,
         **environment: Any,
     ) -> None:
@@ -91,6 +94,9 @@ class ReplayDataModule(ControlDataModule):
         if buffer_size < smallest:
             raise UsageError(f"buffer_size={buffer_size} must be at least {smallest}, twice what n_envs={n_envs} write "
                              f"in a round of train_freq={train_freq} or need for n_steps={n_steps}")  # fmt: skip
+        if checkpoint_buffer_size is not None and checkpoint_buffer_size < n_envs:
+            raise UsageError(f"checkpoint_buffer_size={checkpoint_buffer_size} must be at least n_envs={n_envs}, a row "
+                             "of each environment; or None for all rows")  # fmt: skip
         if prioritized_replay_alpha < 0 or not 0 <= prioritized_replay_beta0 <= 1 or prioritized_replay_eps <= 0:
             raise UsageError(f"prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got alpha="
                              f"{prioritized_replay_alpha}, beta0={prioritized_replay_beta0}, eps="
@@ -100,6 +106,7 @@ class ReplayDataModule(ControlDataModule):
                 raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
                                  " false, or scale in a wrapper of the environment")  # fmt: skip
         self.buffer_size = buffer_size
+        self.checkpoint_buffer_size = checkpoint_buffer_size
         self.learning_starts = learning_starts
         self.train_freq = train_freq
         self.gradient_steps = train_freq * n_envs if gradient_steps == -1 else gradient_steps
@@ -152,6 +159,12 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"buffer_size={self.buffer_size} needs {needs} of memory, but {has} are free; {fitting} "
                              "would fit")  # fmt: skip
         rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
+        bound = self.checkpoint_buffer_size
+        if bound is not None and bound < self.buffer_size:
+            rank_zero_only(log.info)(
+                f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run that goes on from one "
+                "has forgotten the older transitions, and differs from one that was never stopped."
+            )
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -286,8 +299,8 @@ class ReplayDataModule(ControlDataModule):
             **super().rank_state(),
             "position": self._position,
             "layout": self._layout,
-            "replay": self.replay.state_dict(),
-            "sampler": self.sampler.state_dict(),
+            "replay": self.replay.state_dict(self.checkpoint_buffer_size),
+            "sampler": self.sampler.state_dict(self.checkpoint_buffer_size),
             "drawn": [tree_map(lambda x: x.cpu(), batch) for batch in self._drawn],
         }
 
@@ -307,6 +320,12 @@ class ReplayDataModule(ControlDataModule):
         device = self.trainer.strategy.root_device
         self._position = self.resumed_position(state, self._layout)
         self.replay.load_state_dict(state["replay"])
+        if left_out := state["replay"]["left_out"]:
+            kept = len(state["replay"]["valid"])
+            rank_zero_warn(
+                f"The checkpoint holds the newest {kept:,} of {kept + left_out:,} rows of the replay buffer: the older "
+                "transitions are lost, and the run differs from one that was never stopped."
+            )
         self.sampler.load_state_dict(state["sampler"])
         self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
 

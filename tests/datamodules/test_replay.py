@@ -127,6 +127,51 @@ def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_
         assert all_in(buffer, n_steps) == stream.remembered(buffer.rows, n_steps)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_envs=st.integers(1, 4),
+    n_steps=st.integers(1, 3),
+    newest=st.integers(4, 60),
+    ends=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_a_checkpoint_s_buffer_holds_the_newest_rows_and_goes_on(seed, n_envs, n_steps, newest, ends):
+    make = lambda: ReplayBuffer(LINE, spaces.Discrete(5), n_envs, 30 * n_envs)  # noqa: E731
+    buffer, stream = make(), Stream(n_envs, seed, ends, False)
+    for length in (5, 9, 14, 3, 11)[: seed % 6]:
+        buffer.add(stream.rollout(length))
+    sampler = PrioritizedSampler(buffer, 0)
+    index = buffer.valid.nonzero()[:, 0]
+    sampler.tree[index.numpy()] = buffer.reward[index].abs().numpy() + 1.0
+    state, known = buffer.state_dict(newest), sampler.state_dict(newest)
+    resumed = make()
+    resumed.load_state_dict(state)
+    kept = newest // n_envs + 1 if state["left_out"] else buffer.rows
+    assert len(state["valid"]) <= max(newest + n_envs, buffer.filled * n_envs)
+    assert all_in(resumed, n_steps) == stream.remembered(kept, n_steps)
+    again = PrioritizedSampler(resumed, 0)
+    again.load_state_dict(known)
+    index = resumed.valid.nonzero()[:, 0]
+    assert np.array_equal(again.tree[index.numpy()], resumed.reward[index].abs().numpy() + 1.0)
+    # What is written from here on stands behind what was kept.
+    resumed.add(stream.rollout(2))
+    assert set(all_in(resumed, 1)) >= set(stream.remembered(min(kept + 2, buffer.rows), 1))
+
+
+def test_a_bounded_checkpoint_says_what_is_lost(tmp_path, caplog):
+    arguments = {"total_timesteps": 64, "buffer_size": 60, "checkpoint_buffer_size": 20}
+    with caplog.at_level(logging.INFO, "datamodules"):
+        trainer = fit(DQN(), replay(**arguments))
+    assert "Checkpoints hold the newest 20 of its 60 rows" in caplog.text
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    buffer = torch.load(tmp_path / "a.ckpt", weights_only=True)["ReplayDataModule"]["ranks"][0]["replay"]
+    assert len(buffer["valid"]) == 21
+    with pytest.warns(UserWarning, match=r"newest 21 of \d+ rows of the replay buffer: the older transitions are lost"):
+        fit(DQN(), replay(**{**arguments, "total_timesteps": 96}), tmp_path / "a.ckpt")
+    with pytest.raises(UsageError, match=r"checkpoint_buffer_size=1 must be at least n_envs=2"):
+        replay(checkpoint_buffer_size=1, n_envs=2)
+
+
 def test_full_ring_without_episode_ends_holds_buffer_size_transitions():
     buffer = ReplayBuffer(LINE, spaces.Discrete(5), 2, 20)
     stream = Stream(2, 0, 0.0, False)
