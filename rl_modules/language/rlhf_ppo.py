@@ -295,7 +295,7 @@ class RLHFPPO(JudgedPolicy):
             "objective/non_score_reward": non_score.mean(),
             "objective/rlhf_reward": (score + non_score).mean(),
             "objective/scores": score.mean(),
-            "val/num_eos_tokens": rollout["finished"].float().sum(),
+            "val/num_eos_tokens": rollout["finished"].float().sum() * self.trainer.world_size,
             "val/explained_variance": F.explained_variance(rollout["value"][mask], returns[mask]),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
