@@ -1,11 +1,13 @@
 """Speed of training beside TRL: the same weights, the same records, the same number of sequences per step, alternating.
 
     python -m benchmarks.language sft --data paths --pairs 5 --json sft.json
+    python -m benchmarks.language reward_model --data paths --pairs 5 --json reward_model.json
 
 Sequences of an optimizer step are padded together or packed; what is counted are real tokens, prompts included and
 padding not, per second of training (model and data are ready when the clock starts). Logging every 10 steps on both
 sides, no evaluation, no checkpoints, no gradient checkpointing (which TRL has on by default). TRL's packing needs flash
-attention, so it is not among the contestants; its batches of similar length are, which change what is in a step.
+attention, so it is not among the contestants; its batches of similar length are, which change what is in a step. Of
+reward models, pairs per second are counted, of which a step has as many on both sides.
 Ratios are taken within a round, and their median is reported.
 """
 
@@ -114,6 +116,71 @@ class SFTRound:
         return trainer._total_train_tokens / seconds
 
 
+#: Pairs of the paths task: as they are, and behind an instruction, as people's preferences are.
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "paths": {"task": "paths", "n_train": 4096},
+    "paths_instructed": {
+        "task": "paths",
+        "task_kwargs": {"template": "Walk from the first letter to the second along the edges of the graph that you know "
+                        "in as few steps as you can, and write the letters that you step on. {start}>{goal}:"},
+        "n_train": 4096,
+    },
+}  # fmt: skip
+
+
+class RewardModelRound:
+    """One model and set of preferences, and the contestants on it; each returns pairs per second."""
+
+    def __init__(self, name: str, vocabulary: int | None) -> None:
+        from rl_modules import RewardModel
+
+        self.settings = {**PREFERENCES[name], "batch_size": BATCH}
+        self.model_config = {} if vocabulary is None else {"vocab_size": vocabulary}
+        module = RewardModel(model_config=self.model_config)
+        module.configure_model()
+        self.weights, self.tokenizer = module.model, module.tokenizer
+        self.contestants: dict[str, Callable[[int], float]] = {
+            "ours": lambda steps: self.ours(steps, packing=True),
+            "ours, not packed": lambda steps: self.ours(steps, packing=False),
+            "TRL": self.trl,
+        }
+
+    def ours(self, steps: int, packing: bool) -> float:
+        from datamodules import PreferenceDataModule
+        from rl_modules import RewardModel
+
+        module = RewardModel(model_config=self.model_config)
+        module.model = copy.deepcopy(self.weights)
+        return steps * BATCH / fit(module, PreferenceDataModule(packing=packing, **self.settings), steps)
+
+    def trl(self, steps: int) -> float:
+        from datasets import Dataset, disable_progress_bars
+        from transformers import PrinterCallback
+        from trl import RewardConfig, RewardTrainer
+
+        from datamodules.language.sources import load_records
+
+        disable_progress_bars()
+        columns = ("prompt", "chosen", "rejected")
+        source = {key: value for key, value in self.settings.items() if key in ("task", "task_kwargs")}
+        records = load_records(**source, n=self.settings["n_train"], required=columns)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = RewardConfig(
+                output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=1e-3, use_cpu=True,
+                gradient_checkpointing=False, logging_steps=10, save_strategy="no", report_to="none", disable_tqdm=True,
+                dataloader_pin_memory=False, bf16=False,
+            )  # fmt: skip
+            trainer = RewardTrainer(
+                copy.deepcopy(self.weights), arguments,
+                train_dataset=Dataset.from_list([{name: record[name] for name in columns} for record in records]),
+                processing_class=self.tokenizer
+            )  # fmt: skip
+            trainer.remove_callback(PrinterCallback)
+            start_s = time.perf_counter()
+            trainer.train()
+            return steps * BATCH / (time.perf_counter() - start_s)
+
+
 def measure(contestants: dict[str, Callable[[int], float]], pairs: int, steps: int) -> dict[str, Any]:
     """Alternate the contestants and compare them round by round."""
     for run in contestants.values():
@@ -147,6 +214,19 @@ def sft(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"what": "SFT", "data": arguments.data, "batch": BATCH, "vocabulary": arguments.vocabulary, **result}
 
 
+def reward_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Reward model, pairs per second."""
+    contestants = RewardModelRound(arguments.data, arguments.vocabulary).contestants
+    result = measure(contestants, arguments.pairs, arguments.steps)
+    return {
+        "what": "reward model",
+        "data": arguments.data,
+        "batch": BATCH,
+        "vocabulary": arguments.vocabulary,
+        **result,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -154,6 +234,10 @@ def main() -> None:
     one.add_argument("--data", choices=[*DATA], default="paths")
     one.add_argument("--vocabulary", type=int, help="words of the model; default: the character tokenizer's 99")
     one.set_defaults(run=sft)
+    two = commands.add_parser("reward_model", help=reward_model.__doc__)
+    two.add_argument("--data", choices=[*PREFERENCES], default="paths")
+    two.add_argument("--vocabulary", type=int, help="words of the model; default: the character tokenizer's 99")
+    two.set_defaults(run=reward_model)
     for command in commands.choices.values():
         command.add_argument("--pairs", type=int, default=5, help="rounds; the median is reported")
         command.add_argument("--steps", type=int, default=30, help="optimizer steps per run")

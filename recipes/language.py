@@ -61,6 +61,7 @@ class CompletionWriter(EpisodeWriter):
         rows = []
         for batch in predictions:
             if "chosen_reward" in batch:
+                self.rows_are = "pairs"
                 rewards = {name: batch[name].tolist() for name in ("chosen_reward", "rejected_reward")}
                 for i, texts in enumerate(batch["texts"]):
                     rows.append({**texts, **{name: values[i] for name, values in rewards.items()}})
