@@ -121,7 +121,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "paths": {"task": "paths", "n_train": 4096},
     "paths_instructed": {
         "task": "paths",
-        "task_kwargs": {"template": "Walk from the first letter to the second along the edges of the graph that you know "
+        "task_kwargs": {"template": "Walk from the first letter to the second along the edges of the graph you know "
                         "in as few steps as you can, and write the letters that you step on. {start}>{goal}:"},
         "n_train": 4096,
     },
