@@ -9,6 +9,7 @@ of the run that was never killed hold, tensor by tensor, and its curves the same
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -22,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.training import differences
 
@@ -40,6 +43,14 @@ PPO = ["--model=PPO", *ROLLOUTS, "--data.n_steps=64", "--data.batch_size=32", "-
        "--data.total_timesteps=3072"]  # fmt: skip
 DQN = ["--model=DQN", "--data=ReplayDataModule", "--data.env_id=CartPole-v1", "--data.eval_freq=500", *COMMON,
        "--data.total_timesteps=2000", "--data.rollouts_per_epoch=50"]  # fmt: skip
+
+TINY = ('{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, '
+        '"num_key_value_heads": 2}')  # fmt: skip
+LANGUAGE = ["--data.task=addition", "--data.n_eval=8", "--data.eval_steps=5", "--model.logging_steps=3",
+            "--trainer.accelerator=cpu", "--trainer.max_steps=24", "--checkpoint.interval_s=0.05",
+            "--checkpoint.max_share=1"]  # fmt: skip
+PROMPTS = ["--data=PromptDataModule", *LANGUAGE, "--model.max_completion_length=4", "--data.steps_per_generation=2",
+           "--data.num_iterations=2"]  # fmt: skip
 
 CASES: dict[str, list[str]] = {
     "ppo": [*PPO, "--data.env_id=CartPole-v1", "--model.learning_rate=lin_0.001", "--model.clip_range=lin_0.2"],
@@ -61,7 +72,31 @@ CASES: dict[str, list[str]] = {
     "monte-carlo": ["--model=MonteCarlo", *TABULAR],
     "sarsa": ["--model=SARSA", *TABULAR],
     "q-learning": ["--model=QLearning", "--model.double=true", *TABULAR],
+    "sft": ["--model=SFT", f"--model.model_config={TINY}", "--data=InstructionDataModule", *LANGUAGE,
+            "--model.max_completion_length=4", "--data.n_train=96", "--data.batch_size=16",
+            "--trainer.accumulate_grad_batches=2"],
+    "reward-model": ["--model=RewardModel", f"--model.model_config={TINY}", "--data=PreferenceDataModule", *LANGUAGE,
+                     "--data.task=paths", "--data.n_train=96", "--data.batch_size=16"],
+    "grpo": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
+             "--data.num_generations=4", "--model.beta=0.01"],
+    "rlhf-ppo": ["--model=RLHFPPO", *PROMPTS, "--data.batch_size=8", "--data.num_generations=1"],
 }  # fmt: skip
+
+
+def with_models(case: str, folder: Path) -> list[str]:
+    """A case's arguments; where it starts from models, those are made in ``folder``."""
+    if case != "rlhf-ppo":
+        return CASES[case]
+    from rl_modules import SFT, RewardModel
+
+    arguments = []
+    for cls, name in ((SFT, "model_name_or_path"), (RewardModel, "reward_model_name_or_path")):
+        if not (folder / name).exists():
+            model = cls(model_config=json.loads(TINY))
+            model.configure_model()
+            model.export(folder / name)
+        arguments.append(f"--model.{name}={folder / name}")
+    return [*CASES[case], *arguments]
 
 
 @dataclass
@@ -71,6 +106,8 @@ class Outcome:
     kills: int = 0
     #: Kills before the first checkpoint, after which the run began again.
     from_the_start: int = 0
+    #: Kills whose last checkpoint is from the middle of an epoch.
+    mid_epoch: int = 0
     survivors: int = 0
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -164,13 +201,22 @@ def chaos(arguments: Sequence[str], kills: int, folder: Path, rng: random.Random
                 break
             run.kill()
             outcome.kills += 1
-            outcome.from_the_start += not list(survivor.glob("logs/*/*/checkpoints/last.ckpt"))
+            last = next(survivor.glob("logs/*/*/checkpoints/last.ckpt"), None)
+            outcome.from_the_start += last is None
+            outcome.mid_epoch += last is not None and is_mid_epoch(last)
         Run(arguments, survivor, forks).finish()
         outcome.survivors += 1
         outcome.differences += compare(whole, survivor)
         shutil.rmtree(survivor)
     outcome.seconds = time.monotonic() - began_s
     return outcome
+
+
+def is_mid_epoch(checkpoint: Path) -> bool:
+    """Whether some batches of its epoch were over, and others not yet."""
+    loops = torch.load(checkpoint, weights_only=True, mmap=True)["loops"]["fit_loop"]
+    epoch, batch = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]["current"]
+    return epoch["processed"] < epoch["started"] and batch["completed"] > 0
 
 
 def compare(whole: Path, survivor: Path) -> list[str]:
@@ -206,14 +252,15 @@ def main() -> None:
     if not options.fresh:
         import_everything()
     results: dict[str, Outcome] = {}
-    print(f"{'case':20} {'kills':>5} {'from the start':>14} {'runs':>5} {'identical':>9} {'s':>6}")
+    print(f"{'case':20} {'kills':>5} {'no checkpoint':>13} {'mid-epoch':>9} {'runs':>5} {'identical':>9} {'s':>6}")
     for name in names:
         rng = random.Random(f"{options.seed} {name}")
         with tempfile.TemporaryDirectory() as folder:
-            result = results[name] = chaos(CASES[name], options.kills, Path(folder), rng, not options.fresh)
+            arguments = with_models(name, Path(folder) / "models")
+            result = results[name] = chaos(arguments, options.kills, Path(folder), rng, not options.fresh)
         verdict = "no" if result.differences else "yes"
-        print(f"{name:20} {result.kills:5} {result.from_the_start:14} {result.survivors:5} {verdict:>9} "
-              f"{result.seconds:6.1f}", flush=True)  # fmt: skip
+        print(f"{name:20} {result.kills:5} {result.from_the_start:13} {result.mid_epoch:9} {result.survivors:5} "
+              f"{verdict:>9} {result.seconds:6.1f}", flush=True)  # fmt: skip
         for difference in result.differences[:5]:
             print(f"    {difference[:300]}", flush=True)
     differing = sum(bool(result.differences) for result in results.values())
@@ -224,7 +271,6 @@ def main() -> None:
 
 def import_everything() -> None:
     """Everything a run imports, so that copies of this process need not."""
-    import torch
     from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
     import datamodules

@@ -252,7 +252,8 @@ def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path
 @pytest.mark.parametrize("case", chaos.CASES)
 def test_chaos(case: str, tmp_path: Path) -> None:
     chaos.import_everything()
-    outcome = chaos.chaos(chaos.CASES[case], kills=8, folder=tmp_path, rng=random.Random(f"slow {case}"))
+    arguments = chaos.with_models(case, tmp_path / "models")
+    outcome = chaos.chaos(arguments, kills=8, folder=tmp_path, rng=random.Random(f"slow {case}"))
     assert outcome.kills == 8
     assert outcome.differences == []
 
