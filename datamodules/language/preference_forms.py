@@ -67,8 +67,11 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
                              "answers share, where exactly one with role and content should be")  # fmt: skip
     if shared:
         before = chosen[:shared]
-        # A prompt in words beside whole conversations is what they begin with, said twice.
-        prompt = [*prompt, *before] if isinstance(prompt, list) and prompt != before else before
+        if isinstance(prompt, list) and prompt != before:
+            prompt = [*prompt, *before]
+        elif not isinstance(prompt, str) or [message["content"] for message in before] != [prompt]:
+            # One message that is the prompt in words stays in words, for tokenizers without a chat template.
+            prompt = before
     return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
 
 

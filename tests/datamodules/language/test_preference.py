@@ -280,8 +280,10 @@ def test_conversations_part_at_their_last_message():
     row = {"chosen": [*before, say("assistant", "fine")], "rejected": [*before, say("assistant", "go away")]}
     expected = {"prompt": before, "chosen": "fine", "rejected": "go away"}
     assert as_preference(row, "here") == expected
-    # As in UltraFeedback, whose prompt is the first message once more.
+    # As in UltraFeedback, whose prompt is the first message once more; alone it stays in words.
     assert as_preference({"prompt": "hi", **row}, "here") == expected
+    short = {"chosen": [before[0], say("assistant", "hey")], "rejected": [before[0], say("assistant", "no")]}
+    assert as_preference({"prompt": "hi", **short}, "here") == {"prompt": "hi", "chosen": "hey", "rejected": "no"}
     # As in TRL's explicit form, where the prompt is a list and the answers are one message each.
     explicit = {"prompt": before, "chosen": [say("assistant", "fine")], "rejected": [say("assistant", "go away")]}
     assert as_preference(explicit, "here") == expected
