@@ -69,7 +69,7 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         before = chosen[:shared]
         if isinstance(prompt, list) and prompt != before:
             prompt = [*prompt, *before]
-        elif not isinstance(prompt, str) or [message["content"] for message in before] != [prompt]:
+        elif not isinstance(prompt, str) or before != [{"role": "user", "content": prompt}]:
             # One message that is the prompt in words stays in words, for tokenizers without a chat template.
             prompt = before
     return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
