@@ -415,16 +415,3 @@ class GRPO(JudgedPolicy):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._table_due_at, self._synced_at = checkpoint["table_due_at"], checkpoint["synced_at"]
-
-    # ---------------------------------------------------------------- helpers
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self._trainer is not None else 1
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, [ranks · b, …]."""
-        if self._world_size == 1:
-            return x
-        rows: Any = self.all_gather(x)
-        return rows.flatten(0, 1)

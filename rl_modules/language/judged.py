@@ -118,6 +118,17 @@ class JudgedPolicy(LanguagePolicy):
 
     # ---------------------------------------------------------------- helpers
 
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self._trainer is not None else 1
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, [ranks · b, …]."""
+        if self._world_size == 1:
+            return x
+        rows: Any = self.all_gather(x)
+        return rows.flatten(0, 1)
+
     def _read_reward_model(self, path: str) -> Any:
         try:
             found = load_reward_model(path, self.tokenizer, self.hparams["torch_dtype"])

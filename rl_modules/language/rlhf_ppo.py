@@ -271,54 +271,51 @@ class RLHFPPO(JudgedPolicy):
 
     def whiten(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         """``F.masked_whiten`` over the completions of all ranks, [B, L]."""
-        if self.trainer.world_size == 1:
-            return F.masked_whiten(x, mask, shift_mean)
-        width = int(self.trainer.strategy.reduce(torch.tensor(float(x.shape[1])), reduce_op="max"))
-        padded = torch.nn.functional.pad(torch.stack([x, mask.to(x.dtype)]), (0, width - x.shape[1]))
-        everyone: Any = self.all_gather(padded)
-        whitened = F.masked_whiten(everyone[:, 0], everyone[:, 1], shift_mean)
-        return whitened[self.trainer.global_rank, :, : x.shape[1]]
+        width = x.shape[1]
+        if self._world_size > 1:
+            width = int(self.trainer.strategy.reduce(torch.tensor(float(width)), reduce_op="max"))
+        everyone = [self.gathered(torch.nn.functional.pad(y, (0, width - x.shape[1]))) for y in (x, mask)]
+        own = slice(self.global_rank * len(x), (self.global_rank + 1) * len(x))
+        return F.masked_whiten(everyone[0], everyone[1], shift_mean)[own, : x.shape[1]]
 
     # ---------------------------------------------------------------- diagnostics, the price of KL
 
     def record_generation(self, rollout: Rollout, returns: Tensor) -> None:
         """What a generation earned and how far it is from the reference; adapts β to that."""
-        mask, score = rollout["mask"], rollout["reward"]
-        per_token = torch.where(mask, rollout["log_prob"] - rollout["ref_log_prob"], 0.0)
-        kl = per_token.sum(-1)
-        priced = F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
-        non_score = -self.beta * torch.where(mask, priced, 0.0).sum(-1)
-        lengths = rollout["length"].float()
+        mask = rollout["mask"]
+        log_prob, ref_log_prob = rollout["log_prob"], rollout["ref_log_prob"]
+        paid = F.kl_estimate(log_prob, ref_log_prob, self.kl_estimator)
+        summed = [torch.where(mask, x, 0.0).sum(1) for x in (log_prob - ref_log_prob, paid, rollout["entropy"])]
+        columns = [rollout["reward"], rollout["length"], rollout["finished"], rollout["prompt_length"], *summed]
+        table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
+        score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
+        non_score = -self.beta * paid
+        explained = F.explained_variance(rollout["value"][mask], returns[mask])
         metrics = {
             "objective/kl": kl.mean(),
-            "objective/entropy": torch.where(mask, rollout["entropy"], 0.0).sum(-1).mean(),
+            "objective/entropy": entropy.mean(),
             "objective/non_score_reward": non_score.mean(),
             "objective/rlhf_reward": (score + non_score).mean(),
             "objective/scores": score.mean(),
-            "val/num_eos_tokens": rollout["finished"].float().sum() * self.trainer.world_size,
-            "val/explained_variance": F.explained_variance(rollout["value"][mask], returns[mask]),
-            "completions/mean_length": lengths.mean(),
-            "completions/min_length": lengths.min(),
-            "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - rollout["finished"].float().mean(),
+            "val/num_eos_tokens": finished.sum(),
+            "val/explained_variance": explained.nan_to_num(),
+            "completions/mean_length": length.mean(),
+            "completions/min_length": length.min(),
+            "completions/max_length": length.max(),
+            "completions/clipped_ratio": 1 - finished.mean(),
             "beta": torch.tensor(self.beta, device=kl.device),
         }
-        self.record(**{name: value.nan_to_num() for name, value in metrics.items()})
-        for name, column in zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True):
-            scored = ~column.isnan()
-            mean = F.masked_mean(column, scored)
-            self.record(scored.sum(), **{f"rewards/{name}/mean": mean})
-        totals = torch.stack([kl.mean(), (rollout["prompt_length"] + rollout["length"]).sum().float()])
-        if self.trainer.world_size > 1:
-            totals = self.trainer.strategy.reduce(totals, reduce_op="mean")
-        mean_kl, tokens = totals.tolist()
-        self.num_tokens += round(tokens * self.trainer.world_size)
+        for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
+            if len(scored := column[~column.isnan()]):
+                metrics[f"rewards/{name}/mean"] = scored.mean()
+        self.record(**metrics)
+        self.num_tokens += int((length + prompt_length).sum())
         if self.target_kl is not None:
-            self.beta = F.proportional_kl_coefficient(self.beta, mean_kl, self.target_kl, self.kl_gain)
+            self.beta = F.proportional_kl_coefficient(self.beta, kl.mean(), self.target_kl, self.kl_gain)
         step = self.trainer.global_step
         if self.completions_steps and step >= self._table_due_at:
             self._table_due_at = step - step % self.completions_steps + self.completions_steps
-            self.write_completions(rollout, kl)
+            self.write_completions(rollout, summed[0])
 
     def write_completions(self, rollout: Rollout, kl: Tensor) -> None:
         """A table of a few completions with their score, KL and true rewards."""

@@ -619,7 +619,6 @@ class Collect(L.Callback):
                        self.path)  # fmt: skip
 
 
-@pytest.mark.slow
 def test_two_ranks_are_one_with_twice_the_batch(make, tmp_path):
     """Whitening, normalisers and β are those of all completions together."""
     settings = {"optimizer": sgd, "target_kl": 0.01, "whiten_rewards": True, "ptx_coef": 0.5, "learning_rate": 0.5}
