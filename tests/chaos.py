@@ -246,9 +246,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="parts of names; none: all")
     parser.add_argument("--kills", type=int, default=8, help="per case")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--exact", action="store_true", help="the cases are whole names")
     parser.add_argument("--fresh", action="store_true", help="start Python anew for every run, instead of forking")
     options = parser.parse_args()
-    names = [name for name in CASES if not options.cases or any(part in name for part in options.cases)]
+    names = [
+        name for name in CASES
+        if not options.cases or any(name == part or (part in name and not options.exact) for part in options.cases)
+    ]  # fmt: skip
     if not options.fresh:
         import_everything()
     results: dict[str, Outcome] = {}
