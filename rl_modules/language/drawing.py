@@ -89,8 +89,7 @@ class NextToken:
         if self.top_p is not None and self.top_p < 1:
             ordered, order = scores.sort(-1, descending=True)
             probability = ordered.softmax(-1)
-            before = probability.cumsum(-1) - probability
-            before[:, 0] = 0  # The likeliest token stays whatever was rounded.
+            before = probability.cumsum(-1) - probability  # 0 for the likeliest token, which always stays
             scores = scores.masked_fill((before >= self.top_p).scatter(-1, order, before >= self.top_p), -torch.inf)
         if self.min_p:
             scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(self.min_p), -torch.inf)

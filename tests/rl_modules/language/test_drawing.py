@@ -86,12 +86,17 @@ def test_the_draws_of_many_seeds_pass_a_chi_square_test():
 
 
 def test_a_large_vocabulary_loses_no_token():
+    """One token has 99 % of the probability, 200,000 others share the rest: less each than float32 tells apart."""
     words = 200_000
-    chosen = torch.tensor([0, 1, 99_999, 123_456, words - 2, words - 1])
-    uniform = (chosen.double() + 0.5) / words
-    token, log_prob = NextToken().draw(torch.zeros(len(chosen), words), uniform)
-    assert torch.equal(token, chosen)
-    torch.testing.assert_close(log_prob, -torch.full((len(chosen),), float(words)).log())
+    logits = torch.zeros(1, words + 1)
+    logits[:, 0] = torch.tensor(99.0 * words).log()
+    chosen = torch.cat([torch.arange(1, 11), torch.arange(100_000, 100_010), torch.arange(words - 9, words + 1)])
+    # From the far end, where the first token's logit (rounded to float32) moves nothing.
+    uniform = 1 - 0.01 * (words - chosen + 0.5).double() / words
+    token, log_prob = NextToken().draw(logits.expand(30, -1), uniform)
+    assert torch.equal(token[20:], chosen[20:])
+    assert (token.view(3, 10).diff() == 1).all()
+    torch.testing.assert_close(log_prob, torch.full((30,), 0.01 / words).log())
 
 
 def test_a_large_vocabulary_keeps_its_proportions():
