@@ -60,10 +60,16 @@ class Pipeline:
                 stage has ended without its outputs.
         """
         folder = self.folder / name
-        wanted = json.loads(json.dumps({"settings": settings, "after": {p.name: _record(p).get("done_at") for p in after}}))
+        wanted = json.loads(
+            json.dumps({"settings": settings, "after": {p.name: _record(p).get("done_at") for p in after}})
+        )
         found = _record(folder)
         if found and {key: found[key] for key in wanted} != wanted:
-            what = "an earlier stage was run again since" if found["settings"] == wanted["settings"] else "of other settings"
+            what = (
+                "an earlier stage was run again since"
+                if found["settings"] == wanted["settings"]
+                else "of other settings"
+            )
             raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run it again, or "
                              "give the pipeline another one")  # fmt: skip
         if "done_at" in found and all((folder / output).exists() for output in outputs):
@@ -87,7 +93,9 @@ class Pipeline:
         self.seconds[name] = spent
         return folder
 
-    def fit(self, name: str, config: str, arguments: Mapping[str, Any] | None = None, after: Sequence[Path] = ()) -> Path:
+    def fit(
+        self, name: str, config: str, arguments: Mapping[str, Any] | None = None, after: Sequence[Path] = ()
+    ) -> Path:
         """A stage that is one ``rl fit`` and an export.
 
         Args:
@@ -106,8 +114,11 @@ class Pipeline:
 
             logger = {"save_dir": str(folder), "name": "", "version": "run"}
             options = {**given, **{f"trainer.logger.init_args.{key}": value for key, value in logger.items()}}
-            words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
-            _or_fail(name, lambda: main(["fit", "--config", config, *words, "--resume"]))
+            words = [
+                f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()
+            ]
+            resume = ["--resume"] if (folder / "run").exists() else []
+            _or_fail(name, lambda: main(["fit", "--config", config, *words, *resume]))
             shutil.rmtree(folder / "model", ignore_errors=True)  # a part of one, where an export was interrupted
             _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
                                          "--output", str(folder / "model")]))  # fmt: skip
