@@ -104,6 +104,14 @@ class ConfigRecord(SaveConfigCallback):
     #: True where the run goes on in a folder that has the config.
     resumes = False
 
+    def __init__(self, parser: Any, config: Any, **arguments: Any) -> None:
+        # Who uses the recorded file begins a run like this one, wherever this one began.
+        recorded = config.clone()
+        for name, value in (("ckpt_path", None), ("resume", False)):
+            if name in recorded:
+                recorded[name] = value
+        super().__init__(parser, recorded, **arguments)
+
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or self.resumes:
             return

@@ -145,7 +145,7 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.requests.restore()
-        if _position(trainer) != self._saved_at:
+        if _position(trainer) != self._saved_at and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_last(trainer, is_final=True)
         if _requeue_signals(trainer):
             # In a SLURM job Lightning would load the latest of these even to evaluate what has just been trained.
@@ -170,7 +170,7 @@ class Checkpoints(ModelCheckpoint):
             Stopped: after saving, where that was asked for.
         """
         now = time.monotonic()
-        stop, due = self.requests.signum, now >= self._due_s
+        stop, due = self.requests.signum, now >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if trainer.world_size > 1:
             self._batches += 1
             if self._batches < self._agree_every:

@@ -180,7 +180,7 @@ class RLCLI(LightningCLI):
         if settings is None or not logger.class_path.endswith("TensorBoardLogger"):
             raise UsageError("the newest run is found by the folders of TensorBoardLogger; with another logger give "
                              "--ckpt_path PATH")  # fmt: skip
-        return Path(settings.save_dir) / (settings.name or "") / (settings.get("sub_dir") or "")
+        return Path(settings.save_dir) / (settings.name or "")
 
     def before_fit(self) -> None:
         """Say what is gone on with and what is changed; take the points from the curves that will be written again."""
@@ -198,9 +198,10 @@ class RLCLI(LightningCLI):
                     callback.resumes = self.checkpoint is not None
                 if isinstance(callback, Checkpoints):
                     callback.last_path = self.resumed.checkpoint
-            if self.trainer.is_global_zero:
-                states = (self.checkpoint or {}).get("callbacks", {})
-                curves.cut(self.resumed.folder, states.get("Checkpoints", {}).get("curves", {}))
+            states = (self.checkpoint or {}).get("callbacks", {})
+            for logger in self.trainer.loggers:
+                if isinstance(logger, TensorBoardLogger) and self.trainer.is_global_zero:
+                    curves.cut(Path(logger.log_dir), states.get("Checkpoints", {}).get("curves", {}))
         self.checkpoint = None  # its tensors are mapped from the file that is about to be replaced
 
     def instantiate_classes(self) -> None:

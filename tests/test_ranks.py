@@ -1,9 +1,12 @@
 """Two processes with N environments each learn what one process with 2N environments learns."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -13,10 +16,12 @@ from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from recipes.checkpoints import Checkpoints
+from recipes.signals import Stopped
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
 from rl_modules.errors import UsageError
 from tests.ranks import on_ranks
-from tests.training import fit
+from tests.training import assert_equal_checkpoints, fit
 
 T, N = 8, 6
 
@@ -231,6 +236,33 @@ def run(folder: Path, last: Path | None = None, world_size: int = 2, **arguments
     return trainer.global_step
 
 
+class SignalOneRank(L.Callback):
+    """SIGTERM for the second rank alone, in the middle of a batch."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    def stopped() -> str:
+        checkpoints = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
+        try:
+            run(tmp_path, callbacks=[Checkpoints(), SignalOneRank()], **checkpoints)
+        except Stopped as error:
+            return f"{error.signum} {error.checkpoint}"
+        return "not stopped"
+
+    def both() -> list:
+        return [stopped(), run(tmp_path / "rest", tmp_path / "run/checkpoints/last.ckpt"), run(tmp_path / "whole")]
+
+    ranks = on_ranks(both, tmp_path)
+    assert ranks == [[f"15 {tmp_path}/run/checkpoints/last.ckpt", 20, 20]] * 2
+    step = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"]
+    assert 6 <= step < 20  # ranks ask each other now and then, not at every step
+    assert_equal_checkpoints(tmp_path / "whole/end.ckpt", tmp_path / "rest/end.ckpt")
+
+
 def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) -> None:
     def both() -> list[int]:
         return [run(tmp_path / "whole"), run(tmp_path / "half", max_epochs=2),
@@ -238,8 +270,6 @@ def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) 
 
     steps, others = on_ranks(both, tmp_path)
     assert steps == others == [20, 8, 20]
-    from tests.training import assert_equal_checkpoints
-
     assert_equal_checkpoints(tmp_path / "whole/end.ckpt", tmp_path / "rest/end.ckpt")
     ranks = torch.load(tmp_path / "whole/end.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     assert not torch.equal(ranks[0]["collector"]["observation"], ranks[1]["collector"]["observation"])

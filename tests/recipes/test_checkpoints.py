@@ -334,6 +334,18 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run(what: str, tmp_path:
     assert saved["step"] == 6
 
 
+def test_a_critic_whose_loss_is_no_number_stops_trpo(tmp_path: Path) -> None:
+    class BrokenCritic(TRPO):
+        def value_loss(self, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+            return super().value_loss(value, batch) * (float("nan") if self.current_epoch == 3 else 1.0)
+
+    with pytest.raises(UsageError, match=r"the loss of optimizer step \d+ \(epoch 3\) is nan.*last good checkpoint"):
+        fit(BrokenCritic(batch_size=8, n_critic_updates=2), whole(), **saving(tmp_path))
+    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert last["RolloutDataModule"]["num_timesteps"] == 3 * 16
+    assert all(torch.isfinite(value).all() for value in last["state_dict"].values())
+
+
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     # Nothing is clipped, so that the gradient's norm is unknown and the loss of its own step still finite.
     with pytest.raises(UsageError, match=r"after step 6 the parameter network\S+ is NaN.*last good checkpoint"):
