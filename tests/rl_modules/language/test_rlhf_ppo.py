@@ -535,6 +535,22 @@ def test_objectives_are_the_generations_own_and_add_up(make):
     assert module.num_tokens > 0
 
 
+def test_evaluation_shows_score_and_kl_of_held_out_completions(make, make_trainer, folders):
+    held_out = {"eval_path": str(folders / "prompts.jsonl"), "n_eval": 5, "eval_num_generations": 2,
+                "eval_temperature": 1.0}  # fmt: skip
+    export(folders / "other", "causal", 7)
+    module, data = make(data=held_out, ref_model_name_or_path=str(folders / "other"))
+    (metrics,) = make_trainer().test(module, datamodule=data, verbose=False)
+    (batch,) = list(data.held_out_completions())
+    text = (batch["tokens"], batch["prompt_length"], batch["length"])
+    with torch.no_grad():
+        kl = completion_log_probs(module.model, *text)[0] - completion_log_probs(module.reference, *text)[0]
+    assert metrics["eval/kl"] == pytest.approx(kl.sum(1).mean().item(), rel=1e-4)
+    assert metrics["eval/scores"] == pytest.approx(module.scores(*text).mean().item(), rel=1e-4)
+    assert abs(metrics["eval/kl"]) > 1e-3
+    assert batch["tokens"].shape[0] == 10
+
+
 def test_advantages_in_the_batch_are_whitened_over_the_generation(make):
     watch = Watch()
     module, data = make(data={"steps_per_generation": 2})
