@@ -64,8 +64,8 @@ def sample(
 ) -> Completions:
     """Sample ``num_generations`` completions of each prompt.
 
-    Work is avoided: equal prompts go through the model once, and each row's cache is a copy of its prompt's; a row that
-    has ended leaves the batch; log-probabilities come from the logits that were sampled from. A row's tokens depend on
+    Work is avoided: equal prompts go through the model once, and their completions share what was cached (on a CPU) or
+    copy it; a row that has ended leaves the batch; log-probabilities come from the logits that were sampled from. A row's tokens depend on
     its prompt and its seed, not on the rows beside it (up to the arithmetic: a model's logits differ in the last digits
     between batch sizes, and a draw that falls on the border between two tokens can go the other way).
 
@@ -90,7 +90,7 @@ def sample(
 
     Raises:
         UsageError: an argument out of range, a wrong number of seeds, an empty prompt, a prompt that leaves no room for
-            a token, an id outside of the vocabulary, a model with virtual tokens (prompt tuning).
+            a token, an id outside of the vocabulary, a model with virtual tokens (prompt tuning), or on MPS.
         FloatingPointError: the model's logits are NaN.
     """
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -102,7 +102,10 @@ def sample(
     positions = max_length(config)
     _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
     _check_prompts(prompts, positions, config.vocab_size)
-    batch = Prompts.of(prompts, num_generations, pad_token_id, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    if device.type == "mps":
+        raise UsageError("model is on mps, which has no float64 for exact draws; use accelerator=cpu or a CUDA device")
+    batch = Prompts.of(prompts, num_generations, pad_token_id, device)
     limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
     draws = uniforms(seeds, int(limit.max())).to(limit.device)
     record = Record(limit, torch.tensor(stops, device=limit.device), pad_token_id)

@@ -1,6 +1,7 @@
 """The sampler against independent answers: a teacher-forced forward, ``generate``, transformers' logits processors."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -370,6 +371,13 @@ def test_virtual_tokens_are_refused():
 
     model = get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(UsageError, match="virtual tokens"):
+        draw(model, SAME_LENGTH)
+
+
+def test_a_device_without_float64_is_refused(qwen2):
+    there = SimpleNamespace(device=torch.device("mps"))
+    model = SimpleNamespace(config=qwen2.config, parameters=lambda: iter([there]))
+    with pytest.raises(UsageError, match="mps"):
         draw(model, SAME_LENGTH)
 
 
