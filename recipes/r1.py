@@ -18,10 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from recipes import configs
 from recipes.pipeline import Pipeline
+from recipes.stages import config_text, evaluate, rl_words, stage_options
 from rl_modules.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "preferences", "reward_model", "final", "evaluation")
@@ -54,15 +52,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     parser.add_argument("--reward_model", default="r1/reward_model.yaml", help="config of that reward's training")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
-    options: dict[str, dict[str, str]] = {stage: {} for stage in STAGES}
-    for word in rest:
-        name, equals, value = word.removeprefix("--").partition("=")
-        stage, _, key = name.partition(".")
-        if not word.startswith("--") or not equals or stage not in options or not key:
-            raise UsageError(f"{word!r} is not understood; an option of a stage is written --grpo.model.beta=0.01, and "
-                             f"the stages are {', '.join(STAGES)}")  # fmt: skip
-        options[stage][key] = value
-    return given, options
+    return given, stage_options(rest, STAGES, "--grpo.model.beta=0.01")
 
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
@@ -78,7 +68,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     def measure(name: str) -> None:
         arguments = {**judge, **({} if model is None else {"model.model_name_or_path": str(model)})}
         rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments),
-                                       {"config": _text(given.grpo), "arguments": arguments}, done)  # fmt: skip
+                                       {"config": config_text(given.grpo), "arguments": arguments}, done)  # fmt: skip
 
     if given.cold_start != "none":
         model = pipeline.fit("cold_start", given.cold_start, {**seed, **options["cold_start"]})
@@ -115,24 +105,6 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     pipeline.curves(trained, CURVES)
 
 
-def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
-    """Success rates on held-out prompts, with the sampling settings of the config's evaluation.
-
-    Args:
-        config: an ``rl`` config.
-        arguments: options beside it.
-
-    Returns:
-        ``eval/pass@1``, ``eval/pass@k``, ``eval/cons@k``, ``eval/rewards/…`` and lengths.
-    """
-    from recipes.lightning_cli import RLCLI
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        cli = RLCLI("test", _words(config, arguments))
-    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
-    return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
-
-
 def write_preferences(config: str, arguments: dict[str, str], folder: Path) -> None:
     """Pairs of the policy's own completions of held-out prompts: right before wrong, then short before long.
 
@@ -143,7 +115,7 @@ def write_preferences(config: str, arguments: dict[str, str], folder: Path) -> N
 
     written = folder / "completions.jsonl"
     with contextlib.redirect_stdout(io.StringIO()):
-        RLCLI("predict", [*_words(config, arguments), "--output", str(written)])
+        RLCLI("predict", [*rl_words(config, arguments), "--output", str(written)])
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in written.read_text("utf-8").splitlines():
         row = json.loads(line)
@@ -165,14 +137,6 @@ def preference(prompt: str, rows: list[dict[str, Any]]) -> dict[str, str] | None
     if (best["correct"], best["length"]) == (worst["correct"], worst["length"]):
         return None
     return {"prompt": prompt, "chosen": best["completion"], "rejected": worst["completion"]}
-
-
-def _words(config: str, arguments: dict[str, str]) -> list[str]:
-    return ["--config", str(configs.find(config)), *(f"--{key}={value}" for key, value in arguments.items())]
-
-
-def _text(config: str) -> str:
-    return yaml.safe_dump(yaml.safe_load(configs.find(config).read_text("utf-8")))
 
 
 def _of_group(options: dict[str, str], group: str) -> dict[str, str]:

@@ -10,18 +10,13 @@ Source: Ouyang et al. 2022, arXiv:2203.02155, figure 2; comparisons of samples: 
 """
 
 import argparse
-import contextlib
-import io
 import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from recipes import configs
 from recipes.pipeline import Pipeline
+from recipes.stages import config_text, evaluate, instantiate, stage_options
 from rl_modules.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
@@ -73,15 +68,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
         raise UsageError(
             f"samples={given.samples} must be an even number of at least 2, for they are compared in pairs"
         )
-    options: dict[str, dict[str, str]] = {stage: {} for stage in STAGES}
-    for word in rest:
-        name, equals, value = word.removeprefix("--").partition("=")
-        stage, _, key = name.partition(".")
-        if not word.startswith("--") or not equals or stage not in options or not key:
-            raise UsageError(f"{word!r} is not understood; an option of a stage is written --ppo.model.beta=0.05, and "
-                             f"the stages are {', '.join(STAGES)}")  # fmt: skip
-        options[stage][key] = value
-    return given, options
+    return given, stage_options(rest, STAGES, "--ppo.model.beta=0.05")
 
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
@@ -96,7 +83,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         "preferences",
         lambda folder: write_preferences(given.sft, policy, given.samples, folder),
         ("train.jsonl", "test.jsonl"),
-        {"config": _text(given.sft), "arguments": policy, "samples": given.samples},
+        {"config": config_text(given.sft), "arguments": policy, "samples": given.samples},
         done,
     )
     done = [*done, pairs]
@@ -115,7 +102,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     rows: dict[str, dict[str, float]] = {}
 
     def measure(name: str, config: str, arguments: dict[str, str], after: list[Path]) -> None:
-        settings = {"config": _text(config), "arguments": arguments}
+        settings = {"config": config_text(config), "arguments": arguments}
         rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(config, arguments), settings, after)
 
     data = {key: value for key, value in options["ppo"].items() if key.startswith("data.")}
@@ -164,35 +151,6 @@ def write_preferences(config: str, arguments: dict[str, str], samples: int, fold
                 if texts[i] != texts[i + 1]:
                     pair = data.task.compare(records[i // samples], texts[i], texts[i + 1], rng)
                     file.write(json.dumps(pair) + "\n")
-
-
-def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
-    """What ``rl test`` measures on held-out records, by name, ``eval/…``."""
-    from recipes.lightning_cli import RLCLI
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        cli = RLCLI("test", _words(config, arguments))
-    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
-    return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
-
-
-def instantiate(config: str, arguments: dict[str, str]) -> Any:
-    """Module and datamodule of a config, without running anything."""
-    from recipes.lightning_cli import RLCLI
-
-    class Instances(RLCLI):
-        def _run_subcommand(self, subcommand: str) -> None:
-            """Do nothing with them."""
-
-    return Instances("test", _words(config, arguments))
-
-
-def _words(config: str, arguments: dict[str, str]) -> list[str]:
-    return ["--config", str(configs.find(config)), *(f"--{key}={value}" for key, value in arguments.items())]
-
-
-def _text(config: str) -> str:
-    return yaml.safe_dump(yaml.safe_load(configs.find(config).read_text("utf-8")))
 
 
 if __name__ == "__main__":
