@@ -32,6 +32,7 @@ def test_config_prints_and_resolves(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
+    """Two epochs of control, two optimizer steps of a language model."""
     monkeypatch.chdir(tmp_path)
     small = [
         "--trainer.max_epochs=2",
@@ -39,6 +40,10 @@ def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
         "--data.eval_freq=0",
         "--data.n_test_episodes=1",
     ]
+    text = (configs.CONFIGS / name).read_text(encoding="utf-8")
+    language = re.search(r"class_path: (Instruction|Preference|Prompt)DataModule", text) is not None
+    if language:
+        small = ["--trainer.max_steps=2", "--data.n_train=64", "--data.batch_size=16", "--data.n_eval=4"]
     if name.startswith("dqn/"):
         small += ["--data.learning_starts=100", "--data.buffer_size=1000"]
     try:
@@ -47,5 +52,7 @@ def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
         error = capsys.readouterr().err
         if "needs a package that is not installed" in error:
             pytest.skip(error.strip())
+        if language and "can't be loaded" in error:
+            pytest.skip(f"begins with a model of the hub or of an earlier stage: {error.strip()}")
         pytest.fail(f"exit code {exit_.code}: {error}")
-    assert "transitions" in capsys.readouterr().out
+    assert ("optimizer steps  2 in" if language else "transitions") in capsys.readouterr().out
