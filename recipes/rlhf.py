@@ -78,7 +78,8 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     sft = pipeline.fit("sft", given.sft, {**seed, **options["sft"]})
     done = [sft.parent]
 
-    policy = {**seed, "model.model_name_or_path": str(sft), **options["preferences"]}
+    # The policy as it is now: what the config says of a new one does not apply.
+    policy = {**seed, "model.model_name_or_path": str(sft), "model.model_config": "null", **options["preferences"]}
     pairs = pipeline.stage(
         "preferences",
         lambda folder: write_preferences(given.sft, policy, given.samples, folder),

@@ -20,7 +20,7 @@ def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities
     policy.configure_model()
     policy.export(tmp_path / "policy")
     arguments = {"model.model_name_or_path": str(tmp_path / "policy"), "data.task_kwargs": '{"n_nodes": 5}',
-                 "model.max_completion_length": "4", "threads": "1"}  # fmt: skip
+                 "model.model_config": "null", "model.max_completion_length": "4", "threads": "1"}  # fmt: skip
     rlhf.write_preferences("rlhf/sft.yaml", arguments, 6, tmp_path)
     task = make_task("paths", n_nodes=5)
     pairs = {split: [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
