@@ -55,6 +55,25 @@ class Clock(L.Callback):
         self.seconds = now() - self._start_s
 
 
+def train(trainer: Any) -> float:
+    """Seconds from the first batch to the last of a Hugging Face trainer."""
+    from transformers import PrinterCallback, TrainerCallback
+
+    times: list[float] = []
+
+    class Ends(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            times.append(now())
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            times.append(now())
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Ends())
+    trainer.train()
+    return times[1] - times[0]
+
+
 def fit(model: L.LightningModule, data: L.LightningDataModule, steps: int) -> float:
     """Seconds of so many optimizer steps."""
     clock = Clock()
@@ -96,7 +115,6 @@ class SFTRound:
 
     def trl(self, steps: int, sampling: str) -> float:
         from datasets import Dataset, disable_progress_bars
-        from transformers import PrinterCallback
         from trl import SFTConfig, SFTTrainer
 
         from datamodules.language.sources import load_records
@@ -116,10 +134,7 @@ class SFTRound:
                 copy.deepcopy(self.weights), arguments, train_dataset=Dataset.from_list(rows),
                 processing_class=self.tokenizer
             )  # fmt: skip
-            trainer.remove_callback(PrinterCallback)
-            start_s = now()
-            trainer.train()
-            seconds = now() - start_s
+            seconds = train(trainer)
         return trainer._total_train_tokens / seconds
 
 
@@ -162,7 +177,6 @@ class RewardModelRound:
 
     def trl(self, steps: int) -> float:
         from datasets import Dataset, disable_progress_bars
-        from transformers import PrinterCallback
         from trl import RewardConfig, RewardTrainer
 
         from datamodules.language.sources import load_records
@@ -182,10 +196,7 @@ class RewardModelRound:
                 train_dataset=Dataset.from_list([{name: record[name] for name in columns} for record in records]),
                 processing_class=self.tokenizer
             )  # fmt: skip
-            trainer.remove_callback(PrinterCallback)
-            start_s = now()
-            trainer.train()
-            return steps * BATCH / (now() - start_s)
+            return steps * BATCH / train(trainer)
 
 
 def measure(contestants: dict[str, Callable[[int], float]], pairs: int, steps: int) -> dict[str, Any]:
@@ -252,7 +263,7 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
         command.add_argument("--threads", type=int, default=1, help="torch threads, for every contestant")
         command.add_argument("--clock", choices=[*CLOCKS], default="wall",
-                             help="cpu: the process's own time, for one thread on a machine that is not idle")  # fmt: skip
+                             help="cpu: the process's own time, for one thread on a busy machine")  # fmt: skip
         command.add_argument("--json", type=Path, help="where to write the measurements")
     arguments = parser.parse_args()
     global now
