@@ -63,7 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    ppo = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 20, "eval_freq": 0, "total_timesteps": 100_000}
+    ppo = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 20, "eval_freq": 0, "total_timesteps": 40_000}
     run("PPO", PPO(gamma=0.98, gae_lambda=0.8, learning_rate="lin_1e-3", log_every=4), RolloutDataModule(**ppo))
     dqn = {"buffer_size": 100_000, "learning_starts": 100_000, "train_freq": 256, "gradient_steps": 128,
            "batch_size": 64, "eval_freq": 0, "total_timesteps": 110_000}  # fmt: skip

@@ -36,7 +36,7 @@ COMMON = [
     "--data.n_eval_episodes=2", "--data.n_test_episodes=2", "--checkpoint.interval_s=0.05", "--checkpoint.max_share=1"
 ]  # fmt: skip
 ROLLOUTS = ["--data=RolloutDataModule", "--data.n_envs=4", "--data.eval_freq=512", *COMMON]
-TABULAR = [*ROLLOUTS, "--data.n_steps=8", "--data.batch_size=null", "--data.n_epochs=1", "--data.total_timesteps=3200",
+TABULAR = [*ROLLOUTS, "--data.n_steps=8", "--data.batch_size=null", "--data.n_epochs=1", "--data.total_timesteps=16000",
            "--data.rollouts_per_epoch=10", "--data.env_id=Maze-v0"]  # fmt: skip
 WHOLE = [*ROLLOUTS, "--data.env_id=CartPole-v1", "--data.n_steps=32", "--data.batch_size=null", "--data.n_epochs=1"]
 PPO = ["--model=PPO", *ROLLOUTS, "--data.n_steps=64", "--data.batch_size=32", "--data.n_epochs=4",
@@ -78,7 +78,7 @@ CASES: dict[str, list[str]] = {
     "reward-model": ["--model=RewardModel", f"--model.model_config={TINY}", "--data=PreferenceDataModule", *LANGUAGE,
                      "--data.task=paths", "--data.n_train=96", "--data.batch_size=16"],
     "grpo": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
-             "--data.num_generations=4", "--model.beta=0.01"],
+             "--data.num_generations=4", "--model.beta=0.01", "--trainer.max_steps=72"],
     "rlhf-ppo": ["--model=RLHFPPO", *PROMPTS, "--data.batch_size=8", "--data.num_generations=1"],
 }  # fmt: skip
 
