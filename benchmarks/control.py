@@ -109,17 +109,21 @@ CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
 TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240}
 
 
-def measure(algorithm: str, pairs: int, total_timesteps: int) -> dict:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def measure(algorithm: str, pairs: int, total_timesteps: int, clock: str = "wall") -> dict:
     """Alternate the contestants and compare them round by round."""
+    now = CLOCKS[clock]
     contestants = CONTESTANTS[algorithm]
     for run in contestants.values():
         run(2_048)  # imports, allocator, first-call costs
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(pairs):
         for name, run in contestants.items():
-            start_s = time.perf_counter()
+            start_s = now()
             run(total_timesteps)
-            speeds[name].append(total_timesteps / (time.perf_counter() - start_s))
+            speeds[name].append(total_timesteps / (now() - start_s))
     ratios = {
         name: statistics.median(own / other for own, other in zip(speeds["ours"], speeds[name], strict=True))
         for name in contestants
@@ -128,6 +132,7 @@ def measure(algorithm: str, pairs: int, total_timesteps: int) -> dict:
         "algorithm": algorithm,
         "total_timesteps": total_timesteps,
         "pairs": pairs,
+        "clock": clock,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -143,15 +148,18 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="rounds; the median is reported")
     parser.add_argument("--timesteps", type=int, help="transitions per run; default: enough for some seconds")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, for every contestant")
+    parser.add_argument(
+        "--clock", choices=[*CLOCKS], default="wall", help="cpu: the processor's time, where other work runs beside"
+    )
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    results = [measure(name, args.pairs, args.timesteps or TIMESTEPS[name]) for name in args.algorithm]
+    results = [measure(name, args.pairs, args.timesteps or TIMESTEPS[name], args.clock) for name in args.algorithm]
     for result in results:
         print(f"\n{result['algorithm']}: {result['total_timesteps']:,} transitions, {result['pairs']} rounds, "
-              f"{result['threads']} thread(s)")  # fmt: skip
+              f"{result['threads']} thread(s), {result['clock']} time")  # fmt: skip
         print(f"{'contestant':<20}{'steps/s':>10}{'ours ÷ it':>12}")
         for name, speed in result["steps_per_second"].items():
             print(f"{name:<20}{speed:>10,.0f}{result['ours_over'][name]:>12.2f}")
