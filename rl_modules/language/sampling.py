@@ -65,9 +65,9 @@ def sample(
     """Sample ``num_generations`` completions of each prompt.
 
     Work is avoided: equal prompts go through the model once, and their completions share what was cached (on a CPU) or
-    copy it; a row that has ended leaves the batch; log-probabilities come from the logits that were sampled from. A row's tokens depend on
-    its prompt and its seed, not on the rows beside it (up to the arithmetic: a model's logits differ in the last digits
-    between batch sizes, and a draw that falls on the border between two tokens can go the other way).
+    copy it; a row that has ended leaves the batch; log-probabilities come from the logits that were sampled from. A
+    row's tokens depend on its prompt and its seed, not on the rows beside it (up to the arithmetic: a model's logits
+    differ in the last digits between batch sizes, and a draw on the border between two tokens can go the other way).
 
     The model runs in eval mode, without gradient, and in whatever precision context the caller is in. Its train mode is
     restored. Caches with a window or a state (Mamba, or sliding windows shorter than the text) can't drop rows; for

@@ -101,8 +101,8 @@ class SharedPromptCache(RowCache):
 def can_share_prompts(model: Any, device: torch.device) -> bool:
     """Whether the model takes an attention function of ours, and is known to gain by it.
 
-    On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. Elsewhere sdpa is
-    one fused kernel where these are a dozen, and we have not measured.
+    On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. Elsewhere sdpa
+    is one fused kernel where these are a dozen, and we have not measured.
     """
     return (
         device.type == "cpu"
