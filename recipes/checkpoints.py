@@ -22,6 +22,8 @@ from rl_modules.errors import UsageError
 
 #: Several ranks ask each other about as often as this whether one was told to stop.
 AGREEMENT_INTERVAL_S = 0.25
+#: The first checkpoint comes after as many seconds, and each pause is twice the last, until there is one a minute.
+FIRST_AFTER_S = 4.0
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -59,7 +61,8 @@ class Checkpoints(ModelCheckpoint):
     Args:
         monitor: the metric whose best value ``best.ckpt`` has; None: the algorithm's own.
         mode: ``max`` or ``min``; read where ``monitor`` is given.
-        interval_s: least seconds of training between two writes of ``last.ckpt``.
+        interval_s: least seconds of training between two writes of ``last.ckpt``; at first the pauses are shorter, so
+            that a short run that is killed has something to go on from.
         max_share: largest share of the time that writing ``last.ckpt`` may take, in (0, 1]; a write that took long is
             waited for longer.
         keep_previous: keep the checkpoint before the last as well, for when the last is damaged; takes as much disk.
@@ -92,7 +95,7 @@ class Checkpoints(ModelCheckpoint):
         self._settings: dict[str, Any] = {}
         self._saved_settings: dict[str, Any] | None = None
         self._between_batches = False
-        self._due_s = 0.0
+        self._due_s = self._pause_s = 0.0
         self._saved_at = (-1, -1, -1)
         self._batches, self._agree_every, self._agreed_s = 0, 1, 0.0
 
@@ -124,7 +127,8 @@ class Checkpoints(ModelCheckpoint):
         if self._saved_settings is not None:
             apply_changes(trainer, self._saved_settings, self._settings)
             self._saved_settings = None
-        self._due_s = time.monotonic() + self.interval_s
+        self._pause_s = min(FIRST_AFTER_S, self.interval_s)
+        self._due_s = time.monotonic() + self._pause_s
         self._saved_at = _position(trainer)
         loader: Any = trainer.train_dataloader
         self._between_batches = hasattr(loader, "before_next")
@@ -228,7 +232,8 @@ class Checkpoints(ModelCheckpoint):
                 raise UsageError(f"the last checkpoint can't be written to {folder}: {error}; {kept}") from error
             rank_zero_warn(f"The checkpoint can't be written: {error}; {kept}. Training goes on, and tries again.")
         now = time.monotonic()
-        self._due_s = now + max(self.interval_s, (now - began_s) * (1 / self.max_share - 1))
+        self._pause_s = min(2 * self._pause_s, self.interval_s)
+        self._due_s = now + max(self._pause_s, (now - began_s) * (1 / self.max_share - 1))
 
     def _rotate(self, folder: Path, coming: Path, last: Path) -> None:
         """``next`` becomes ``last``, and ``last`` ``previous``; there is a whole ``last`` at any time."""

@@ -136,16 +136,19 @@ class RLCLI(LightningCLI):
                 folder = self._parent_folder(config) / job
                 config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
                 config["resume"] = folder.is_dir()
+        # As in Lightning, where `last` may be given before there is any.
+        if self.command == "fit" and given == "last":
+            config["resume"] = True
         if given in resume.NAMES or config.get("resume"):
             if given is not None and given not in resume.NAMES:
                 raise UsageError(f"--resume finds its checkpoint by itself; leave out --ckpt_path {given}, or --resume")
             given = self._resolve(config, given or "last")
+        config["ckpt_path"] = None if given is None else str(given)
         if given is None:
             return
         if not Path(given).exists():
             raise UsageError(f"ckpt_path={given!r} is no file; give the path of a .ckpt file, or one of "
                              f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
-        config["ckpt_path"] = str(given)
         self.checkpoint = resume.read(Path(given))
 
     def _resolve(self, config: Any, name: str) -> Path | None:

@@ -170,12 +170,13 @@ def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
     assert steps(stopped, "train/loss") == [256, 512]
 
 
-def test_without_a_checkpoint_a_run_begins(rl: Any) -> None:
-    code, out, err = rl("fit", *RUN, "--resume")
+@pytest.mark.parametrize("how", [["--resume"], ["--ckpt_path", "last"]])
+def test_without_a_checkpoint_a_run_begins(rl: Any, how: list[str]) -> None:
+    code, out, err = rl("fit", *RUN, *how)
     assert code == 0, err
     assert "going on" not in out
     shutil.rmtree(FOLDER / "version_0/checkpoints")
-    code, out, err = rl("fit", *RUN, "--resume")
+    code, out, err = rl("fit", *RUN, *how)
     assert code == 0, err
     assert "version_0 has no checkpoint yet: its run begins again" in out
     assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
@@ -198,8 +199,8 @@ def test_a_damaged_checkpoint_gets_a_sentence_and_the_one_before_works(rl: Any, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ckpt_path", "last", "--model.clip_range", "0.1", "--trainer.logger.name", "none"],
-         "ckpt_path=last: there is no last.ckpt .* in logs/none; give a path"),
+        (["--ckpt_path", "previous", "--trainer.logger.name", "none"],
+         "ckpt_path=previous: there is no previous.ckpt .* in logs/none; give a path"),
         (["--resume", "--ckpt_path", "x.ckpt"], "leave out --ckpt_path x.ckpt, or --resume"),
         (["--resume", "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"],
          "folders of TensorBoardLogger; with another logger give --ckpt_path"),
