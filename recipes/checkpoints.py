@@ -266,14 +266,15 @@ class Checkpoints(ModelCheckpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        best = os.path.join(str(self.dirpath), "best.ckpt")
-        if state_dict["best_model_path"] and os.path.exists(best):
-            # A folder that is called by another path, or was moved with its run, is the same to go on with.
-            score = state_dict["best_model_score"]
-            state_dict = {**state_dict, "dirpath": self.dirpath, "best_model_path": best,
-                          "kth_best_model_path": best, "best_k_models": {best: score}}  # fmt: skip
-        super().load_state_dict(state_dict)
         self._saved_settings = state_dict["settings"]
+        best = os.path.join(str(self.dirpath), "best.ckpt")
+        # A folder that is called by another path, or was moved with its run, is the same; a new one has a best to come.
+        if state_dict["best_model_path"] and os.path.exists(best):
+            score = state_dict["best_model_score"]
+            super().load_state_dict({
+                **state_dict, "dirpath": self.dirpath, "best_model_path": best, "kth_best_model_path": best,
+                "best_k_models": {best: score},
+            })  # fmt: skip
 
 
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:

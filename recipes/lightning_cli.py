@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class RLCLI(LightningCLI):
         _import_named(args)
         language.hide_transformers_bars()
         self.started_s = time.monotonic()
+        self.arguments = args
         #: The checkpoint to go on from, and the run whose folder is gone on in.
         self.checkpoint: dict[str, Any] | None = None
         self.resumed: resume.Run | None = None
@@ -128,12 +130,13 @@ class RLCLI(LightningCLI):
         """Turn ``--resume``, and names such as ``last``, into a path; check the file before anything is written."""
         given = config.get("ckpt_path")
         logger = config["trainer"]["logger"]
-        if self.command == "fit" and SLURMEnvironment.detect() and given is None:
-            # A job that is handed back to the queue comes again under its number, and finds its folder by it.
-            job = f"job_{os.environ['SLURM_JOB_ID']}"
-            if hasattr(logger, "init_args") and "version" in logger.init_args and logger.init_args.version is None:
-                logger.init_args.version = job
-                folder = self._parent_folder(config) / job
+        watched = str(getattr(logger, "class_path", "")).endswith("TensorBoardLogger")
+        if self.command == "fit" and given is None and watched and SLURMEnvironment.detect():
+            # A job that is handed back to the queue comes again under its number, and finds its runs by their commands.
+            command = zlib.crc32(" ".join(self.arguments).encode())
+            if logger.init_args.get("version") is None:
+                logger.init_args.version = f"job_{os.environ['SLURM_JOB_ID']}_{command:08x}"
+                folder = self._parent_folder(config) / logger.init_args.version
                 config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
                 config["resume"] = folder.is_dir()
         # As in Lightning, where `last` may be given before there is any.

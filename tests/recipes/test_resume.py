@@ -272,17 +272,17 @@ def test_slurm_hands_the_job_back_and_it_goes_on(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("REQUEUED", str(tmp_path / "requeued"))
     monkeypatch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
     run = chaos.Run(chaos.CASES["ppo"], tmp_path / "job", forks=True, resume=False)
-    last = tmp_path / "job/logs/PPO-CartPole-v1/job_17/checkpoints/last.ckpt"
-    while not last.exists():
+    while not (found := list((tmp_path / "job").glob("logs/PPO-CartPole-v1/job_17_*/checkpoints/last.ckpt"))):
         assert run.wait(0.01) is None, run.output.read_text()
     os.kill(run.pid, signal.SIGUSR1)
     assert run.wait(30) == 128 + signal.SIGUSR1, run.output.read_text()
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
-    assert [path.name for path in last.parent.parent.glob("hpc*")] == ["hpc_ckpt_1.ckpt"]
+    folder = found[0].parent.parent
+    assert [path.name for path in folder.glob("hpc*")] == ["hpc_ckpt_1.ckpt"]
     time.sleep(0.01)
     again = chaos.Run(chaos.CASES["ppo"], tmp_path / "job", forks=True, resume=False)
     again.finish()
-    assert "going on from logs/PPO-CartPole-v1/job_17/" in again.output.read_text()
+    assert f"going on from logs/PPO-CartPole-v1/{folder.name}/" in again.output.read_text()
     for name in slurm:
         monkeypatch.delenv(f"SLURM_{name}")
     chaos.Run(chaos.CASES["ppo"], tmp_path / "whole", forks=True).finish()
