@@ -79,6 +79,7 @@ class PromptDataModule(LanguageDataModule):
         self._order = torch.empty(0, dtype=torch.long)
         self._shuffler = torch.Generator()
         self._written_at = -1
+        self._told_of_lacking = False
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -197,19 +198,21 @@ class PromptDataModule(LanguageDataModule):
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
         rollout = self._round(n_prompts)
+        if not self.dynamic_sampling:
+            return rollout
+        lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
         for _ in range(self.dynamic_sampling):
-            informative = has_signal(rollout["reward"], self.num_generations)
-            missing = self._most_missing(n_prompts - int(informative.sum()))
-            if missing == 0:
-                return rollout
             # Every rank draws as many, or they would not meet again; the first with a signal are taken.
-            more = self._round(missing)
-            rollout = _first_with_signal(_joined(rollout, more), self.num_generations, n_prompts)
-        if self.dynamic_sampling:
+            wanted = self._most_missing(lacking)
+            if wanted == 0:
+                break
+            rollout = _first_with_signal(_joined(rollout, self._round(wanted)), self.num_generations, n_prompts)
             lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
-            if lacking:
-                print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after "
-                      f"{self.dynamic_sampling} rounds of replacements")  # fmt: skip
+        if lacking and not self._told_of_lacking:
+            self._told_of_lacking = True
+            print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
+                  "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
+        rollout["missing"] = lacking / n_prompts
         return rollout
 
     def _round(self, n_prompts: int) -> dict[str, Any]:

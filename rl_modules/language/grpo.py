@@ -349,6 +349,8 @@ class GRPO(JudgedPolicy):
             "completions/max_length": length.max(),
             "completions/clipped_ratio": 1 - finished.mean(),
         }
+        if "missing" in rollout:
+            metrics["dynamic_sampling/missing"] = torch.tensor(rollout["missing"], device=length.device)
         self.record(**metrics)
         ended = length[finished.bool()]
         if len(ended):

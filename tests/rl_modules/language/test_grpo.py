@@ -309,6 +309,15 @@ def test_clip_ratios_are_shares_of_all_tokens():
     assert means["clip_ratio/region_mean"] == pytest.approx(7 / 20)
 
 
+def test_groups_that_dynamic_sampling_could_not_replace_are_logged():
+    module = grpo(logging_steps=100)
+    module.write_metrics = lambda: None  # keeps the sums
+    fit(module, addition("blind_half", dynamic_sampling=1, batch_size=32), max_steps=4)
+    missing, silent = (float(module._sums[name] / module._weights[name]) for name in
+                       ("dynamic_sampling/missing", "frac_reward_zero_std"))  # fmt: skip
+    assert missing == silent and 0 < missing < 1
+
+
 def test_a_reward_model_is_one_more_reward(tmp_path):
     judge = RewardModel(model_config=TINY)
     judge.configure_model()
