@@ -61,7 +61,8 @@ def measure(total_timesteps: int, world_size: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "speed.json"
         pids = [os.fork() or _become(rank, total_timesteps, world_size, port, result) for rank in range(world_size)]
-        if any([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]):
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
             raise RuntimeError(f"one of {world_size} processes failed")
         return json.loads(result.read_text())
 
