@@ -6,7 +6,11 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+# The same examples in every run, and no judgement of how fast a busy machine is.
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
