@@ -1,5 +1,4 @@
 import itertools
-import time
 
 import pytest
 import torch
@@ -132,10 +131,9 @@ def test_results_are_constants_and_inputs_stay_as_they_are():
 
 
 def test_an_unreachable_tolerance_ends_at_rounding():
-    start = time.perf_counter()
-    q = value_iteration(*random_mdp(0, 3, 2), gamma=0.9, tolerance=1e-300)
-    assert q.isfinite().all()
-    assert time.perf_counter() - start < 5
+    transition, reward = random_mdp(0, 3, 2)
+    q = value_iteration(transition, reward, gamma=0.9, tolerance=1e-300)
+    torch.testing.assert_close(q, reward + 0.9 * (transition @ q.amax(-1)), rtol=1e-14, atol=1e-14)
 
 
 def test_refuses_by_name():
