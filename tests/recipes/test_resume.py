@@ -239,10 +239,10 @@ def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint
     )
 
 
-@pytest.mark.parametrize("case", ["ppo", "dqn", "q-learning"])
+@pytest.mark.parametrize("case", ["ppo", "q-learning"])
 def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path) -> None:
     chaos.import_everything()
-    small = {"ppo": 1024, "dqn": 600, "q-learning": 800}[case]
+    small = {"ppo": 1024, "q-learning": 1600}[case]
     arguments = [*chaos.CASES[case], f"--data.total_timesteps={small}"]
     outcome = chaos.chaos(arguments, kills=2, folder=tmp_path, rng=random.Random(case), kills_per_run=2)
     assert outcome.kills == 2
