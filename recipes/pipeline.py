@@ -70,8 +70,8 @@ class Pipeline:
                 if found["settings"] == wanted["settings"]
                 else "of other settings"
             )
-            raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run it again, or "
-                             "give the pipeline another one")  # fmt: skip
+            raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run it "
+                             "again, or give the pipeline another one")  # fmt: skip
         if "done_at" in found and all((folder / output).exists() for output in outputs):
             self.seconds[name] = found["seconds"]
             print(f"{name}: done already, see {folder}")
@@ -213,8 +213,13 @@ def draw_curves(
             pen.text((6, y - 8), f"{low + share * spread:.3g}", "black", font)
         start = 0
         for i, (stage, curves) in enumerate(points.items()):
-            line = [(left + (width - left - 10) * (start + step) / total,
-                     y0 + (panel - 8) - (panel - 16) * (value - low) / spread) for step, value in curves.get(metric, ())]  # fmt: skip
+            line = [
+                (
+                    left + (width - left - 10) * (start + step) / total,
+                    y0 + panel - 8 - (panel - 16) * (value - low) / spread,
+                )
+                for step, value in curves.get(metric, ())
+            ]
             if len(line) > 1:
                 pen.line(line, _INKS[i % len(_INKS)], 2)
             start += length[stage]

@@ -1,0 +1,107 @@
+"""Pipelines: what is done is skipped, what was stopped goes on, results of two pipelines are never mixed."""
+
+import json
+
+import pytest
+
+from recipes.pipeline import Pipeline, draw_curves
+from rl_modules.errors import UsageError
+
+
+def writer(name, text="x", calls=None):
+    def run(folder):
+        if calls is not None:
+            calls.append(name)
+        (folder / name).write_text(text)
+
+    return run
+
+
+def test_a_stage_that_is_done_is_skipped(tmp_path, capsys):
+    calls = []
+    for _ in range(2):
+        pipeline = Pipeline(tmp_path / "p")
+        folder = pipeline.stage("one", writer("a.txt", calls=calls), ["a.txt"], {"lr": 1})
+    assert folder == tmp_path / "p" / "one" and calls == ["a.txt"]
+    assert "one: done already" in capsys.readouterr().out
+
+
+def test_a_stage_whose_output_is_gone_runs_again(tmp_path):
+    calls = []
+    for _ in range(2):
+        folder = Pipeline(tmp_path).stage("one", writer("a.txt", calls=calls), ["a.txt"])
+        (folder / "a.txt").unlink()
+    assert len(calls) == 2
+
+
+def test_a_stage_that_was_stopped_is_called_again_and_its_time_adds_up(tmp_path):
+    calls = []
+
+    def stops_once(folder):
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        (folder / "a.txt").write_text("")
+
+    with pytest.raises(KeyboardInterrupt):
+        Pipeline(tmp_path).stage("one", stops_once, ["a.txt"])
+    first = json.loads((tmp_path / "one" / "stage.json").read_text())
+    assert "done_at" not in first
+    Pipeline(tmp_path).stage("one", stops_once, ["a.txt"])
+    second = json.loads((tmp_path / "one" / "stage.json").read_text())
+    assert len(calls) == 2 and second["seconds"] >= first["seconds"] and "done_at" in second
+
+
+def test_other_settings_are_refused(tmp_path):
+    Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt"], {"lr": 1})
+    with pytest.raises(UsageError, match="holds the results of stage 'one', of other settings; remove that folder"):
+        Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt"], {"lr": 2})
+
+
+def test_a_stage_after_one_that_was_run_again_is_refused(tmp_path):
+    def both():
+        one = Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt"])
+        return Pipeline(tmp_path).stage("two", writer("b.txt"), ["b.txt"], after=[one])
+
+    both()
+    both()
+    (tmp_path / "one" / "a.txt").unlink()
+    with pytest.raises(UsageError, match="stage 'two', an earlier stage was run again since"):
+        both()
+
+
+def test_a_stage_without_its_outputs_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match=r"stage 'one' has ended without b.txt"):
+        Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt", "b.txt"])
+
+
+def test_measurements_are_kept(tmp_path):
+    calls = []
+    for _ in range(2):
+        found = Pipeline(tmp_path).evaluate("e", lambda: calls.append(0) or {"eval/pass@1": 0.5})
+    assert found == {"eval/pass@1": 0.5} and len(calls) == 1
+
+
+def test_the_table_has_a_row_per_stage(tmp_path, capsys):
+    pipeline = Pipeline(tmp_path)
+    pipeline.table({"sft": {"pass@1": 0.25}, "grpo": {"pass@1": 0.5, "length": 7.0}}, ["pass@1", "length"])
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert lines[:4] == [
+        "| stage | pass@1 | length |",
+        "|---|---|---|",
+        "| sft | 0.250 |  |",
+        "| grpo | 0.500 | 7.000 |",
+    ]
+    assert "| grpo | 0.500 | 7.000 |" in capsys.readouterr().out
+
+
+def test_curves_of_stages_stand_one_behind_the_other():
+    points = {
+        "one": {"loss": [(0, 1.0), (100, 0.0)]},
+        "two": {"loss": [(0, 1.0), (100, 1.0)], "kl": [(50, 2.0), (60, 3.0)]},
+    }
+    image = draw_curves(points, ["loss", "kl", "absent"], width=600)
+    assert image.size == (600, 2 * 174 + 24), "a panel for each metric that there is"
+    inks = [{x for x in range(600) for y in range(24, 174) if image.getpixel((x, y)) == ink}
+            for ink in ((31, 119, 180), (214, 39, 40))]  # fmt: skip
+    assert max(inks[0]) <= 80 + 510 / 2 + 2 and min(inks[1]) >= 80 + 510 / 2 - 2
