@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 torch.set_num_threads(1)
-# Tests fork, and a child waits for ever for OpenMP threads that only its parent had: whatever a config says, one thread.
+# Tests fork, and a child waits for ever for OpenMP threads that only its parent had: whatever a config says, one.
 torch.set_num_threads = lambda _: None
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
