@@ -130,7 +130,7 @@ def _export(args: list[str]) -> None:
 
     quiet()
     folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
-    print(f"exported to {folder}; AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
+    print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
 
 
 def _show(text: str) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,22 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
         assert torch.equal(resumed["state_dict"][name], value)
 
 
+def test_progress_bar_counts_optimizer_steps(monkeypatch, capsys, make_trainer):
+    from datamodules import InstructionDataModule
+    from recipes.language import StepProgressBar
+    from rl_modules import SFT
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "150")
+    settings = {**CONFIG["data"]["init_args"], "eval_steps": 2}
+    trainer = make_trainer(max_steps=4, accumulate_grad_batches=2, enable_progress_bar=True,
+                           callbacks=[StepProgressBar(refresh_s=0.0)])  # fmt: skip
+    trainer.fit(SFT(**CONFIG["model"]["init_args"]), InstructionDataModule(**settings))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert re.search(r"SFT .* 50 % +2 of 4 +[\d.]+/s", shown)
+    assert re.search(r"SFT .*100 % +4 of 4 .*pass@1 \S+  loss \S+", shown)
+
+
 def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
     for name in ("train", "held_out"):
         lines = [json.dumps({"prompt": f"{i}=", "completion": str(i)}) + "\n" for i in range(16)]
@@ -171,7 +188,8 @@ def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
     code, out, err = rl(
         "fit", "--model", "SFT", "--model.model_config", json.dumps(TINY), "--model.max_completion_length", "3",
         "--data", "InstructionDataModule", "--data.path", "train.jsonl", "--data.eval_path", "held_out.jsonl",
-        "--data.n_eval", "16", "--data.eval_steps", "2", "--data.batch_size", "8", "--trainer.max_steps", "4", "--trainer.accelerator", "cpu",
+        "--data.n_eval", "16", "--data.eval_steps", "2", "--data.batch_size", "8", "--trainer.max_steps", "4",
+        "--trainer.accelerator", "cpu",
     )  # fmt: skip
     assert code == 0, err
     assert "pass@1" not in out
@@ -215,7 +233,7 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     ],
 )
 def test_what_only_the_trainer_knows_gets_one_sentence_too(rl, arguments, message):
-    code, out, err = rl("fit", "--config", "tiny.yaml", *arguments)
+    code, _, err = rl("fit", "--config", "tiny.yaml", *arguments)
     assert code == 1
     assert len(err.strip().splitlines()) == 1, err
     assert message in err
