@@ -23,6 +23,7 @@ import lightning as L
 import torch
 
 from datamodules import RolloutDataModule
+from recipes.checkpoints import Checkpoints
 from rl_modules import PPO
 
 SETTINGS = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 20, "eval_freq": 0}
@@ -41,13 +42,13 @@ class Clock(L.Callback):
         self.ended_s = time.monotonic()
 
 
-def train(total_timesteps: int, world_size: int) -> float:
+def train(total_timesteps: int, world_size: int, folder: Path) -> float:
     """Transitions per second over all ranks, from the second epoch to the last."""
     clock, data = Clock(), RolloutDataModule("CartPole-v1", total_timesteps=total_timesteps, **SETTINGS)
     trainer = L.Trainer(
         max_epochs=-1, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[clock],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock, Checkpoints()],
+        default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(PPO(gamma=0.98, gae_lambda=0.8, learning_rate="lin_1e-3", clip_range="lin_0.2", log_every=4), data)
     return (data.num_timesteps - clock.began_at) / (clock.ended_s - clock.began_s)
@@ -75,7 +76,7 @@ def _become(rank: int, total_timesteps: int, world_size: int, port: int, result:
                          "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                          "TORCHELASTIC_RUN_ID": "benchmark"}  # fmt: skip
             os.environ.update({name: str(value) for name, value in variables.items()})
-        speed = train(total_timesteps, world_size)
+        speed = train(total_timesteps, world_size, result.parent)
         if rank == 0:
             result.write_text(json.dumps(speed))
         code = 0

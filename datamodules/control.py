@@ -215,7 +215,9 @@ class ControlDataModule(L.LightningDataModule):
     def _count_valid(self, valid: torch.Tensor) -> int:
         """Transitions in a rollout of all ranks."""
         count = valid.sum()
-        if self._world_size > 1:
+        if self._world_size > 1 and not self.ranks_differ_in_size:
+            count *= self._world_size  # every row is one, on every rank
+        elif self._world_size > 1:
             count = self.trainer.strategy.reduce(count, reduce_op="sum")  # type: ignore[union-attr]
         return int(count)
 

@@ -135,6 +135,10 @@ class Checkpoints(ModelCheckpoint):
         if self._between_batches:
             loader.before_next = lambda: self._safe_point(trainer)
         self.requests.install(*_requeue_signals(trainer))
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        if self.requests.are_noted and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+            # Before every batch Lightning asks all ranks whether the first got SIGTERM, which is noted here instead.
+            epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -42,6 +42,11 @@ class StopRequests:
             if signum not in self._before:
                 self._before[signum] = signal.signal(signum, self._note)
 
+    @property
+    def are_noted(self) -> bool:
+        """Whether the signals come here."""
+        return bool(self._before)
+
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
         while self._before:

@@ -150,8 +150,7 @@ class A2C(ControlModule):
         """The policy gradient as a loss, a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
-            std, mean = self.std_mean(advantage)
-            advantage = (advantage - mean) / (std + 1e-8)
+            advantage = self.whiten(advantage)
         return F.policy_gradient_loss(log_prob, advantage)
 
     def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:

@@ -89,6 +89,7 @@ class ControlModule(L.LightningModule):
         self._metrics: dict[str, float] = {}
         self._observation_statistics: Any = None
         self._observation_ndim = 0
+        self._whitened: tuple[Tensor, Tensor] | None = None
         self._predict_generator = torch.Generator()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -250,6 +251,16 @@ class ControlModule(L.LightningModule):
         variance = (squares - n * mean**2) / (n - 1)
         return variance.clamp(min=0).sqrt().to(x.dtype), mean.to(x.dtype)
 
+    def whiten(self, x: Tensor) -> Tensor:
+        """``(x - mean) / (std + 1e-8)`` over all ranks, [B]; asked for the same tensor again, the same result.
+
+        A rollout that is one minibatch comes again in every epoch, and the ranks need not talk about it each time.
+        """
+        if self._whitened is None or self._whitened[0] is not x:
+            std, mean = self.std_mean(x)
+            self._whitened = x, (x - mean) / (std + 1e-8)
+        return self._whitened[1]
+
     def rank_weight(self, n: int) -> float:
         """What to multiply this rank's mean over ``n`` transitions by, so that the mean over ranks is that over all.
 
@@ -313,8 +324,10 @@ class ControlModule(L.LightningModule):
         if not self.logs_this_epoch:
             return
         if self._sums:
-            means = self.trainer.strategy.reduce(torch.stack(self._sums).mean(0), reduce_op="mean").tolist()
-            self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means, strict=True)})
+            means = torch.stack(self._sums).mean(0)
+            if not self._is_alone:
+                means = self.trainer.strategy.reduce(means, reduce_op="mean")  # type: ignore[assignment]
+            self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means.tolist(), strict=True)})
             self._sums = []
         if self.trainer.optimizers:
             self._metrics["train/learning_rate"] = self._optimizer().param_groups[0]["lr"]

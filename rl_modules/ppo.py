@@ -176,8 +176,7 @@ class PPO(ControlModule):
         """The clipped surrogate (eq. 7), or the surrogate less the KL penalty (eq. 8), a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
-            std, mean = self.std_mean(advantage)
-            advantage = (advantage - mean) / (std + 1e-8)
+            advantage = self.whiten(advantage)
         if self.penalizes:
             return F.ppo_penalty_loss(log_prob, batch["log_prob"], advantage, batch["kl"], self.kl_coef)
         return F.ppo_clip_loss(log_prob, batch["log_prob"], advantage, self.clip_range)

@@ -162,8 +162,7 @@ class REINFORCE(ControlModule):
         """The policy gradient as a loss, a scalar."""
         weight = batch["weight"]
         if self.normalize_advantage and len(weight) > 1:
-            std, mean = self.std_mean(weight)
-            weight = (weight - mean) / (std + 1e-8)
+            weight = self.whiten(weight)
         return F.policy_gradient_loss(log_prob, weight)
 
     def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
