@@ -326,7 +326,7 @@ class ControlModule(L.LightningModule):
         if self._sums:
             means = torch.stack(self._sums).mean(0)
             if not self._is_alone:
-                means = self.trainer.strategy.reduce(means, reduce_op="mean")  # type: ignore[assignment]
+                means = self.trainer.strategy.reduce(means, reduce_op="mean")
             self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means.tolist(), strict=True)})
             self._sums = []
         if self.trainer.optimizers:
