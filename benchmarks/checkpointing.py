@@ -64,7 +64,7 @@ def main() -> None:
     ppo = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 20, "eval_freq": 0, "total_timesteps": 40_000}
     run("PPO", PPO(gamma=0.98, gae_lambda=0.8, learning_rate="lin_1e-3", log_every=4), RolloutDataModule(**ppo))
     dqn = {"buffer_size": 100_000, "learning_starts": 90_000, "train_freq": 256, "gradient_steps": 128,
-           "batch_size": 64, "eval_freq": 0, "total_timesteps": 110_000}  # fmt: skip
+           "batch_size": 64, "eval_freq": 0, "total_timesteps": 120_000}  # fmt: skip
     run("DQN, 100,000 rows", DQN(net_arch=[256, 256], target_update_interval=10), ReplayDataModule(**dqn))
 
 
