@@ -11,18 +11,16 @@ Source: DeepSeek-AI 2025, arXiv:2501.12948, sections 2.2 and 2.3.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, rl_words, stage_options
+from recipes.stages import config_text, evaluate, instantiate, stage_options
 from rl_modules.errors import UsageError
 
-STAGES = ("cold_start", "grpo", "preferences", "reward_model", "final", "evaluation")
+STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
 CURVES = ("eval/pass@1", "eval/rewards/think_answer_format", "reward", "completions/mean_length", "entropy", "loss")
 
 
@@ -50,6 +48,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     parser.add_argument("--grpo", default="r1/grpo.yaml", help="config of the reinforcement learning")
     parser.add_argument("--final", default="none", help="config of a last stage with a learned reward, or none")
     parser.add_argument("--reward_model", default="r1/reward_model.yaml", help="config of that reward's training")
+    parser.add_argument("--preference_prompts", type=int, default=512, help="prompts that it compares completions of")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
     return given, stage_options(rest, STAGES, "--grpo.model.beta=0.01")
@@ -83,9 +82,10 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     done.append(model.parent)
     measure("grpo")
     if given.final != "none":
-        arguments = {**judge, "model.model_name_or_path": str(model), **options["preferences"]}
-        pairs = pipeline.stage("preferences", lambda folder: write_preferences(given.grpo, arguments, folder),
-                               ("train.jsonl", "test.jsonl"), {"arguments": arguments}, done)  # fmt: skip
+        arguments, prompts = {**judge, "model.model_name_or_path": str(model)}, given.preference_prompts
+        settings = {"config": config_text(given.grpo), "arguments": arguments, "prompts": prompts}
+        pairs = pipeline.stage("preferences", lambda folder: write_preferences(given.grpo, arguments, prompts, folder),
+                               ("train.jsonl", "test.jsonl"), settings, done)  # fmt: skip
         judging = pipeline.fit("reward_model", given.reward_model, {
             **seed, "model.model_name_or_path": str(model), "data.path": str(pairs / "train.jsonl"),
             "data.eval_path": str(pairs / "test.jsonl"), **options["reward_model"],
@@ -105,29 +105,52 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     pipeline.curves(trained, CURVES)
 
 
-def write_preferences(config: str, arguments: dict[str, str], folder: Path) -> None:
-    """Pairs of the policy's own completions of held-out prompts: right before wrong, then short before long.
+def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
+    """Pairs of the policy's own completions of training prompts: right before wrong, then short before long.
 
     Such a judge stands in for people, who want an answer that is right and no longer than it has to be. Nine tenths of
     the prompts go to ``train.jsonl``, the others to ``test.jsonl``.
-    """
-    from recipes.lightning_cli import RLCLI
 
-    written = folder / "completions.jsonl"
-    with contextlib.redirect_stdout(io.StringIO()):
-        RLCLI("predict", [*rl_words(config, arguments), "--output", str(written)])
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for line in written.read_text("utf-8").splitlines():
-        row = json.loads(line)
-        groups.setdefault(row["prompt"], []).append(row)
-    pairs = [pair for prompt, rows in groups.items() if (pair := preference(prompt, rows)) is not None]
+    Args:
+        config: of the policy's training, which says what task and how it is sampled.
+        arguments: options beside it.
+        n_prompts: eight completions are written to each.
+        folder: for the files.
+
+    Raises:
+        UsageError: the data is no task, or hardly any completions differ.
+    """
+    import torch
+
+    from datamodules.seeding import stream_seed
+
+    cli = instantiate(config, arguments)
+    module, data = cli.model, cli.datamodule
+    if data.task is None:
+        raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
+                         "--final")  # fmt: skip
+    module.configure_model()
+    records, tokenizer = data.task.records("train", n_prompts), module.tokenizer
+    pairs: list[dict[str, str]] = []
+    for start in range(0, n_prompts, 64):
+        part = records[start : start + 64]
+        prompts = [list(ids) for ids in tokenizer([record["prompt"] for record in part]).input_ids]
+        seeds = [stream_seed(data.seed, 0, "preferences", 8 * start + i) for i in range(8 * len(part))]
+        with torch.no_grad():
+            written = module.act(prompts, seeds, 8)
+        ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        correct = data.rewards([r for r in part for _ in range(8)], texts, ids)[:, 0] >= data.hparams.correct_threshold
+        columns = zip(texts, correct.tolist(), written.finished.tolist(), map(len, ids), strict=True)
+        rows = [dict(zip(("completion", "correct", "finished", "length"), row, strict=True)) for row in columns]
+        found = [preference(record["prompt"], rows[8 * i : 8 * i + 8]) for i, record in enumerate(part)]
+        pairs += [pair for pair in found if pair is not None]
     if len(pairs) < 10:
-        raise UsageError(f"only {len(pairs)} of {len(groups)} prompts have completions that differ; ask for more with "
-                         "--preferences.data.n_eval=…")  # fmt: skip
+        raise UsageError(f"only {len(pairs)} of {n_prompts} prompts have completions that differ; ask for more with "
+                         "--preference_prompts")  # fmt: skip
     cut = len(pairs) * 9 // 10
-    for name, part in (("train", pairs[:cut]), ("test", pairs[cut:])):
-        text = "".join(json.dumps(pair) + "\n" for pair in part)
-        (folder / f"{name}.jsonl").write_text(text, "utf-8")
+    for name, those in (("train", pairs[:cut]), ("test", pairs[cut:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in those), "utf-8")
 
 
 def preference(prompt: str, rows: list[dict[str, Any]]) -> dict[str, str] | None:

@@ -18,7 +18,7 @@ def arguments(folder):
         *(f"--{stage}.{word}" for stage in ("cold_start", "grpo", "final") for word in small),
         "--grpo.data.batch_size=16", "--final.data.batch_size=16", "--reward_model.trainer.max_steps=2",
         "--reward_model.data.eval_steps=1", "--reward_model.data.batch_size=8", "--reward_model.data.n_eval=8",
-        "--preferences.data.n_eval=64",
+        "--preference_prompts", "64",
     ]  # fmt: skip
 
 
