@@ -140,6 +140,10 @@ class ControlDataModule(L.LightningDataModule):
             self._started_s = time.monotonic()
             self._schedule_evaluation()
 
+    def on_exception(self, exception: BaseException) -> None:
+        # The module's `on_fit_end`, which takes back what it set for the whole process, is not called then.
+        torch.set_flush_denormal(False)
+
     def teardown(self, stage: str) -> None:
         if stage == "fit" and self.collector is not None:
             self.collector.close()

@@ -55,6 +55,18 @@ def test_reset_rows_reach_no_minibatch(make_trainer):
     assert sorted(counts.tolist()) == sorted([0.0, 1.0, 2.0, 3.0, 4.0] * 4)
 
 
+@pytest.mark.parametrize("bad_at", [-1, 3])
+def test_a_run_leaves_the_process_its_subnormal_numbers_even_if_it_fails(make_trainer, bad_at):
+    data = RolloutDataModule(Counter, n_envs=2, n_steps=12, batch_size=6, total_timesteps=24, eval_freq=0,
+                             env_kwargs={"bad_at": bad_at})  # fmt: skip
+    if bad_at < 0:
+        make_trainer().fit(PPO(), datamodule=data)
+    else:
+        with pytest.raises(UsageError, match="NaN"):
+            make_trainer().fit(PPO(), datamodule=data)
+    assert (torch.tensor([1e-40]) / 2).item() > 0
+
+
 def test_training_ends_once_total_timesteps_are_reached_inside_an_epoch(make_trainer):
     batches, data = record(make_trainer, rollouts_per_epoch=10, total_timesteps=50)
     assert data.num_timesteps == 72
