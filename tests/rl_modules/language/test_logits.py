@@ -10,7 +10,7 @@ from rl_modules.language.tokenizer import character_tokenizer
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 FIELDS = {"gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
-          **dict.fromkeys(("gemma", "gemma2", "qwen3"), {**LLAMA, "head_dim": 16})}  # fmt: skip
+          **{kind: {**LLAMA, "head_dim": 16} for kind in ("gemma", "gemma2", "qwen3")}}  # fmt: skip
 LORA = {"r": 2, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
 
 
