@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rl_modules import functional as F
-from rl_modules.language.logits import chosen_places
+from rl_modules.language.logits import logits_at
 from rl_modules.language.row_cache import RowCache
 
 #: Share of a batch's tokens that must be repeated prompts for two passes over less to be better than one over all.
@@ -65,8 +65,7 @@ def grouped_log_probs(
     prompt_width = int(prompt_length.max())
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
-    with chosen_places(model, last):
-        before = model(input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True).logits
+    before = logits_at(model, last, input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
     logits = [before[:, source]]
     row, column = [rows], [torch.zeros_like(rows)]
     if width > 1:
@@ -78,9 +77,10 @@ def grouped_log_probs(
         seen = torch.arange(prompt_width, device=length.device) < prompt_length.unsqueeze(1)
         mask = None if bool(seen.all()) else torch.cat([seen, seen.new_ones(place.shape)], 1)
         counted = columns < length.unsqueeze(1) - 1
-        with chosen_places(model, counted.flatten().nonzero().squeeze(1)):
-            within = model(input_ids=tokens.gather(1, place), attention_mask=mask, past_key_values=cache,
-                           position_ids=prompt_length.unsqueeze(1) + columns, use_cache=True).logits  # fmt: skip
+        within = logits_at(
+            model, counted.flatten().nonzero().squeeze(1), input_ids=tokens.gather(1, place), attention_mask=mask,
+            past_key_values=cache, position_ids=prompt_length.unsqueeze(1) + columns, use_cache=True
+        )  # fmt: skip
         logits.append(within)
         at = counted.nonzero()
         row.append(at[:, 0])
