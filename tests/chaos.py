@@ -253,13 +253,13 @@ def main() -> None:
         name for name in CASES
         if not options.cases or any(name == part or (part in name and not options.exact) for part in options.cases)
     ]  # fmt: skip
-    if not options.fresh:
-        import_everything()
     results: dict[str, Outcome] = {}
     print(f"{'case':20} {'kills':>5} {'no checkpoint':>13} {'mid-epoch':>9} {'runs':>5} {'identical':>9} {'s':>6}")
     for name in names:
         rng = random.Random(f"{options.seed} {name}")
         with tempfile.TemporaryDirectory() as folder:
+            if not options.fresh:
+                import_everything(CASES[name])
             arguments = with_models(name, Path(folder) / "models")
             result = results[name] = chaos(arguments, options.kills, Path(folder), rng, not options.fresh)
         verdict = "no" if result.differences else "yes"
@@ -273,8 +273,8 @@ def main() -> None:
     raise SystemExit(1 if differing else 0)
 
 
-def import_everything() -> None:
-    """Everything a run imports, so that copies of this process need not."""
+def import_everything(arguments: Sequence[str]) -> None:
+    """Everything a run with these arguments imports, so that copies of this process need not."""
     from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
     import datamodules
@@ -283,8 +283,9 @@ def import_everything() -> None:
 
     torch.set_num_threads(1)
     packages: tuple[Any, ...] = (rl_modules, datamodules)
+    named = {argument.rpartition("=")[2] for argument in arguments}
     for package in packages:
-        for name in package.__all__:
+        for name in named.intersection(package.__all__):
             getattr(package, name)
 
 

@@ -241,7 +241,7 @@ def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint
 
 @pytest.mark.parametrize("case", ["ppo", "q-learning"])
 def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path) -> None:
-    chaos.import_everything()
+    chaos.import_everything(chaos.CASES[case])
     small = {"ppo": 1024, "q-learning": 1600}[case]
     arguments = [*chaos.CASES[case], f"--data.total_timesteps={small}"]
     outcome = chaos.chaos(arguments, kills=2, folder=tmp_path, rng=random.Random(case), kills_per_run=2)
@@ -252,7 +252,7 @@ def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("case", chaos.CASES)
 def test_chaos(case: str, tmp_path: Path) -> None:
-    chaos.import_everything()
+    chaos.import_everything(chaos.CASES[case])
     arguments = chaos.with_models(case, tmp_path / "models")
     outcome = chaos.chaos(arguments, kills=8, folder=tmp_path, rng=random.Random(f"slow {case}"))
     assert outcome.kills == 8
@@ -261,7 +261,7 @@ def test_chaos(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_slurm_hands_the_job_back_and_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chaos.import_everything()
+    chaos.import_everything(chaos.CASES["ppo"])
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     (bin_ / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$REQUEUED"\n')
