@@ -16,13 +16,13 @@ def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
     Args:
         model: causal language model of transformers, adapters of ``peft`` included.
         place: places in the flattened batch, ``row * width + column``, all different, [m].
-        inputs: of the model: ``input_ids`` [rows, width] …
+        inputs: of the model: ``input_ids`` [rows, width] …; without ``use_cache`` none is kept.
 
     Returns:
         Logits, [1, m, V].
     """
     with chosen_places(model, place):
-        return model(**inputs, use_cache=False).logits
+        return model(**{"use_cache": False, **inputs}).logits
 
 
 @contextmanager
