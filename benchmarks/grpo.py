@@ -51,8 +51,8 @@ class Setting:
             never_ends(self.weights, self.tokenizer.eos_token_id)
         self.rows, self.length, self.learning_rate, self.reward = rows, length, learning_rate, reward
 
-    def ours(self, steps: int) -> float:
-        """Seconds of ``steps`` steps."""
+    def ours(self, steps: int, warm_up: int = WARM_UP) -> float:
+        """Seconds of ``steps`` steps behind the first ``warm_up``."""
         import lightning as L
 
         from datamodules import PromptDataModule
@@ -71,13 +71,13 @@ class Setting:
                                 reward_funcs=None if self.reward is None else [self.reward])  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             trainer = L.Trainer(
-                max_steps=steps + WARM_UP, max_epochs=-1, accelerator="cpu", default_root_dir=folder,
+                max_steps=steps + warm_up, max_epochs=-1, accelerator="cpu", default_root_dir=folder,
                 callbacks=[Clock()], enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False
             )  # fmt: skip
             trainer.fit(module, datamodule=data)
-        return stamps[-1] - stamps[WARM_UP - 1]
+        return stamps[-1] - stamps[warm_up - 1]
 
-    def trl(self, steps: int) -> float:
+    def trl(self, steps: int, warm_up: int = WARM_UP) -> float:
         """The same of TRL."""
         from datasets import Dataset, disable_progress_bars
         from transformers import PrinterCallback, TrainerCallback
@@ -100,7 +100,7 @@ class Setting:
 
         with tempfile.TemporaryDirectory() as folder:
             arguments = GRPOConfig(
-                output_dir=folder, max_steps=steps + WARM_UP, per_device_train_batch_size=self.rows, num_generations=8,
+                output_dir=folder, max_steps=steps + warm_up, per_device_train_batch_size=self.rows, num_generations=8,
                 max_completion_length=self.length, learning_rate=self.learning_rate, lr_scheduler_type="constant",
                 loss_type="grpo", beta=0.0, temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False,
                 logging_steps=10, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
@@ -111,7 +111,7 @@ class Setting:
             )  # fmt: skip
             trainer.remove_callback(PrinterCallback)
             trainer.train()
-        return stamps[-1] - stamps[WARM_UP - 1]
+        return stamps[-1] - stamps[warm_up - 1]
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of a process that makes a few steps."""
     if arguments.contestant is not None:
         setting = Setting(None, 64, 256, 1e-5, "benchmarks.grpo:varied")
-        getattr(setting, arguments.contestant)(1)
+        getattr(setting, arguments.contestant)(arguments.steps, 0)
         return {"MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     peaks = {}
     for name in ("ours", "trl"):
@@ -169,6 +169,7 @@ def main() -> None:
     timing.set_defaults(run=wall_time)
     peak = commands.add_parser("memory", help=memory.__doc__)
     peak.add_argument("--contestant", choices=["ours", "trl"], help="this one alone, in this process")
+    peak.add_argument("--steps", type=int, default=1, help="optimizer steps; Adam's moments come with the second")
     peak.set_defaults(run=memory)
     for command in commands.choices.values():
         command.add_argument("--threads", type=int, default=2, help="torch threads, for both")
