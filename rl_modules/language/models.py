@@ -162,7 +162,8 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
 
 def max_length(config: PretrainedConfig) -> int:
     """Tokens that the model can take, prompt and completion together."""
-    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 2**31))
+    longest: Any = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 2**31)
+    return int(longest)
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
