@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.pipeline import Pipeline
@@ -61,13 +62,14 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
         "--reward_model", default="rlhf/reward_model.yaml", help="config of the reward model's training"
     )
     parser.add_argument("--ppo", default="rlhf_ppo/paths.yaml", help="config of the reinforcement learning")
-    parser.add_argument("--samples", type=int, default=64, help="completions of each prompt that are compared in pairs")
+    parser.add_argument("--samples", type=int, default=32, help="completions of each prompt at each temperature")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 1.5, 2.0], help="of what is compared")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
-    if given.samples < 2 or given.samples % 2:
-        raise UsageError(
-            f"samples={given.samples} must be an even number of at least 2, for they are compared in pairs"
-        )
+    if given.samples * len(given.temperatures) < 2:
+        raise UsageError(f"samples={given.samples} at one temperature leave nothing to compare; give at least 2")
+    if min(given.temperatures) < 0:
+        raise UsageError(f"temperatures={given.temperatures} must be at least 0")
     return given, stage_options(rest, STAGES, "--ppo.model.beta=0.05")
 
 
@@ -82,9 +84,14 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     policy = {**seed, "model.model_name_or_path": str(sft), "model.model_config": "null", **options["preferences"]}
     pairs = pipeline.stage(
         "preferences",
-        lambda folder: write_preferences(given.sft, policy, given.samples, folder),
+        lambda folder: write_preferences(given.sft, policy, given.samples, given.temperatures, folder),
         ("train.jsonl", "test.jsonl"),
-        {"config": config_text(given.sft), "arguments": policy, "samples": given.samples},
+        {
+            "config": config_text(given.sft),
+            "arguments": policy,
+            "samples": given.samples,
+            "temperatures": given.temperatures,
+        },
         done,
     )
     done = [*done, pairs]
@@ -117,13 +124,19 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     pipeline.curves(["sft", "reward_model", "ppo"], CURVES)
 
 
-def write_preferences(config: str, arguments: dict[str, str], samples: int, folder: Path) -> None:
+def write_preferences(
+    config: str, arguments: dict[str, str], samples: int, temperatures: Sequence[float], folder: Path
+) -> None:
     """Pairs of the policy's own completions, compared by the task as people would, with noise.
+
+    A judge that has seen good completions only is easily fooled: it does not know what is bad. Hence several
+    temperatures, as Stiennon et al. compare samples of several policies.
 
     Args:
         config: the ``rl`` config of the policy's training, which says which task.
         arguments: options beside it.
-        samples: completions of each prompt; neighbours make a pair, unless they are equal.
+        samples: completions of each prompt at each temperature.
+        temperatures: of the samples, which are paired at random, whatever theirs.
         folder: for ``train.jsonl``, about the training prompts, and ``test.jsonl``, about the held-out ones.
 
     Raises:
@@ -141,17 +154,22 @@ def write_preferences(config: str, arguments: dict[str, str], samples: int, fold
     for split in ("train", "test"):
         records = list({record["prompt"]: record for record in data.task.records(split, None)}.values())
         prompts = [list(ids) for ids in module.tokenizer([record["prompt"] for record in records]).input_ids]
-        seeds = [stream_seed(data.seed, 0, f"comparisons/{split}", i) for i in range(len(prompts) * samples)]
-        with torch.no_grad():
-            written = module.act(prompts, seeds, samples, temperature=1.0)
-        ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
-        texts = module.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}/noise"))
+        texts: list[list[str]] = [[] for _ in records]
+        for k, temperature in enumerate(temperatures):
+            stream = f"comparisons/{split}/{k}"
+            seeds = [stream_seed(data.seed, 0, stream, i) for i in range(len(prompts) * samples)]
+            with torch.no_grad():
+                written = module.act(prompts, seeds, samples, temperature=temperature)
+            ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
+            for i, text in enumerate(module.tokenizer.batch_decode(ids, skip_special_tokens=True)):
+                texts[i // samples].append(text)
+        rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}"))
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-            for i in range(0, len(texts), 2):
-                if texts[i] != texts[i + 1]:
-                    pair = data.task.compare(records[i // samples], texts[i], texts[i + 1], rng)
-                    file.write(json.dumps(pair) + "\n")
+            for record, answers in zip(records, texts, strict=True):
+                rng.shuffle(answers)
+                for first, second in zip(answers[::2], answers[1::2], strict=False):
+                    if first != second:
+                        file.write(json.dumps(data.task.compare(record, first, second, rng)) + "\n")
 
 
 if __name__ == "__main__":

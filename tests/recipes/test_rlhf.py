@@ -21,7 +21,7 @@ def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities
     policy.export(tmp_path / "policy")
     arguments = {"model.model_name_or_path": str(tmp_path / "policy"), "data.task_kwargs": '{"n_nodes": 5}',
                  "model.model_config": "null", "model.max_completion_length": "4", "threads": "1"}  # fmt: skip
-    rlhf.write_preferences("rlhf/sft.yaml", arguments, 6, tmp_path)
+    rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], tmp_path)
     task = make_task("paths", n_nodes=5)
     pairs = {split: [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
              for split in ("train", "test")}  # fmt: skip
@@ -34,14 +34,14 @@ def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities
             gap = task.utility(row, row["chosen"]) - task.utility(row, row["rejected"])
             assert row["probability"] == pytest.approx(1 / (1 + math.exp(-10 * gap)))
     before = (tmp_path / "train.jsonl").read_text()
-    rlhf.write_preferences("rlhf/sft.yaml", arguments, 6, tmp_path)
+    rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], tmp_path)
     assert (tmp_path / "train.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--samples", "3"], "samples=3 must be an even number"),
+        (["--samples", "1", "--temperatures", "1"], "samples=1 at one temperature leave nothing to compare"),
         (["--grpo.model.beta=1"], "'--grpo.model.beta=1' is not understood"),
         (["--ppo.model.beta", "1"], "'--ppo.model.beta' is not understood"),
     ],
@@ -54,14 +54,16 @@ def test_words_that_mean_nothing(words, message):
 def test_preferences_need_a_task_that_compares(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="addition can't compare completions"):
-        rlhf.write_preferences("rlhf/sft.yaml", {"data.task": "addition", "data.reward_funcs": "null"}, 2, tmp_path)
+        rlhf.write_preferences(
+            "rlhf/sft.yaml", {"data.task": "addition", "data.reward_funcs": "null"}, 2, [1.0], tmp_path
+        )
 
 
 @pytest.mark.slow
 def test_a_small_pipeline_runs_through_and_is_not_run_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [
-        "--folder=out", "--samples=2", f"--sft.model.model_config={TINY}", "--sft.trainer.max_steps=4",
+        "--folder=out", "--samples=1", f"--sft.model.model_config={TINY}", "--sft.trainer.max_steps=4",
         "--sft.data.eval_steps=2", "--sft.data.n_eval=8", "--reward_model.trainer.max_steps=4",
         "--reward_model.data.eval_steps=2", "--ppo.trainer.max_steps=16", "--ppo.data.eval_steps=8",
         "--ppo.data.batch_size=8", "--ppo.data.n_eval=8", "--ppo.model.logging_steps=4",
