@@ -175,7 +175,7 @@ def main() -> None:
     timing.add_argument("--pairs", type=int, default=5, help="rounds; the median ratio is reported")
     timing.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
     timing.add_argument("--clock", choices=["wall", "cpu"], default="wall",
-                        help="cpu: the process's own seconds, on a machine with other work; with one thread")  # fmt: skip
+                        help="cpu: seconds of the process's own work, where other work runs beside it")  # fmt: skip
     timing.set_defaults(run=wall_time)
     peak = commands.add_parser("memory", help=memory.__doc__)
     peak.add_argument("--contestant", choices=["ours", "trl"], help="this one alone, in this process")
