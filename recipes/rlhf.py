@@ -21,7 +21,16 @@ from recipes.stages import config_text, evaluate, instantiate, stage_options
 from rl_modules.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
-CURVES = ("eval/rewards/utilities", "objective/scores", "objective/kl", "eval/accuracy", "eval/loss", "loss")
+CURVES = (
+    "rewards/utilities/mean", "eval/rewards/utilities", "objective/scores", "objective/kl", "eval/accuracy", "loss",
+)  # fmt: skip
+    "rewards/utilities/mean",
+    "eval/rewards/utilities",
+    "objective/scores",
+    "objective/kl",
+    "eval/accuracy",
+    "loss",
+)
 #: What the table shows, by the metric's name in an evaluation.
 COLUMNS = {
     "eval/rewards/utilities": "optimality",
