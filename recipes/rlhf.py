@@ -22,8 +22,6 @@ from rl_modules.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
 CURVES = (
-    "rewards/utilities/mean", "eval/rewards/utilities", "objective/scores", "objective/kl", "eval/accuracy", "loss",
-)  # fmt: skip
     "rewards/utilities/mean",
     "eval/rewards/utilities",
     "objective/scores",
