@@ -60,7 +60,6 @@ class Setting:
 
         from datamodules import PromptDataModule
         from rl_modules import GRPO
-        from rl_modules.language.models import export_model
 
         stamps: list[float] = []
         clock = self.clock
@@ -69,14 +68,12 @@ class Setting:
             def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
                 stamps.append(clock())
 
+        module = GRPO(loss_type="grpo", max_completion_length=self.length, learning_rate=self.learning_rate,
+                      lr_scheduler_type="constant", completions_steps=0)  # fmt: skip
+        module.model = copy.deepcopy(self.weights)
         data = PromptDataModule("addition", batch_size=self.rows, num_generations=8, eval_steps=0,
                                 reward_funcs=None if self.reward is None else [self.reward])  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            export_model(self.weights, self.tokenizer, f"{folder}/start")
-            module = GRPO(
-                f"{folder}/start", loss_type="grpo", max_completion_length=self.length, completions_steps=0,
-                learning_rate=self.learning_rate, lr_scheduler_type="constant"
-            )  # fmt: skip
             trainer = L.Trainer(
                 max_steps=steps + warm_up, max_epochs=-1, accelerator="cpu", default_root_dir=folder,
                 callbacks=[Clock()], enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False

@@ -11,7 +11,6 @@ from torch import Tensor
 from rl_modules.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
 from rl_modules.language.critics import check_same_tokens, frozen
-from rl_modules.language.lean import keep_less
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
@@ -54,8 +53,6 @@ class JudgedPolicy(LanguagePolicy):
         """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams
-        if not hp.gradient_checkpointing:
-            keep_less(self.model)
         self.register_buffer("reward_offset", torch.zeros(()))
         if hp.description is not None:
             # Their weights are in the checkpoint.
