@@ -6,8 +6,9 @@
 ``time`` runs both in turn from one checkpoint on two-digit addition: 256 completions a step in groups of 8, at most 6
 tokens, temperature 1, no KL, learning rate 3e-4, a log line every 10 steps, no evaluation and no checkpoints. The first
 3 steps of each run don't count. ``memory`` gives each a process of its own, on a model of 25 million parameters with 64
-completions of 256 tokens (its EOS is never sampled), all of which have an advantage. Gradient checkpointing is off on
-both sides; TRL has it on by default.
+completions of 256 tokens (its EOS is never sampled), all of which have an advantage. ``time`` has gradient
+checkpointing off on both sides. ``memory`` has what is asked for: ours keeps matrix products alone (``selective``), a
+choice that TRL doesn't offer, beside TRL without checkpointing; ``--ours full --trl full`` is TRL's default.
 """
 
 import argparse
@@ -44,9 +45,13 @@ class Setting:
     #: Seconds; of the process's own work where other work runs beside it.
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
-    def __init__(self, model: str | None, rows: int, length: int, learning_rate: float, reward: str | None) -> None:
+    def __init__(
+        self, model: str | None, rows: int, length: int, learning_rate: float, reward: str | None,
+        checkpointing: str = "none",
+    ) -> None:  # fmt: skip
         from rl_modules import SFT
 
+        self.checkpointing = checkpointing
         module = SFT(model_name_or_path=model, model_config=None if model else SIZE_25M)
         module.configure_model()
         self.weights, self.tokenizer = module.model, module.tokenizer
@@ -60,6 +65,7 @@ class Setting:
 
         from datamodules import PromptDataModule
         from rl_modules import GRPO
+        from rl_modules.language.models import checkpoint_activations
 
         stamps: list[float] = []
         clock = self.clock
@@ -71,6 +77,7 @@ class Setting:
         module = GRPO(loss_type="grpo", max_completion_length=self.length, learning_rate=self.learning_rate,
                       lr_scheduler_type="constant", completions_steps=0)  # fmt: skip
         module.model = copy.deepcopy(self.weights)
+        checkpoint_activations(module.model, {"none": False, "full": True}.get(self.checkpointing, self.checkpointing))
         data = PromptDataModule("addition", batch_size=self.rows, num_generations=8, eval_steps=0,
                                 reward_funcs=None if self.reward is None else [self.reward])  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +114,8 @@ class Setting:
             arguments = GRPOConfig(
                 output_dir=folder, max_steps=steps + warm_up, per_device_train_batch_size=self.rows, num_generations=8,
                 max_completion_length=self.length, learning_rate=self.learning_rate, lr_scheduler_type="constant",
-                loss_type="grpo", beta=0.0, temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False,
+                loss_type="grpo", beta=0.0, temperature=1.0, use_cpu=True, bf16=False,
+                gradient_checkpointing=self.checkpointing == "full",
                 logging_steps=10, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
             )  # fmt: skip
             trainer = GRPOTrainer(
@@ -145,26 +153,20 @@ def wall_time(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of a process that makes a few steps."""
+    ways = {"ours": arguments.ours, "trl": arguments.trl}
     if arguments.contestant is not None:
-        setting = Setting(None, 64, 256, 1e-5, "benchmarks.grpo:varied")
+        setting = Setting(None, 64, 256, 1e-5, "benchmarks.grpo:varied", ways[arguments.contestant])
         getattr(setting, arguments.contestant)(arguments.steps, 0)
         return {"MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     peaks = {}
-    for name in ("ours", "trl"):
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.grpo",
-            "memory",
-            "--contestant",
-            name,
-            "--threads",
-            str(arguments.threads),
-        ]
+    for name in ways:
+        command = [sys.executable, "-m", "benchmarks.grpo", "memory", "--contestant", name, "--ours", arguments.ours,
+                   "--trl", arguments.trl, "--steps", str(arguments.steps),
+                   "--threads", str(arguments.threads)]  # fmt: skip
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[name] = json.loads(output.splitlines()[-1])["MiB"]
-        print(f"{name}: {peaks[name]:,.0f} MiB", flush=True)
-    return {"MiB": peaks, "ratio": peaks["ours"] / peaks["trl"]}
+        print(f"{name}, checkpointing {ways[name]}: {peaks[name]:,.0f} MiB", flush=True)
+    return {"MiB": peaks, "checkpointing": ways, "ratio": peaks["ours"] / peaks["trl"]}
 
 
 def main() -> None:
@@ -179,6 +181,9 @@ def main() -> None:
     timing.set_defaults(run=wall_time)
     peak = commands.add_parser("memory", help=memory.__doc__)
     peak.add_argument("--contestant", choices=["ours", "trl"], help="this one alone, in this process")
+    peak.add_argument("--ours", choices=["none", "selective", "full"], default="selective",
+                      help="what the backward pass computes again instead of keeping it")  # fmt: skip
+    peak.add_argument("--trl", choices=["none", "full"], default="none", help="the same of TRL, whose default is full")
     peak.add_argument("--steps", type=int, default=1, help="optimizer steps; Adam's moments come with the second")
     peak.set_defaults(run=memory)
     for command in commands.choices.values():

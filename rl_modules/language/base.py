@@ -33,7 +33,8 @@ class LanguageModule(L.LightningModule):
         lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
         torch_dtype: of the weights: float32, bfloat16 or float16; the arithmetic's is the Trainer's ``precision``.
         attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them: true, a layer's
+            all; ``selective``, all but matrix products and attention, the costly ones.
         learning_rate: peak step size.
         lr_scheduler_type: ``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers'.
         warmup_steps: optimizer steps of linear warm-up.
@@ -64,7 +65,7 @@ class LanguageModule(L.LightningModule):
         lora: dict[str, Any] | None = None,
         torch_dtype: str = "float32",
         attn_implementation: str | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | str = False,
         learning_rate: float = 1e-3,
         lr_scheduler_type: str = "linear",
         warmup_steps: int = 0,

@@ -26,13 +26,13 @@ def without_dropout(config: Any) -> Any:
 
 
 def value_model_from(
-    reward_model: Any, gradient_checkpointing: bool = False, lora: dict[str, Any] | None = None
+    reward_model: Any, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
 ) -> Any:
     """A trainable copy of a reward model, to become the value of a text that is not finished yet.
 
     Args:
         reward_model: model with a ``score`` head of one output.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        gradient_checkpointing: recompute activations in the backward pass, see :func:`make_model`.
         lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
     """
     dtype = str(next(reward_model.parameters()).dtype).removeprefix("torch.")

@@ -1,10 +1,12 @@
 """Transformers: read from a directory or the hub, or built from a config; LoRA; export."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +30,15 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: What selective checkpointing keeps.
+_PRODUCTS = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+]  # fmt: skip
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 
 
@@ -84,7 +95,7 @@ def make_model(
     head: str = "causal",
     torch_dtype: str = "float32",
     attn_implementation: str | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | str = False,
     lora: dict[str, Any] | None = None,
 ) -> Any:
     """The network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator).
@@ -95,11 +106,12 @@ def make_model(
         head: ``causal`` (logits over the vocabulary) or ``score`` (one number per sequence).
         torch_dtype: of the weights: float32, bfloat16 or float16.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; None: the library's choice.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them: True, all of every
+            layer; ``selective``, all but matrix products and attention.
         lora: arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` …); None: all weights train.
 
     Raises:
-        UsageError: a directory without weights, a hub that is out of reach, an unknown dtype.
+        UsageError: a directory without weights, a hub that is out of reach, an unknown dtype or way of checkpointing.
     """
     if torch_dtype not in _DTYPES:
         raise UsageError(f"torch_dtype={torch_dtype!r} must be one of {', '.join(_DTYPES)}")
@@ -116,16 +128,36 @@ def make_model(
             model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(_unreadable(model_name_or_path or config.model_type, error)) from error
-    if gradient_checkpointing:
-        # Newer versions of transformers warn of the old name.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
     return model
 
 
-def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool) -> Any:
+def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
+    """Have the backward pass compute again what a layer's forward pass gave, instead of keeping it.
+
+    Args:
+        model: of transformers.
+        how: False: keep everything; True: keep nothing but each layer's input (Chen et al. 2016, arXiv:1604.06174);
+            ``selective``: matrix products and what attention gives are kept, the rest is cheap to do again.
+
+    Raises:
+        UsageError: another value.
+    """
+    if how not in (True, False, "selective"):
+        raise UsageError(f"gradient_checkpointing={how!r} must be true, false or selective")
+    if not how:
+        return
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+    # Newer versions of transformers warn of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(arguments)
+
+
+def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
     """Freeze the model and add low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
     Raises:

@@ -1,0 +1,59 @@
+"""Models: what the backward pass keeps."""
+
+import pytest
+import torch
+
+from rl_modules import SFT
+from rl_modules.errors import UsageError
+from rl_modules.language.models import checkpoint_activations
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0}  # fmt: skip
+TOKENS = torch.arange(3, 51).view(4, 12)
+
+
+def logits_and_gradients(how, model_type="qwen2"):
+    fields = GPT2 if model_type == "gpt2" else TINY
+    module = SFT(model_config={"model_type": model_type, **fields}, gradient_checkpointing=how)
+    module.configure_model()
+    model = module.model.train()
+    logits = model(input_ids=TOKENS, use_cache=False).logits
+    logits.logsumexp(-1).sum().backward()
+    return logits, {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "gpt2"])
+def test_gradients_do_not_depend_on_what_is_kept(how, model_type):
+    logits, gradients = logits_and_gradients(False, model_type)
+    other_logits, other = logits_and_gradients(how, model_type)
+    assert torch.equal(logits, other_logits)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_selective_checkpointing_repeats_no_matrix_product():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for how in (False, "selective", True):
+        with Products() as products:
+            logits_and_gradients(how)
+        counts[how] = products.count
+    assert counts["selective"] == counts[False] < counts[True]
+
+
+def test_another_way_of_checkpointing_is_a_usage_error():
+    with pytest.raises(UsageError, match="gradient_checkpointing='most' must be true, false or selective"):
+        checkpoint_activations(torch.nn.Linear(1, 1), "most")
