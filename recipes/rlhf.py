@@ -70,11 +70,14 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     )
     parser.add_argument("--ppo", default="rlhf_ppo/paths.yaml", help="config of the reinforcement learning")
     parser.add_argument("--samples", type=int, default=32, help="completions of each prompt at each temperature")
+    parser.add_argument("--comparisons", type=int, default=8, help="of each completion with others of its prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 1.5, 2.0], help="of what is compared")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
     if given.samples * len(given.temperatures) < 2:
         raise UsageError(f"samples={given.samples} at one temperature leave nothing to compare; give at least 2")
+    if given.comparisons < 1:
+        raise UsageError(f"comparisons={given.comparisons} must be at least 1")
     if min(given.temperatures) < 0:
         raise UsageError(f"temperatures={given.temperatures} must be at least 0")
     return given, stage_options(rest, STAGES, "--ppo.model.beta=0.05")
@@ -91,13 +94,16 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     policy = {**seed, "model.model_name_or_path": str(sft), "model.model_config": "null", **options["preferences"]}
     pairs = pipeline.stage(
         "preferences",
-        lambda folder: write_preferences(given.sft, policy, given.samples, given.temperatures, folder),
+        lambda folder: write_preferences(
+            given.sft, policy, given.samples, given.temperatures, given.comparisons, folder
+        ),
         ("train.jsonl", "test.jsonl"),
         {
             "config": config_text(given.sft),
             "arguments": policy,
             "samples": given.samples,
             "temperatures": given.temperatures,
+            "comparisons": given.comparisons,
         },
         done,
     )
@@ -132,18 +138,25 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
 
 def write_preferences(
-    config: str, arguments: dict[str, str], samples: int, temperatures: Sequence[float], folder: Path
+    config: str,
+    arguments: dict[str, str],
+    samples: int,
+    temperatures: Sequence[float],
+    comparisons: int,
+    folder: Path,
 ) -> None:
     """Pairs of the policy's own completions, compared by the task as people would, with noise.
 
     A judge that has seen good completions only is easily fooled: it does not know what is bad. Hence several
-    temperatures, as Stiennon et al. compare samples of several policies.
+    temperatures, as Stiennon et al. compare samples of several policies. And each completion is compared with several
+    others, as Ouyang et al. have all pairs of a prompt's completions: the texts cost more than the verdicts.
 
     Args:
         config: the ``rl`` config of the policy's training, which says which task.
         arguments: options beside it.
         samples: completions of each prompt at each temperature.
         temperatures: of the samples, which are paired at random, whatever theirs.
+        comparisons: times that the completions of a prompt are paired anew.
         folder: for ``train.jsonl``, about the training prompts, and ``test.jsonl``, about the held-out ones.
 
     Raises:
@@ -173,10 +186,11 @@ def write_preferences(
         rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}"))
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for record, answers in zip(records, texts, strict=True):
-                rng.shuffle(answers)
-                for first, second in zip(answers[::2], answers[1::2], strict=False):
-                    if first != second:
-                        file.write(json.dumps(data.task.compare(record, first, second, rng)) + "\n")
+                for _ in range(comparisons):
+                    rng.shuffle(answers)
+                    for first, second in zip(answers[::2], answers[1::2], strict=False):
+                        if first != second:
+                            file.write(json.dumps(data.task.compare(record, first, second, rng)) + "\n")
 
 
 if __name__ == "__main__":

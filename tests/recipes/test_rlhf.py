@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import Counter
 
 import pytest
 
@@ -21,20 +22,24 @@ def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities
     policy.export(tmp_path / "policy")
     arguments = {"model.model_name_or_path": str(tmp_path / "policy"), "data.task_kwargs": '{"n_nodes": 5}',
                  "model.model_config": "null", "model.max_completion_length": "4", "threads": "1"}  # fmt: skip
-    rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], tmp_path)
+    rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], 2, tmp_path)
     task = make_task("paths", n_nodes=5)
     pairs = {split: [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
              for split in ("train", "test")}  # fmt: skip
     prompts = {split: {record["prompt"] for record in task.records(split, None)} for split in pairs}
     for split, rows in pairs.items():
         assert {row["prompt"] for row in rows} == prompts[split]
-        assert len(rows) == 3 * len(prompts[split])  # of a model that knows nothing, hardly two samples are equal
+        # Six completions a prompt, paired twice: of a model that knows nothing, hardly two samples are equal.
+        assert len(rows) == 2 * 3 * len(prompts[split])
+        texts = Counter((row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected"))
+        assert set(texts.values()) == {2}
+        assert len({(row["prompt"], frozenset([row["chosen"], row["rejected"]])) for row in rows}) > 0.6 * len(rows)
         for row in rows:
             assert len(row["chosen"]) <= 4 and row["chosen"] != row["rejected"]
             gap = task.utility(row, row["chosen"]) - task.utility(row, row["rejected"])
             assert row["probability"] == pytest.approx(1 / (1 + math.exp(-10 * gap)))
     before = (tmp_path / "train.jsonl").read_text()
-    rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], tmp_path)
+    rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], 2, tmp_path)
     assert (tmp_path / "train.jsonl").read_text() == before
 
 
@@ -42,6 +47,7 @@ def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities
     ("words", "message"),
     [
         (["--samples", "1", "--temperatures", "1"], "samples=1 at one temperature leave nothing to compare"),
+        (["--comparisons", "0"], "comparisons=0 must be at least 1"),
         (["--grpo.model.beta=1"], "'--grpo.model.beta=1' is not understood"),
         (["--ppo.model.beta", "1"], "'--ppo.model.beta' is not understood"),
     ],
@@ -55,7 +61,7 @@ def test_preferences_need_a_task_that_compares(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="addition can't compare completions"):
         rlhf.write_preferences(
-            "rlhf/sft.yaml", {"data.task": "addition", "data.reward_funcs": "null"}, 2, [1.0], tmp_path
+            "rlhf/sft.yaml", {"data.task": "addition", "data.reward_funcs": "null"}, 2, [1.0], 1, tmp_path
         )
 
 
