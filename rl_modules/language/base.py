@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
@@ -15,6 +16,7 @@ from rl_modules import functional as F
 from rl_modules.errors import UsageError, did_you_mean
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
@@ -128,9 +130,17 @@ class LanguageModule(L.LightningModule):
         return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
 
     def configure_model(self) -> None:
-        """Build the model: from its source, or, loading a checkpoint, from the description in it."""
-        if self.model is not None:
-            return
+        """Build the model: from its source, or, loading a checkpoint, from the description in it.
+
+        Under ``ModelParallelStrategy`` its weights are then split over all ranks.
+        """
+        if self.model is None:
+            self._build()
+        if self._trainer is not None and adopt(self.trainer.strategy) and not is_sharded(self.model):
+            # Lightning's mesh has a second dimension, for splitting matrix products.
+            self.shard(init_device_mesh(self.trainer.strategy.root_device.type, (self.trainer.world_size,)))
+
+    def _build(self) -> None:
         hp: Any = self.hparams
         source = None if hp.description is not None else hp.model_name_or_path
         fields = hp.model_config if hp.description is None else hp.description["config"]
@@ -140,10 +150,23 @@ class LanguageModule(L.LightningModule):
             torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
             self.build_model(config, source)
         if hp.description is None:
-            self.hparams["description"] = {
-                "config": plain_config(config),
-                "tokenizer": tokenizer_to_dict(self.tokenizer),
-            }
+            self.hparams["description"] = self.describe(config)
+
+    def describe(self, config: Any) -> dict[str, Any]:
+        """What a checkpoint needs to build the models again, as plain data.
+
+        Args:
+            config: of the model.
+        """
+        return {"config": plain_config(config), "tokenizer": tokenizer_to_dict(self.tokenizer)}
+
+    def shard(self, mesh: Any) -> None:
+        """Split the weights over ranks; an algorithm with further models splits them here too.
+
+        Args:
+            mesh: of the ranks, one-dimensional.
+        """
+        shard(self.model, mesh)
 
     def build_model(self, config: Any, source: str | None) -> None:
         """Set ``self.model``; an algorithm with further models (reference, value) builds them here too."""
@@ -152,7 +175,10 @@ class LanguageModule(L.LightningModule):
                                 hp.gradient_checkpointing, hp.lora)  # fmt: skip
 
     def export(self, folder: str | Path) -> Path:
-        """Write the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA is merged in."""
+        """Write the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA is merged in.
+
+        Where weights are sharded all ranks call this, and the first writes.
+        """
         return export_model(self.model, self.tokenizer, folder)
 
     def on_fit_start(self) -> None:
@@ -223,6 +249,8 @@ class LanguageModule(L.LightningModule):
             metrics: scalars by name, ``eval/…``.
             weight: how much the batch counts, such as its number of prompts or tokens.
         """
+        # Lightning takes the mean of the ranks' weights in integers: without a remainder it is exact.
+        weight *= self.trainer.world_size
         self.log_dict(
             metrics, on_step=False, on_epoch=True, logger=not self._fitting, batch_size=weight, sync_dist=True
         )
@@ -308,13 +336,15 @@ class LanguageModule(L.LightningModule):
         if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
             return {}
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        if is_sharded(self.model):  # and averaged already
+            return whole(gradients)
         return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
 
     def on_train_start(self) -> None:
         self.began_with = self.num_tokens
         for name, parameter in self.named_parameters():
             if name in self._gradients:
-                parameter.grad = self._gradients[name].to(parameter)
+                parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
         self._gradients = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -370,7 +400,7 @@ class LanguagePolicy(LanguageModule):
         return sample(
             self.model, prompts, num_generations=num_generations, seeds=seeds,
             eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
-            **settings,
+            synced_gpus=is_sharded(self.model), **settings,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- evaluation on held-out prompts

@@ -57,6 +57,12 @@ class HeadOnPolicy(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
+    def shard(self, mesh: Any) -> None:
+        """Split the weights over the ranks of a mesh."""
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.linear, mesh=mesh)
+
     def forward(
         self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,
         entropy: bool = False,

@@ -14,6 +14,7 @@ from rl_modules.language.critics import check_same_tokens, frozen
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
+from rl_modules.language.sharding import shard
 from rl_modules.language.tokenizer import load_tokenizer
 
 Rollout = dict[str, Any]
@@ -42,12 +43,16 @@ class JudgedPolicy(LanguagePolicy):
 
     # ---------------------------------------------------------------- models
 
-    def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        super().configure_model()
-        for name, model in (("reward_config", self.reward_model), ("reference_config", self.reference)):
-            self.hparams["description"][name] = None if model is None else plain_config(model.config)
+    def describe(self, config: Any) -> dict[str, Any]:
+        judges = {"reward_config": self.reward_model, "reference_config": self.reference}
+        described = {name: None if model is None else plain_config(model.config) for name, model in judges.items()}
+        return {**super().describe(config), **described}
+
+    def shard(self, mesh: Any) -> None:
+        super().shard(mesh)
+        for judge in (self.reference, self.reward_model):
+            if judge is not None:
+                shard(judge, mesh)
 
     def build_model(self, config: Any, source: str | None) -> None:
         """Policy, reference and reward model."""

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rl_modules.errors import UsageError
+from rl_modules.language.sharding import is_sharded, whole
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
 SMALL = {
@@ -177,18 +178,37 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     """Write a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
 
     Args:
-        model: a transformers model, or one with LoRA.
+        model: a transformers model, or one with LoRA. Where its weights are sharded all ranks call this, the first
+            writes, and none returns before.
         tokenizer: saved beside it.
         folder: made if it does not exist.
 
     Returns:
         The folder; ``from_pretrained`` loads it.
+
+    Raises:
+        UsageError: adapters on sharded weights, which can't be merged in.
     """
+    if is_sharded(model):
+        return _export_sharded(model, tokenizer, Path(folder))
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
     folder = Path(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    if hasattr(model, "merge_and_unload"):
+        raise UsageError(f"adapters can't be merged into sharded weights for {folder}; write a checkpoint, and then "
+                         "`rl export --ckpt_path` in one process")  # fmt: skip
+    writes = torch.distributed.get_rank() == 0
+    state = whole(model.state_dict(keep_vars=True), keep=writes)
+    if writes:
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    torch.distributed.barrier()
     return folder
 
 

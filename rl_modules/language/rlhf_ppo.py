@@ -12,6 +12,7 @@ from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
 from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
+from rl_modules.language.sharding import shard
 
 
 class RLHFPPO(JudgedPolicy):
@@ -149,6 +150,13 @@ class RLHFPPO(JudgedPolicy):
             self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
         else:
             self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, hp.lora)
+
+    def shard(self, mesh: Any) -> None:
+        super().shard(mesh)
+        if self.value_head is not None:
+            self.value_head.shard(mesh)
+        else:
+            shard(self.value_model, mesh)
 
     # ---------------------------------------------------------------- experience
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from rl_modules import functional as F
 from rl_modules.language.logits import logits_at
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.sharding import is_sharded
 
 #: Share of a batch's tokens that must be repeated prompts for two passes over less to be better than one over all.
 WORTHWHILE = 0.2
@@ -27,8 +28,11 @@ def can_share(model: Any, longest: int) -> bool:
     """
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     plain = RowCache.for_model(model.config.get_text_config(decoder=True), longest=longest) is not None
-    # Other kernels have rules of their own about masks.
-    return plain and not checkpointing and model.config._attn_implementation in ("sdpa", "eager")
+    # Sharded ranks go through the model equally often, whatever rows each has. Other kernels than these have rules of
+    # their own about masks.
+    return (
+        plain and not checkpointing and not is_sharded(model) and model.config._attn_implementation in ("sdpa", "eager")
+    )
 
 
 def repeated_share(prompt_length: Tensor, length: Tensor, group: Tensor) -> float:

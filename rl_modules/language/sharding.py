@@ -1,0 +1,141 @@
+"""Weights split over ranks (FSDP2), under Lightning's ``ModelParallelStrategy``.
+
+Every rank holds its share of each weight, of its gradient and of the optimizer's moments; a layer's weights are put
+together when the layer runs, and let go behind it (Zhao et al. 2023, arXiv:2304.11277). Losses, batches and checkpoints
+are those of a run that is not sharded: nothing but the memory differs.
+"""
+
+from typing import Any
+
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from torch import Tensor, nn
+
+from rl_modules.errors import UsageError
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Sharding whose checkpoints are those of a run without: one file that any strategy goes on from.
+
+    Lightning's own writes a folder, whose index is a pickle, or a file whose optimizer states are numbered in another
+    way than anywhere else.
+    """
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights, whole; of all ranks, which put them together, the first keeps them."""
+        assert self.lightning_module is not None
+        # As parameters, two that are one (an output layer tied to the embedding) are told to be.
+        return whole(self.lightning_module.state_dict(keep_vars=True), keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return whole(getattr(optimizer, "optimizer", optimizer).state_dict(), keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        ours = module.state_dict()
+        state = {name: share(value, ours.get(name)) for name, value in checkpoint["state_dict"].items()}
+        module.load_state_dict(state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = [number for group in saved["param_groups"] for number in group["params"]]
+            state = {
+                number: {name: share(value, parameter) for name, value in saved["state"][number].items()}
+                for number, parameter in zip(numbers, parameters, strict=True)
+                if number in saved["state"]
+            }
+            optimizer.load_state_dict({**saved, "state": state})
+
+
+def adopt(strategy: Any) -> bool:
+    """Whether a strategy shards; Lightning's, which was made before the module was known, becomes ours.
+
+    Raises:
+        UsageError: the weights would be split in a way that is not supported.
+    """
+    if isinstance(strategy, FSDPStrategy):
+        raise UsageError("trainer.strategy=fsdp is the older way of sharding, which knows whole models only; take "
+                         "ModelParallelStrategy")  # fmt: skip
+    if not isinstance(strategy, ModelParallelStrategy):
+        return False
+    tensor_parallel = strategy.device_mesh["tensor_parallel"].size()
+    # "auto" is a node's ranks; it can't be told from the same number given.
+    if tensor_parallel not in (1, strategy.num_processes):
+        raise UsageError(f"tensor_parallel_size={tensor_parallel} would split matrix products, which is not supported; "
+                         "leave it out: whole layers are split over all ranks")  # fmt: skip
+    strategy.__class__ = ShardedStrategy
+    return True
+
+
+def shard(model: Any, mesh: Any) -> None:
+    """Split a transformers model's weights (or one layer's) over the ranks of a mesh; in place.
+
+    Args:
+        model: on every rank the same. Of a causal model the whole is called; of a model with a ``score`` head its body
+            and its head are, each by itself.
+        mesh: one-dimensional.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    blocks = set(getattr(network, "_no_split_modules", None) or ())
+    parts = [module for module in network.modules() if type(module).__name__ in blocks]
+    parts += [network.base_model, network.score] if hasattr(network, "score") else [network]
+    for part in parts:
+        # The outermost part too is let go, or what reads weights between two forward passes would find it whole.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank holds a part of a model's weights: then every rank must call it as often as the others."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def whole(tree: Any, keep: bool = True) -> dict[str, Any]:
+    """A state with its tensors put together, on the CPU; all ranks call this.
+
+    Args:
+        tree: dictionaries and lists with tensors and numbers in them.
+        keep: False: take part, and get a state in which the tensors that were split are None.
+    """
+    known: dict[int, Tensor | None] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: visit(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [visit(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            tensor = value.detach()
+            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            known[id(value)] = tensor.cpu() if keep else None
+        return known[id(value)]
+
+    return visit(tree)
+
+
+def share(value: Any, like: Any) -> Any:
+    """This rank's part of a tensor that all ranks have, split as a parameter is; anything else as it came.
+
+    Args:
+        value: of a checkpoint.
+        like: the parameter that it belongs to, of the same shape where it is split.
+    """
+    if not (isinstance(value, Tensor) and hasattr(like, "device_mesh") and value.shape == like.shape):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,127 @@
+"""Two ranks that split every weight between them learn what one rank with twice the rows learns, and can be stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
+from rl_modules.language.sharding import is_sharded
+from tests.ranks import on_ranks
+from tests.training import fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1}  # fmt: skip
+STEPS = 3
+#: Of a micro-batch, or of a rank's part of a generation: other ones have others.
+OF_A_PART = {"min_reward", "max_reward", "val/explained_variance"}
+
+
+def descent(parameters: Any) -> torch.optim.Optimizer:
+    # Its steps are gradients, and it has a state of its own.
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+
+
+def length_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """Equal for all completions of every second prompt."""
+    return [float(len(text)) if sum(map(ord, prompt)) % 2 else 1.0
+            for prompt, text in zip(prompts, completions, strict=True)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Demonstrations, comparisons, prompts, and a judge."""
+    folder = tmp_path_factory.mktemp("sharding")
+    rows = [{"prompt": "ab"[: 1 + i % 2] + "=", "completion": "xyz"[i % 3] * (i * 7 % 17)} for i in range(24)]
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"] + "c", "rejected": "x" * (i % 5)}
+             for i, row in enumerate(rows)]  # fmt: skip
+    for name, lines in (("shown", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    judge = RewardModel(model_config=TINY)
+    judge.configure_model()
+    judge.export(folder / "judge")
+    return folder
+
+
+def case(name: str, folder: Path, ranks: int) -> tuple[Any, Any]:
+    """A module and a datamodule with this rank's share of the rows."""
+    model: dict[str, Any] = {"model_config": TINY, "lr_scheduler_type": "linear", "logging_steps": 1,
+                             "optimizer": descent}  # fmt: skip
+    written = {**model, "max_completion_length": 5, "completions_steps": 0}
+    shown, pairs = str(folder / "shown.jsonl"), str(folder / "pairs.jsonl")
+    if name == "sft":
+        data: Any = InstructionDataModule(path=shown, eval_path=shown, batch_size=8 // ranks, eval_steps=2)
+        return SFT(max_completion_length=5, max_grad_norm=0.1, **model), data
+    if name == "reward model":
+        return RewardModel(**model), PreferenceDataModule(path=pairs, batch_size=6 // ranks)
+    grpo, rlhf = name.startswith("grpo"), name.startswith("rlhf")
+    assert grpo or rlhf
+    prompts = {"path": shown, "num_generations": 4 if grpo else 1, "batch_size": 16 // ranks, "n_eval": 0,
+               "num_iterations": 2, "reward_funcs": [f"{__name__}:length_reward"] if grpo else []}  # fmt: skip
+    if grpo:
+        settings = {"grpo": {}, "grpo reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}}
+        return GRPO(**written, **settings[name]), PromptDataModule(**prompts)
+    head = name == "rlhf head"
+    module = RLHFPPO(reward_model_name_or_path=str(folder / "judge"), value_head_on_policy=head,
+                     ptx_coef=0.0 if head else 0.5, **written)  # fmt: skip
+    return module, PromptDataModule(**prompts, ptx_batch_size=0 if head else 4 // ranks)
+
+
+CASES = ("sft", "reward model", "grpo", "grpo reference", "rlhf", "rlhf head")
+
+
+class Curves(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.points.append({**metrics, "step": step})
+
+
+def train(name: str, folder: Path, output: Path, ranks: int, **arguments: Any) -> list[dict[str, float]]:
+    """Train; write the last checkpoint; return the curve."""
+    module, data = case(name, folder, ranks)
+    curves = Curves()
+    strategy = ModelParallelStrategy() if ranks > 1 else "auto"
+    trainer = fit(module, data, **{"max_steps": STEPS, "devices": ranks, "strategy": strategy, "logger": curves,
+                                   "accumulate_grad_batches": 1 if name == "grpo" else 2, **arguments})  # fmt: skip
+    assert is_sharded(module.model) == (ranks > 1)
+    if ranks > 1:
+        split = [p for p in module.parameters() if not hasattr(p, "full_tensor")]
+        assert not split, "every weight is split"
+    trainer.save_checkpoint(output / f"{name}.ckpt")
+    return curves.points
+
+
+@pytest.fixture(scope="module")
+def trained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, Path]:
+    """The curves of every case, on one rank and on two, and where their checkpoints are: in ``1`` and in ``2``."""
+    output = tmp_path_factory.mktemp("trained")
+    one = {name: train(name, files, output / "1", 1) for name in CASES}
+    two = on_ranks(lambda: {name: train(name, files, output / "2", 2) for name in CASES}, output / "ranks")
+    return one, two[0], output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, trained: tuple) -> None:
+    one, two, output = trained
+    assert len(one[name]) == len(two[name]) >= STEPS
+    for left, right in zip(one[name], two[name], strict=True):
+        left, right = ({k: v for k, v in point.items() if k not in OF_A_PART} for point in (left, right))
+        assert left == pytest.approx(right, rel=2e-4, abs=2e-5, nan_ok=True)
+    left, right = (torch.load(output / ranks / f"{name}.ckpt", weights_only=True) for ranks in "12")
+    assert left["state_dict"].keys() == right["state_dict"].keys()
+    for key, value in left["state_dict"].items():
+        torch.testing.assert_close(right["state_dict"][key], value, rtol=1e-4, atol=3e-6)
+    left, right = (state["optimizer_states"][0] for state in (left, right))
+    assert left["param_groups"] == right["param_groups"]
+    for number, state in left["state"].items():
+        torch.testing.assert_close(right["state"][number], state, rtol=1e-3, atol=3e-6)
