@@ -4,16 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from recipes.cli import main
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
-from rl_modules.language.sharding import is_sharded
 from tests.ranks import on_ranks
-from tests.training import fit
+from tests.training import assert_equal_checkpoints, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1}  # fmt: skip
@@ -72,6 +74,7 @@ def case(name: str, folder: Path, ranks: int) -> tuple[Any, Any]:
     return module, PromptDataModule(**prompts, ptx_batch_size=0 if head else 4 // ranks)
 
 
+EXPORTED = {"sft": AutoModelForCausalLM, "reward model": AutoModelForSequenceClassification}
 CASES = ("sft", "reward model", "grpo", "grpo reference", "rlhf", "rlhf head")
 
 
@@ -90,14 +93,14 @@ def train(name: str, folder: Path, output: Path, ranks: int, **arguments: Any) -
     """Train; write the last checkpoint; return the curve."""
     module, data = case(name, folder, ranks)
     curves = Curves()
-    strategy = ModelParallelStrategy() if ranks > 1 else "auto"
-    trainer = fit(module, data, **{"max_steps": STEPS, "devices": ranks, "strategy": strategy, "logger": curves,
-                                   "accumulate_grad_batches": 1 if name == "grpo" else 2, **arguments})  # fmt: skip
-    assert is_sharded(module.model) == (ranks > 1)
-    if ranks > 1:
-        split = [p for p in module.parameters() if not hasattr(p, "full_tensor")]
-        assert not split, "every weight is split"
+    settings = {"max_steps": STEPS, "devices": ranks, "strategy": ModelParallelStrategy() if ranks > 1 else "auto",
+                "accumulate_grad_batches": 1 if name == "grpo" else 2, "logger": curves, **arguments}  # fmt: skip
+    trainer = fit(module, data, **settings)
+    sharded = isinstance(settings["strategy"], ModelParallelStrategy)
+    assert all(hasattr(parameter, "full_tensor") == sharded for parameter in module.parameters())
     trainer.save_checkpoint(output / f"{name}.ckpt")
+    if name in EXPORTED:
+        module.export(output / name)
     return curves.points
 
 
@@ -125,3 +128,51 @@ def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, tr
     assert left["param_groups"] == right["param_groups"]
     for number, state in left["state"].items():
         torch.testing.assert_close(right["state"][number], state, rtol=1e-3, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_weights_in_parts_become_one_directory(name: str, trained: tuple, tmp_path: Path) -> None:
+    """Written by the ranks themselves, and from their checkpoint."""
+    _, _, output = trained
+    checkpoint = output / "2" / f"{name}.ckpt"
+    main(["export", "--ckpt_path", str(checkpoint), "--output", str(tmp_path / "exported")])
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    for folder in (tmp_path / "exported", output / "2" / name):
+        found = EXPORTED[name].from_pretrained(folder).state_dict()
+        assert {f"model.{key}" for key in found} == weights.keys()
+        assert all(torch.equal(value, weights[f"model.{key}"]) for key, value in found.items())
+
+
+# -------------------------------------------------------------------- stopped, and elsewhere gone on
+
+
+class SaveAt(L.Callback):
+    """Writes a checkpoint behind a number of micro-batches."""
+
+    def __init__(self, path: Path, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed(files: Path, folder: Path) -> None:
+    """Each case, and again from a checkpoint inside of its second optimizer step (GRPO's: behind the first)."""
+    for name in ("sft", "grpo reference", "rlhf head"):
+        half = folder / "half" / f"{name}.ckpt"
+        train(name, files, folder / "whole", 2, callbacks=[SaveAt(half, 3)])
+        train(name, files, folder / "rest", 2, ckpt_path=half)
+    train("sft", files, folder / "unsharded", 2, ckpt_path=folder / "half" / "sft.ckpt", strategy="ddp")
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(files: Path, tmp_path: Path) -> None:
+    on_ranks(lambda: resumed(files, tmp_path), tmp_path / "ranks")
+    for name in ("sft", "grpo reference", "rlhf head"):
+        assert torch.load(tmp_path / "half" / f"{name}.ckpt", weights_only=True)["gradients"]
+        assert_equal_checkpoints(tmp_path / "whole" / f"{name}.ckpt", tmp_path / "rest" / f"{name}.ckpt")
+    # Sharded or not is nothing that a checkpoint knows of.
+    one, other = (torch.load(tmp_path / run / "sft.ckpt", weights_only=True) for run in ("whole", "unsharded"))
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=3e-6)
