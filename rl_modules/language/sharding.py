@@ -7,7 +7,7 @@ are those of a run that is not sharded: nothing but the memory differs.
 
 from typing import Any
 
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 
 from rl_modules.errors import UsageError
@@ -56,6 +56,10 @@ class ShardedStrategy(ModelParallelStrategy):
                 if number in saved["state"]
             }
             optimizer.load_state_dict({**saved, "state": state})
+
+
+for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in small letters
+    StrategyRegistry.register(_name, ShardedStrategy, description="weights split over ranks (FSDP2)")
 
 
 def adopt(strategy: Any) -> bool:
