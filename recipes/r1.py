@@ -12,12 +12,11 @@ Source: DeepSeek-AI 2025, arXiv:2501.12948, sections 2.2 and 2.3.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, instantiate, stage_options
+from recipes.stages import config_text, evaluate, instantiate, run_command, stage_options, write_completions
 from rl_modules.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
@@ -33,11 +32,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         SystemExit: with 1 after an error, which is printed in one sentence.
     """
-    try:
-        run(*parse(sys.argv[1:] if args is None else args))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    run_command(run, parse, args)
 
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
@@ -120,8 +115,6 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
     Raises:
         UsageError: the data is no task, or hardly any completions differ.
     """
-    import torch
-
     from datamodules.seeding import stream_seed
 
     cli = instantiate(config, arguments)
@@ -130,18 +123,14 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
         raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
                          "--final")  # fmt: skip
     module.configure_model()
-    records, tokenizer = data.task.records("train", n_prompts), module.tokenizer
+    records = data.task.records("train", n_prompts)
     pairs: list[dict[str, str]] = []
     for start in range(0, n_prompts, 64):
         part = records[start : start + 64]
-        prompts = [list(ids) for ids in tokenizer([record["prompt"] for record in part]).input_ids]
         seeds = [stream_seed(data.seed, 0, "preferences", 8 * start + i) for i in range(8 * len(part))]
-        with torch.no_grad():
-            written = module.act(prompts, seeds, 8)
-        ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts, ids, finished = write_completions(module, [record["prompt"] for record in part], seeds, 8)
         correct = data.rewards([r for r in part for _ in range(8)], texts, ids)[:, 0] >= data.hparams.correct_threshold
-        columns = zip(texts, correct.tolist(), written.finished.tolist(), map(len, ids), strict=True)
+        columns = zip(texts, correct.tolist(), finished, map(len, ids), strict=True)
         rows = [dict(zip(("completion", "correct", "finished", "length"), row, strict=True)) for row in columns]
         found = [preference(record["prompt"], rows[8 * i : 8 * i + 8]) for i, record in enumerate(part)]
         pairs += [pair for pair in found if pair is not None]

@@ -12,12 +12,11 @@ Source: Ouyang et al. 2022, arXiv:2203.02155, figure 2; comparisons of samples: 
 import argparse
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, instantiate, stage_options
+from recipes.stages import config_text, evaluate, instantiate, run_command, stage_options, write_completions
 from rl_modules.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
@@ -50,14 +49,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         SystemExit: with 1 after an error, which is printed in one sentence.
     """
-    from recipes.cli import quiet
-
-    quiet()
-    try:
-        run(*parse(sys.argv[1:] if args is None else args))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    run_command(run, parse, args)
 
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
@@ -162,8 +154,6 @@ def write_preferences(
     Raises:
         UsageError: the data is no task that can compare.
     """
-    import torch
-
     from datamodules.seeding import stream_seed
 
     cli = instantiate(config, arguments)
@@ -173,15 +163,13 @@ def write_preferences(
     module.configure_model()
     for split in ("train", "test"):
         records = list({record["prompt"]: record for record in data.task.records(split, None)}.values())
-        prompts = [list(ids) for ids in module.tokenizer([record["prompt"] for record in records]).input_ids]
+        prompts = [record["prompt"] for record in records]
         texts: list[list[str]] = [[] for _ in records]
         for k, temperature in enumerate(temperatures):
             stream = f"comparisons/{split}/{k}"
             seeds = [stream_seed(data.seed, 0, stream, i) for i in range(len(prompts) * samples)]
-            with torch.no_grad():
-                written = module.act(prompts, seeds, samples, temperature=temperature)
-            ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
-            for i, text in enumerate(module.tokenizer.batch_decode(ids, skip_special_tokens=True)):
+            written, _, _ = write_completions(module, prompts, seeds, samples, temperature=temperature)
+            for i, text in enumerate(written):
                 texts[i // samples].append(text)
         rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}"))
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:

@@ -2,13 +2,35 @@
 
 import contextlib
 import io
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
 
 from recipes import configs
 from rl_modules.errors import UsageError
+
+
+def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
+    """A pipeline's command: ``run(*parse(args))``, without the libraries' chatter.
+
+    Args:
+        run: the pipeline.
+        parse: what makes its arguments of the words.
+        args: the words; None: ``sys.argv``'s.
+
+    Raises:
+        SystemExit: with 1 after an error, which is printed in one sentence.
+    """
+    from recipes.cli import quiet
+
+    quiet()
+    try:
+        run(*parse(sys.argv[1:] if args is None else args))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def stage_options(words: Sequence[str], stages: Sequence[str], example: str) -> dict[str, dict[str, str]]:
@@ -72,3 +94,24 @@ def instantiate(config: str, arguments: dict[str, str]) -> Any:
             """Do nothing with them."""
 
     return Instances("test", rl_words(config, arguments))
+
+
+def write_completions(
+    module: Any, prompts: Sequence[str], seeds: Sequence[int], num_generations: int, **sampling: Any
+) -> tuple[list[str], list[list[int]], list[bool]]:
+    """What a policy writes to prompts: texts, token ids, and whether each has come to its end.
+
+    Args:
+        module: the policy, built.
+        prompts: P texts.
+        seeds: one per completion, P · num_generations.
+        num_generations: completions per prompt, which stand next to each other.
+        sampling: settings that differ from the module's own.
+    """
+    import torch
+
+    tokens = [list(ids) for ids in module.tokenizer(list(prompts)).input_ids]
+    with torch.no_grad():
+        written = module.act(tokens, seeds, num_generations, **sampling)
+    ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
+    return module.tokenizer.batch_decode(ids, skip_special_tokens=True), ids, written.finished.tolist()
