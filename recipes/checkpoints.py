@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ class Checkpoints(ModelCheckpoint):
         if own is not None and not self._chosen and stage == "fit":
             self.monitor, self.mode = own
             self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
-        # Sharding strategies write in their own way, and refuse to be asked.
+        # Some strategies write in their own way, and refuse to be asked.
         with contextlib.suppress(NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -224,7 +223,7 @@ class Checkpoints(ModelCheckpoint):
         try:
             trainer.save_checkpoint(coming)
             if trainer.is_global_zero:
-                self._rotate(folder, coming, last)
+                self._rotate(trainer, folder, coming, last)
             self._saved_at, self.last_path = _position(trainer), last
         except (OSError, RuntimeError) as error:
             # torch's writer reports the system's refusal in words of its own.
@@ -239,23 +238,20 @@ class Checkpoints(ModelCheckpoint):
         self._pause_s = min(2 * self._pause_s, self.interval_s)
         self._due_s = now + max(self._pause_s, (now - began_s) * (1 / self.max_share - 1))
 
-    def _rotate(self, folder: Path, coming: Path, last: Path) -> None:
+    def _rotate(self, trainer: L.Trainer, folder: Path, coming: Path, last: Path) -> None:
         """``next`` becomes ``last``, and ``last`` ``previous``; there is a whole ``last`` at any time."""
+        if coming.is_dir():
+            raise UsageError(f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
+                             "where a run goes on from one file; take ddp or ModelParallelStrategy")  # fmt: skip
         if self.keep_previous and last.exists():
             previous, link = folder / "previous.ckpt", folder / "previous.ckpt.part"
-            if last.is_dir():  # a sharded one
-                shutil.rmtree(previous, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                link.unlink()
+            try:
+                os.link(last, link)
+                os.replace(link, previous)
+            except OSError:  # a filesystem without links
                 os.replace(last, previous)
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    link.unlink()
-                try:
-                    os.link(last, link)
-                    os.replace(link, previous)
-                except OSError:  # a filesystem without links
-                    os.replace(last, previous)
-        elif last.is_dir():
-            shutil.rmtree(last)
         os.replace(coming, last)
         _sync_folder(folder)
 

@@ -56,8 +56,8 @@ def read(path: Path) -> dict[str, Any]:
         UsageError: damaged, or holding code; where the one before it is whole, says so.
     """
     if path.is_dir():
-        # A sharded one: its shards are checked by who loads them.
-        return torch.load(path / "meta.pt", weights_only=True, map_location="cpu")
+        raise UsageError(f"the checkpoint {path} is a folder, as sharding writes elsewhere; its index would have to be "
+                         "unpickled, which could do anything: give a file that was written here")  # fmt: skip
     damage = damage_of(path)
     if damage is None:
         try:

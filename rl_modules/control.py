@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import torch
 from gymnasium import spaces
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from rl_modules.errors import UsageError
@@ -110,6 +110,10 @@ class ControlModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the network once the spaces are known: from the hyperparameters, or from the datamodule."""
+        strategy = None if self._trainer is None else self._trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy | FSDPStrategy):
+            raise UsageError(f"trainer.strategy={type(strategy).__name__} splits the weights of language models over "
+                             f"ranks, not those of {type(self).__name__}; take ddp")  # fmt: skip
         if self.network is not None:
             return
         if self.hparams.get("observation_space") is None or self.hparams.get("action_space") is None:

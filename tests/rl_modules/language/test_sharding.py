@@ -1,19 +1,27 @@
 """Two ranks that split every weight between them learn what one rank with twice the rows learns, and can be stopped."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from recipes.checkpoints import Checkpoints
 from recipes.cli import main
-from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
+from recipes.resume import damage_of, read
+from recipes.signals import Stopped
+from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
+from rl_modules.errors import UsageError
+from rl_modules.language.sharding import adopt
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 
@@ -158,12 +166,30 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SignalOneRank(L.Callback):
+    """SIGTERM for the second rank alone, in the middle of a batch."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(files: Path, folder: Path) -> None:
+    """SIGTERM, and go on from what the command line's own checkpoints leave behind."""
+    checkpoints = {"callbacks": [Checkpoints(), SignalOneRank()], "enable_checkpointing": True, "max_steps": 12}
+    with pytest.raises(Stopped) as stop:
+        train("grpo", files, folder / "stopped", 2, default_root_dir=folder / "run", **checkpoints)
+    train("grpo", files, folder / "rest", 2, ckpt_path=stop.value.checkpoint, max_steps=12)
+    train("grpo", files, folder / "whole", 2, max_steps=12)
+
+
 def resumed(files: Path, folder: Path) -> None:
     """Each case, and again from a checkpoint inside of its second optimizer step (GRPO's: behind the first)."""
     for name in ("sft", "grpo reference", "rlhf head"):
         half = folder / "half" / f"{name}.ckpt"
         train(name, files, folder / "whole", 2, callbacks=[SaveAt(half, 3)])
         train(name, files, folder / "rest", 2, ckpt_path=half)
+    stopped(files, folder)
     train("sft", files, folder / "unsharded", 2, ckpt_path=folder / "half" / "sft.ckpt", strategy="ddp")
 
 
@@ -172,7 +198,38 @@ def test_a_resumed_run_is_the_uninterrupted_one(files: Path, tmp_path: Path) -> 
     for name in ("sft", "grpo reference", "rlhf head"):
         assert torch.load(tmp_path / "half" / f"{name}.ckpt", weights_only=True)["gradients"]
         assert_equal_checkpoints(tmp_path / "whole" / f"{name}.ckpt", tmp_path / "rest" / f"{name}.ckpt")
+    assert_equal_checkpoints(tmp_path / "whole/grpo.ckpt", tmp_path / "rest/grpo.ckpt")
+    last = tmp_path / "run/checkpoints/last.ckpt"
+    assert damage_of(last) is None and 1 < torch.load(last, weights_only=True)["global_step"] < 12
     # Sharded or not is nothing that a checkpoint knows of.
     one, other = (torch.load(tmp_path / run / "sft.ckpt", weights_only=True) for run in ("whole", "unsharded"))
     for key in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=3e-6)
+
+
+# -------------------------------------------------------------------- what people get wrong
+
+
+@pytest.mark.parametrize(("module", "strategy", "message"), [
+    (SFT, "fsdp", "trainer.strategy=fsdp is the older way"),
+    (PPO, "fsdp2", "splits the weights of language models over ranks, not those of PPO"),
+])  # fmt: skip
+def test_what_is_not_sharded(module: Any, strategy: Any, message: str) -> None:
+    model = module()
+    made = {"fsdp": FSDPStrategy, "fsdp2": ModelParallelStrategy}[strategy]()
+    model._trainer = SimpleNamespace(strategy=made, datamodule=None)
+    with pytest.raises(UsageError, match=message):
+        model.configure_model()
+
+
+def test_products_are_not_split() -> None:
+    mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 2)}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    strategy._device_mesh, strategy.parallel_devices = mesh, [torch.device("cpu")] * 4  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="tensor_parallel_size=2 would split matrix products"):
+        adopt(strategy)
+
+
+def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder, as sharding writes elsewhere"):
+        read(tmp_path)
