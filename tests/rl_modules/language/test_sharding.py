@@ -37,9 +37,9 @@ def descent(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
-def length_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """Equal for all completions of every second prompt."""
-    return [float(len(text)) if sum(map(ord, prompt)) % 2 else 1.0
+def some_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """Differs between most completions of one prompt, and is equal for all of the other."""
+    return [sum(map(ord, text)) % 5 / 4 if prompt == "a=" else 1.0
             for prompt, text in zip(prompts, completions, strict=True)]  # fmt: skip
 
 
@@ -64,15 +64,16 @@ def case(name: str, folder: Path, ranks: int) -> tuple[Any, Any]:
                              "optimizer": descent}  # fmt: skip
     written = {**model, "max_completion_length": 5, "completions_steps": 0}
     shown, pairs = str(folder / "shown.jsonl"), str(folder / "pairs.jsonl")
-    if name == "sft":
+    if name.startswith("sft"):
         data: Any = InstructionDataModule(path=shown, eval_path=shown, batch_size=8 // ranks, eval_steps=2)
-        return SFT(max_completion_length=5, max_grad_norm=0.1, **model), data
+        lora = {"r": 4, "lora_alpha": 32} if name == "sft lora" else None
+        return SFT(max_completion_length=5, max_grad_norm=0.1, lora=lora, **model), data
     if name == "reward model":
         return RewardModel(**model), PreferenceDataModule(path=pairs, batch_size=6 // ranks)
     grpo, rlhf = name.startswith("grpo"), name.startswith("rlhf")
     assert grpo or rlhf
     prompts = {"path": shown, "num_generations": 4 if grpo else 1, "batch_size": 16 // ranks, "n_eval": 0,
-               "num_iterations": 2, "reward_funcs": [f"{__name__}:length_reward"] if grpo else []}  # fmt: skip
+               "num_iterations": 2, "reward_funcs": [f"{__name__}:some_reward"] if grpo else []}  # fmt: skip
     if grpo:
         settings = {"grpo": {}, "grpo reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}}
         return GRPO(**written, **settings[name]), PromptDataModule(**prompts)
@@ -83,7 +84,7 @@ def case(name: str, folder: Path, ranks: int) -> tuple[Any, Any]:
 
 
 EXPORTED = {"sft": AutoModelForCausalLM, "reward model": AutoModelForSequenceClassification}
-CASES = ("sft", "reward model", "grpo", "grpo reference", "rlhf", "rlhf head")
+CASES = ("sft", "sft lora", "reward model", "grpo", "grpo reference", "rlhf", "rlhf head")
 
 
 class Curves(DummyLogger):
@@ -122,7 +123,7 @@ def trained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, trained: tuple) -> None:
+def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, trained: tuple, files: Path) -> None:
     one, two, output = trained
     assert len(one[name]) == len(two[name]) >= STEPS
     for left, right in zip(one[name], two[name], strict=True):
@@ -130,8 +131,13 @@ def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, tr
         assert left == pytest.approx(right, rel=2e-4, abs=2e-5, nan_ok=True)
     left, right = (torch.load(output / ranks / f"{name}.ckpt", weights_only=True) for ranks in "12")
     assert left["state_dict"].keys() == right["state_dict"].keys()
-    for key, value in left["state_dict"].items():
-        torch.testing.assert_close(right["state_dict"][key], value, rtol=1e-4, atol=3e-6)
+    start = case(name, files, 1)[0]
+    start.configure_model()
+    moved = 0.0
+    for key, value in start.state_dict().items():
+        torch.testing.assert_close(right["state_dict"][key], left["state_dict"][key], rtol=1e-4, atol=3e-6)
+        moved = max(moved, float((left["state_dict"][key] - value).abs().max()))
+    assert moved > 1e-2, "something was learned"
     left, right = (state["optimizer_states"][0] for state in (left, right))
     assert left["param_groups"] == right["param_groups"]
     for number, state in left["state"].items():
