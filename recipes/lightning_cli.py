@@ -260,7 +260,12 @@ class RLCLI(LightningCLI):
             callbacks += [bar()] if shows else []
         elif config.get("enable_progress_bar") is None:
             config["enable_progress_bar"] = False
-        return super()._instantiate_trainer(config, callbacks)
+        trainer = super()._instantiate_trainer(config, callbacks)
+        asked = str(config.get("precision"))
+        if asked in ("16", "16-mixed") and trainer.precision != "16-mixed":
+            # Lightning warns, and goes on in another precision.
+            raise UsageError(f"trainer.precision={asked} needs a GPU; on a CPU take bf16-mixed")
+        return trainer
 
     @property
     def _controls(self) -> bool:

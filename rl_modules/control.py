@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import Tensor
 
 from rl_modules.errors import UsageError
+from rl_modules.networks import evaluation_mode
 from rl_modules.optimizers import clip_grad_norm
 from rl_modules.schedules import parse_schedule, schedule_value
 from rl_modules.spaces import (
@@ -114,6 +115,9 @@ class ControlModule(L.LightningModule):
         if isinstance(strategy, ModelParallelStrategy | FSDPStrategy):
             raise UsageError(f"trainer.strategy={type(strategy).__name__} splits the weights of language models over "
                              f"ranks, not those of {type(self).__name__}; take ddp")  # fmt: skip
+        if (precision := getattr(self._trainer, "precision", "32-true")) in ("16-true", "bf16-true"):
+            raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
+                             "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
         if self.network is not None:
             return
         if self.hparams.get("observation_space") is None or self.hparams.get("action_space") is None:
@@ -210,13 +214,9 @@ class ControlModule(L.LightningModule):
         tensors = tree_map(lambda x: torch.as_tensor(x).to(self.device), arrays)
         if self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
-        was_training = self.training
-        if was_training:
-            self.eval()
-        action = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)["action"]
-        if was_training:
-            self.train()
-        action = action.cpu().numpy()
+        with evaluation_mode(self):
+            acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)
+        action = acted["action"].cpu().numpy()
         action = to_environment(self.action_space, action)
         return (action[0] if single else action), state
 

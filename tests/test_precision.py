@@ -1,13 +1,16 @@
 """Half precision: acting and learning compute the same, and what is added up stays in float32."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 
+from recipes.cli import main
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
+from rl_modules.errors import UsageError
 from tests.recipes.test_checkpoints import ppo_data, replay, whole
 from tests.training import fit
 
@@ -80,3 +83,35 @@ def test_autocast_is_on_while_acting() -> None:
 
     fit(Noting(), ppo_data(total_timesteps=32), precision="bf16-mixed")
     assert seen and all(seen)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="16-mixed needs a CUDA device, and there is none here")
+@pytest.mark.parametrize("case", ["ppo", "a2c", "dqn"])
+def test_float16_on_a_gpu(case: str) -> None:
+    make_model, make_data = CASES[case]
+    watch = Watch()
+    trainer = fit(make_model(), make_data(), precision="16-mixed", accelerator="cuda", devices=1, callbacks=[watch])
+    assert trainer.precision == "16-mixed"
+    assert watch.weights == {torch.float32}
+    if "log_prob" in watch.batch:
+        # Rollout and minibatch are products of other sizes: some of their sums round to the next number of 11 bits.
+        assert (watch.ratio - 1).abs().max() < 2e-2
+        assert watch.batch["advantage"].dtype == watch.batch["returns"].dtype == torch.float32
+    assert all(torch.isfinite(p).all() for p in trainer.lightning_module.parameters())
+
+
+def test_float16_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(
+            ["fit", "--config", "ppo/cartpole.yaml", "--trainer.accelerator", "cpu", "--trainer.precision", "16-mixed"]
+        )
+    assert "trainer.precision=16-mixed needs a GPU; on a CPU take bf16-mixed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_weights_in_16_bits_are_refused(precision: Any) -> None:
+    with pytest.raises(UsageError, match=f"trainer.precision={precision} would keep weights"):
+        fit(PPO(), ppo_data(), precision=precision)

@@ -78,6 +78,9 @@ def adopt(strategy: Any) -> bool:
     if tensor_parallel not in (1, strategy.num_processes):
         raise UsageError(f"tensor_parallel_size={tensor_parallel} would split matrix products, which is not supported; "
                          "leave it out: whole layers are split over all ranks")  # fmt: skip
+    if strategy.precision_plugin.precision == "16-mixed":
+        raise UsageError("trainer.precision=16-mixed scales the loss by what one rank sees of a gradient; where "
+                         "weights are sharded take bf16-mixed")  # fmt: skip
     strategy.__class__ = ShardedStrategy
     return True
 
