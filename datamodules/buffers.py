@@ -1,6 +1,7 @@
 """What was experienced, kept to be learned from again: the ring buffer and the two ways to draw from it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ class PrioritizedSampler:
         uniform = torch.rand(n, generator=self.generator, dtype=torch.float64).numpy()
         return torch.from_numpy(self.tree.find((np.arange(n) + uniform) * (self.tree.total / n)))
 
-    def weights(self, index: Tensor, beta: float) -> Tensor:
+    def weights(self, index: Tensor, beta: float, largest_of_ranks: Callable[[float], float] | None = None) -> Tensor:
         """Importance weights of a minibatch, [M] float32, of which the largest is 1.
 
         w_i = (N P(i))^-β / max_j (N P(j))^-β, where N, the number of transitions, cancels.
@@ -266,9 +267,17 @@ class PrioritizedSampler:
         Args:
             index: flat numbers as :meth:`draw` returns them, [M].
             beta: β, how much of the bias is corrected; 1 is all of it.
+            largest_of_ranks: from this rank's largest to that of all ranks, whose minibatches are parts of one; None:
+                there is one rank.
         """
         weight = self.tree[index.numpy()] ** -beta
-        return torch.from_numpy((weight / weight.max()).astype(np.float32))
+        if largest_of_ranks is None:
+            largest = weight.max()
+        else:
+            # Each rank draws from a buffer of its own, whose sum of priorities no longer cancels.
+            weight = weight * self.tree.total**beta
+            largest = largest_of_ranks(float(weight.max()))
+        return torch.from_numpy((weight / largest).astype(np.float32))
 
     def update(self, index: Tensor, td_error: Tensor) -> None:
         """Set the priorities of a minibatch from its absolute TD errors, [M] each."""

@@ -17,6 +17,7 @@ from datamodules.control import Batch, ControlDataModule
 from datamodules.loader import LazyLoader
 from datamodules.seeding import stream_seed
 from rl_modules.errors import UsageError
+from rl_modules.networks import evaluation_mode
 from rl_modules.spaces import observation_arrays, tree_leaves, tree_map
 
 log = logging.getLogger(__name__)
@@ -216,11 +217,8 @@ class ReplayDataModule(ControlDataModule):
             acted = module.act(tree_map(lambda x: x.to(device), observation), generator)
             return {"action": acted["action"].cpu()}
 
-        training = module.training
-        module.eval()
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+        with evaluation_mode(module), torch.no_grad(), self.trainer.precision_plugin.forward_context():
             self._collect(act, self.train_freq)
-        module.train(training)
 
     def _warm_up(self) -> None:
         """``learning_starts`` transitions with uniformly random actions."""
@@ -255,7 +253,8 @@ class ReplayDataModule(ControlDataModule):
         if isinstance(self.sampler, PrioritizedSampler):
             share_done = min(self.num_timesteps / self.total_timesteps, 1.0)
             beta = self.beta0 + (1.0 - self.beta0) * share_done
-            sample.update(index=index, weight=self.sampler.weights(index, beta))
+            over_ranks = self._largest_of_ranks if self._world_size > 1 else None
+            sample.update(index=index, weight=self.sampler.weights(index, beta, over_ranks))
         sample = tree_map(lambda x: x.to(module.device), sample)
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():
             prepared = module.prepare(sample)
@@ -264,6 +263,12 @@ class ReplayDataModule(ControlDataModule):
             return
         pieces = tree_map(lambda x: x.split(self.batch_size), prepared)
         self._drawn.extend(tree_map(lambda x, i=i: x[i], pieces) for i in range(count))
+
+    def _largest_of_ranks(self, value: float) -> float:
+        assert self.trainer is not None
+        strategy = self.trainer.strategy
+        own = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
+        return float(strategy.reduce(own, reduce_op="max"))
 
     @property
     def _minibatches_at_once(self) -> int:

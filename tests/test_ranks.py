@@ -224,6 +224,33 @@ def test_statistics_are_shared_once_per_rollout() -> None:
     assert collector.reward_normalizer.running.count == pytest.approx(32, abs=1e-3)
 
 
+# -------------------------------------------------------------------- importance weights
+
+
+class Weights(L.Callback):
+    """The largest importance weight of each minibatch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch["weight"].max()))
+
+
+def weights_on_two_ranks() -> list[float]:
+    weights = Weights()
+    data = ReplayDataModule("CartPole-v1", n_envs=1, train_freq=4, total_timesteps=160, learning_starts=16,
+                            prioritized_replay=True, eval_freq=0, batch_size=8)  # fmt: skip
+    fit(DQN(), data, devices=2, strategy="ddp", callbacks=[weights])
+    return weights.seen
+
+
+def test_the_largest_importance_weight_is_that_of_all_ranks(tmp_path: Path) -> None:
+    one, other = on_ranks(weights_on_two_ranks, tmp_path)
+    assert [max(pair) for pair in zip(one, other, strict=True)] == [1.0] * len(one)
+    assert min(one) < 1 and min(other) < 1
+
+
 # -------------------------------------------------------------------- a run of two processes
 
 

@@ -297,6 +297,28 @@ def test_importance_weights_by_the_formula():
         np.testing.assert_allclose(sampler.weights(index[some], beta), expected / expected.max(), rtol=1e-6)
 
 
+def test_importance_weights_of_two_ranks_are_of_one_minibatch():
+    """Each draws half of it from its own buffer, where P is its own priority's share."""
+    samplers, expected = [], []
+    some = torch.tensor([3, 0, 7])
+    for rank in range(2):
+        buffer, changes = filled_buffer()
+        samplers.append(PrioritizedSampler(buffer, rank, alpha=1.0, epsilon=0.01))
+        samplers[-1].added(*changes[0])
+        index = buffer.valid.nonzero()[:, 0]
+        error = torch.linspace(rank + 1, 8 + 20 * rank, len(index))
+        samplers[-1].update(index, error)
+        priority = error.double().numpy() + 0.01
+        expected.append((2 * len(index) * priority[some] / (2 * priority.sum())) ** -0.4)
+    largest = []
+    for sampler in samplers:
+        sampler.weights(index[some], 0.4, lambda own: largest.append(own) or own)
+    expected = np.stack(expected) / np.max(expected)
+    for sampler, theirs in zip(samplers, expected, strict=True):
+        np.testing.assert_allclose(sampler.weights(index[some], 0.4, lambda _: max(largest)), theirs, rtol=1e-6)
+    assert (expected.max(1) < 1).any()
+
+
 def test_new_transitions_get_the_largest_priority_and_overwritten_ones_none():
     buffer = ReplayBuffer(LINE, spaces.Discrete(5), 1, 8)
     stream = Stream(1, 0, 0.0, False)
@@ -436,9 +458,9 @@ def test_weights_use_beta_between_its_start_and_one():
     betas = []
 
     class Spy(PrioritizedSampler):
-        def weights(self, index, beta):
+        def weights(self, index, beta, *of_ranks):
             betas.append(beta)
-            return super().weights(index, beta)
+            return super().weights(index, beta, *of_ranks)
 
     data = replay(prioritized_replay=True, prioritized_replay_beta0=0.2, train_freq=10, learning_starts=0,
                   total_timesteps=50)  # fmt: skip
