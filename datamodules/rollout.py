@@ -11,6 +11,7 @@ from datamodules.envs.vector import AUTORESET
 from datamodules.loader import LazyLoader
 from datamodules.seeding import stream_seed
 from rl_modules.errors import UsageError
+from rl_modules.networks import evaluation_mode
 from rl_modules.spaces import tree_leaves, tree_map
 
 
@@ -129,17 +130,14 @@ class RolloutDataModule(ControlDataModule):
         """Collect, let the module prepare, and flatten [T, N] to the valid rows."""
         assert self.trainer is not None and self.collector is not None
         module: Any = self.trainer.lightning_module
-        training = module.training
-        module.eval()
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-            rollout = self.collector.collect(module.act, self.n_steps, module.device)
-        valid = rollout["valid"]
-        self.num_timesteps += self._count_valid(valid)
-        with torch.no_grad():
+        with evaluation_mode(module), torch.no_grad():
+            with self.trainer.precision_plugin.forward_context():
+                rollout = self.collector.collect(module.act, self.n_steps, module.device)
+            valid = rollout["valid"]
+            self.num_timesteps += self._count_valid(valid)
             prepared = module.prepare(rollout)
         # Rows need not be the rollout's own: Monte Carlo control hands on the episodes that have ended.
         valid = prepared.pop("valid", valid)
-        module.train(training)
         if self.collector.envs.metadata["autoreset_mode"] != AUTORESET["next_step"]:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
         return tree_map(lambda x: x[valid], prepared)

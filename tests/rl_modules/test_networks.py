@@ -7,7 +7,7 @@ from gymnasium import spaces
 from torch import nn
 
 from rl_modules.errors import UsageError
-from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, Tanh, build_encoder
+from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, Tanh, build_encoder, evaluation_mode
 from rl_modules.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
@@ -124,3 +124,14 @@ def test_unequal_bounds_survive_and_other_spaces_are_named():
     assert space_from_dict(space_to_dict(space)) == space
     with pytest.raises(UsageError, match="is of type Sequence; supported are Box"):
         space_to_dict(spaces.Sequence(spaces.Discrete(2)))
+
+
+def test_evaluation_mode_is_for_all_parts_and_leaves_each_as_it_was():
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(2)))
+    network[1][1].eval()  # frozen statistics
+    before = [part.training for part in network.modules()]
+    x = torch.ones(4, 2)
+    with evaluation_mode(network):
+        assert not any(part.training for part in network.modules())
+        torch.testing.assert_close(network(x), network[1][1](network[0](x)))
+    assert [part.training for part in network.modules()] == before == [True, True, True, True, False]
