@@ -330,7 +330,9 @@ class ControlModule(L.LightningModule):
         if self._sums:
             means = torch.stack(self._sums).mean(0)
             if not self._is_alone:
-                means = self.trainer.strategy.reduce(means, reduce_op="mean")
+                # The strategy's `reduce` would have all ranks wait for each other first.
+                torch.distributed.all_reduce(means)
+                means /= self.trainer.world_size
             self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means.tolist(), strict=True)})
             self._sums = []
         if self.trainer.optimizers:

@@ -141,7 +141,9 @@ class PromptDataModule(LanguageDataModule):
         # Tokens that count, of the whole step and of each part: averaged over ranks, as their gradients will be.
         tokens = torch.stack([fields["mask"][part].sum() for part in parts]).float()
         if self._world_size > 1:
-            tokens = self.trainer.strategy.reduce(tokens, reduce_op="mean")
+            # The strategy's `reduce` would have all ranks wait for each other first.
+            torch.distributed.all_reduce(tokens)
+            tokens /= self._world_size
         shared = {
             "on_policy": self.trainer.global_step == self._written_at,
             "step_rows": self.batch_size,
