@@ -43,7 +43,8 @@ def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
     text = (configs.CONFIGS / name).read_text(encoding="utf-8")
     language = re.search(r"class_path: (Instruction|Preference|Prompt)DataModule", text) is not None
     if language:
-        small = ["--trainer.max_steps=2", "--data.n_train=64", "--data.batch_size=16", "--data.n_eval=4"]
+        small = ["--trainer.max_steps=2", "--data.n_train=64", "--data.batch_size=16", "--data.n_eval=4",
+                 "--trainer.accelerator=cpu"]  # fmt: skip
     if name.startswith("dqn/"):
         small += ["--data.learning_starts=100", "--data.buffer_size=1000"]
     try:
