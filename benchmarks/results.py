@@ -1,10 +1,12 @@
 """The table of results: every row a config, several seeds, a target.
 
     python -m benchmarks.results run ppo/cartpole a2c/cartpole --seeds 5 --jobs 2
+    python -m benchmarks.results keep r1 runs/r1
     python -m benchmarks.results report
 
 ``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
-curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again. ``report`` writes
+curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again. ``keep`` takes over the
+table and the curves of a pipeline (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report`` writes
 ``docs/results.md`` and the plots from those files: interquartile mean over seeds with a stratified bootstrap interval
 (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
@@ -12,6 +14,7 @@ curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -185,7 +188,24 @@ def report(where: str) -> None:
         "",
     ]
     lines += [f"![{name}](plots/{name}.png)" for name in pictures]
+    for table in sorted((STORE / "pipelines").glob("*.md")):
+        lines += ["", f"## Pipeline {table.stem}", "", *table.read_text(encoding="utf-8").splitlines(), ""]
+        lines += [f"![curves of {table.stem}](plots/pipeline_{table.stem}.png)"]
     (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def keep(name: str, folder: Path) -> None:
+    """Take over what a pipeline has left in its folder: table and curves.
+
+    Args:
+        name: of the pipeline, a heading of the report.
+        folder: where it ran.
+    """
+    command = f"`python -m recipes.{name.partition('_')[0]}`, whose curves over the optimizer step, stage after stage:"
+    (STORE / "pipelines").mkdir(parents=True, exist_ok=True)
+    table = (folder / "results.md").read_text(encoding="utf-8").strip()
+    (STORE / "pipelines" / f"{name}.md").write_text(f"{table}\n\n{command}\n", encoding="utf-8")
+    shutil.copy(folder / "curves.png", DOCS / "plots" / f"pipeline_{name}.png")
 
 
 def plot(row: Row, runs: list[dict]) -> str:
@@ -222,11 +242,17 @@ def main() -> None:
     run.add_argument("rows", nargs="*", metavar="ROW", help=f"none for all, or of {', '.join(ROWS)}")
     run.add_argument("--seeds", type=int, default=5)
     run.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    keeper = commands.add_parser("keep", help="take over table and curves of a pipeline's folder")
+    keeper.add_argument("name", help="of the pipeline: r1, rlhf, or with more behind a _")
+    keeper.add_argument("folder", type=Path)
     reporter = commands.add_parser("report", help="write docs/results.md from what is stored")
     reporter.add_argument("--where", default="a machine with two", help="the machine, for the text")
     args = parser.parse_args()
     if args.command == "report":
         report(args.where)
+        return
+    if args.command == "keep":
+        keep(args.name, args.folder)
         return
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
