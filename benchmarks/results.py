@@ -6,9 +6,9 @@
 
 ``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
 curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again. ``keep`` takes over the
-table and the curves of a pipeline (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report`` writes
-``docs/results.md`` and the plots from those files: interquartile mean over seeds with a stratified bootstrap interval
-(rliable; Agarwal et al. 2021, arXiv:2108.13264).
+table and the curves of a pipeline (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report``
+writes ``docs/results.md`` and the plots from those files: interquartile mean over seeds with a stratified bootstrap
+interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
 import argparse
