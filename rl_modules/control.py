@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import Tensor
 
 from rl_modules.errors import UsageError
+from rl_modules.exchange import add_over_ranks, exchange_gradients
 from rl_modules.networks import evaluation_mode
 from rl_modules.optimizers import clip_grad_norm
 from rl_modules.schedules import parse_schedule, schedule_value
@@ -229,6 +230,8 @@ class ControlModule(L.LightningModule):
     def on_fit_start(self) -> None:
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
         torch.set_flush_denormal(True)
+        if not self._is_alone:
+            exchange_gradients(self.trainer.strategy.model)
 
     def on_fit_end(self) -> None:
         torch.set_flush_denormal(False)
@@ -249,7 +252,7 @@ class ControlModule(L.LightningModule):
             return torch.std_mean(x)
         wide = x.double()
         sums = torch.stack([torch.full_like(wide.sum(), x.numel()), wide.sum(), wide.square().sum()])
-        torch.distributed.all_reduce(sums)
+        add_over_ranks(sums)
         n, total, squares = sums.unbind()
         mean = total / n
         variance = (squares - n * mean**2) / (n - 1)
@@ -273,7 +276,7 @@ class ControlModule(L.LightningModule):
         if self._is_alone or not self.trainer.datamodule.ranks_differ_in_size:  # type: ignore[attr-defined]
             return 1.0
         total = torch.tensor(float(n), device=self.device)
-        torch.distributed.all_reduce(total)
+        add_over_ranks(total)
         return n * self.trainer.world_size / float(total)
 
     # ---------------------------------------------------------------- schedules
@@ -331,7 +334,7 @@ class ControlModule(L.LightningModule):
             means = torch.stack(self._sums).mean(0)
             if not self._is_alone:
                 # The strategy's `reduce` would have all ranks wait for each other first.
-                torch.distributed.all_reduce(means)
+                add_over_ranks(means)
                 means /= self.trainer.world_size
             self._metrics.update({f"train/{k}": v for k, v in zip(self._sum_names, means.tolist(), strict=True)})
             self._sums = []
