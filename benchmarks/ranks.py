@@ -1,13 +1,14 @@
 """What an algorithm gets through in two processes, over one process with one thread.
 
     python -m benchmarks.ranks ppo --pairs 3
+    python -m benchmarks.ranks ppo_images --pairs 3
     python -m benchmarks.ranks grpo --pairs 3
 
-PPO trains on CartPole-v1 (transitions per second), GRPO on two-digit addition (completions per second; a new model of
-1.06 million parameters, and a reward that hardly any two completions share, so that all of them are learned from). The
-settings are the configs', per rank: two ranks have twice the experience and twice the minibatch. The first epochs are
-not timed. Rounds alternate, and the median of their ratios is reported, for machines are noisy; this one needs two idle
-cores.
+PPO trains on CartPole-v1, or with ``ppo_images`` on Breakout (transitions per second); GRPO on two-digit addition
+(completions per second; a new model of 1.06 million parameters, and a reward that hardly any two completions share, so
+that all of them are learned from). The settings are the configs', per rank: two ranks have twice the experience and
+twice the minibatch. The first epochs are not timed. Rounds alternate, and the median of their ratios is reported, for
+machines are noisy; this one needs two idle cores.
 """
 
 import argparse
@@ -48,6 +49,17 @@ def ppo() -> tuple[Any, Any, int]:
     return model, data, 8 * 32
 
 
+def ppo_images() -> tuple[Any, Any, int]:
+    """configs/ppo/breakout.yaml, likewise, with the environments in the rank's own process and shorter rollouts."""
+    from datamodules import RolloutDataModule
+    from rl_modules import PPO
+
+    wrappers = ["AtariPreprocessing", {"class_path": "FrameStackObservation", "init_args": {"stack_size": 4}}]
+    data = RolloutDataModule("ALE/Breakout-v5", env_kwargs={"frameskip": 1}, wrappers=wrappers, n_envs=8, n_steps=32,
+                             batch_size=256, n_epochs=4, eval_freq=0, total_timesteps=10**7)  # fmt: skip
+    return PPO(learning_rate="lin_2.5e-4", clip_range="lin_0.1", ent_coef=0.01), data, 8 * 32
+
+
 def grpo() -> tuple[Any, Any, int]:
     """configs/grpo/addition.yaml, likewise with completions."""
     from datamodules import PromptDataModule
@@ -61,6 +73,7 @@ def grpo() -> tuple[Any, Any, int]:
 #: Per algorithm what makes it, what is counted, and how many epochs are timed unless told otherwise.
 ALGORITHMS: dict[str, tuple[Callable[[], tuple[Any, Any, int]], str, int]] = {
     "ppo": (ppo, "transitions", 80),
+    "ppo_images": (ppo_images, "transitions", 2),
     "grpo": (grpo, "completions", 40),
 }
 
