@@ -12,7 +12,7 @@ from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
 from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
-from rl_modules.language.sharding import shard
+from rl_modules.sharding import shard
 
 
 class RLHFPPO(JudgedPolicy):
