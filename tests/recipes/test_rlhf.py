@@ -12,7 +12,10 @@ from recipes import rlhf
 from rl_modules.errors import UsageError
 from rl_modules.language.sft import SFT
 
-TINY = '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
+TINY = (
+    '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, '
+    '"num_key_value_heads": 2}'
+)
 
 
 def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities(tmp_path, monkeypatch):
