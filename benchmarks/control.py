@@ -2,8 +2,9 @@
 
     python -m benchmarks.control --algorithm ppo --pairs 5 --json ppo.json
 
-Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings; evaluation and progress bars are off, logging
-is each library's default. Ratios are taken within a round and their median is reported, for machines are noisy.
+Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings (``dqn_defaults``: with those of
+Stable-Baselines3 itself, an update per four transitions of one environment); evaluation and progress bars are off,
+logging is each library's default. Ratios are taken within a round and their median is reported, for machines are noisy.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 
 ZOO_PPO = {"n_steps": 32, "batch_size": 256, "n_epochs": 20}
 ZOO_DQN = {"buffer_size": 100_000, "learning_starts": 1_000, "train_freq": 256, "gradient_steps": 128, "batch_size": 64}
+DEFAULT_DQN = {"buffer_size": 100_000, "learning_starts": 100, "train_freq": 4, "gradient_steps": 1, "batch_size": 32}
 EXPLORATION = {"target_update_interval": 10, "exploration_fraction": 0.16, "exploration_final_eps": 0.04}
 
 
@@ -90,6 +92,24 @@ def sb3_dqn(total_timesteps: int) -> None:
     envs.close()
 
 
+def ours_dqn_defaults(total_timesteps: int) -> None:
+    from datamodules import ReplayDataModule
+    from rl_modules import DQN
+
+    data = ReplayDataModule("CartPole-v1", total_timesteps=total_timesteps, eval_freq=0, **DEFAULT_DQN)
+    _fit(DQN(learning_rate=1e-4, net_arch=[64, 64], target_update_interval=10_000), data)
+
+
+def sb3_dqn_defaults(total_timesteps: int) -> None:
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.env_util import make_vec_env
+
+    envs = make_vec_env("CartPole-v1", n_envs=1, seed=0)
+    DQN("MlpPolicy", envs, learning_rate=1e-4, target_update_interval=10_000, device="cpu",
+        **DEFAULT_DQN).learn(total_timesteps)  # fmt: skip
+    envs.close()
+
+
 def _fit(model: object, data: object) -> None:
     import lightning as L
 
@@ -105,8 +125,9 @@ CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
     "a2c": {"ours": ours_a2c, "stable-baselines3": sb3_a2c},
     "dqn": {"ours": ours_dqn, "stable-baselines3": sb3_dqn},
+    "dqn_defaults": {"ours": ours_dqn_defaults, "stable-baselines3": sb3_dqn_defaults},
 }
-TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240}
+TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240, "dqn_defaults": 20_480}
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -36,9 +36,12 @@ def exchange_gradients(model: nn.Module | None) -> None:
     """Have DDP average small gradients by :func:`add_over_ranks`.
 
     Args:
-        model: as the strategy has wrapped it; anything but DDP over gloo is left as it is.
+        model: as the strategy has wrapped it; anything but DDP over gloo, on CPUs, is left as it is: elsewhere a
+            strategy's own ``ddp_comm_hook`` may be there, and DDP takes one.
     """
-    if isinstance(model, DistributedDataParallel) and distributed.get_backend() == "gloo":
+    if not isinstance(model, DistributedDataParallel) or distributed.get_backend() != "gloo":
+        return
+    if next(model.parameters()).device.type == "cpu":
         model.register_comm_hook(None, _average)
 
 
