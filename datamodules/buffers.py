@@ -58,38 +58,36 @@ class ReplayBuffer:
         Returns:
             The flat numbers of the rows that are transitions from now on, and of those that no longer are.
         """
-        valid = rollout["valid"]
-        n_steps = len(valid)
-        ended = valid & (rollout["terminated"] | rollout["truncated"])
-        taken = valid.long() + ended
+        # In NumPy: most rounds are of few steps, and what is small NumPy starts on several times sooner than torch.
+        valid = rollout["valid"].numpy()
+        ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
+        taken = valid.astype(np.int64) + ended
         behind = taken.cumsum(0)
-        environment = torch.arange(self.n_envs)
-        row = (self.head + behind - taken) % self.rows
+        environment = np.arange(self.n_envs)
+        head = self.head.numpy()
+        row = (head + behind - taken) % self.rows
         at = (row * self.n_envs + environment)[valid]
 
         # The successor of every transition but these is the observation of the next one, written anyway.
-        closing = ended.clone()
-        closing[n_steps - 1] |= valid[n_steps - 1]
+        closing = ended.copy()
+        closing[-1] |= valid[-1]
         successor = ((row + 1) % self.rows * self.n_envs + environment)[closing]
-        self.head = (self.head + behind[-1]) % self.rows
-        heads = self.head * self.n_envs + environment
 
-        tree_map(lambda store, x: store.__setitem__(at, x[valid]), self.observation, rollout["observation"])
-        tree_map(lambda store, x: store.__setitem__(successor, x[closing]), self.observation,
-                 rollout["next_observation"])  # fmt: skip
-        self.action[at] = rollout["action"][valid]
-        self.reward[at] = rollout["reward"][valid]
-        self.terminated[at] = rollout["terminated"][valid]
-        blocked = torch.cat([successor, heads])
-        self.valid[blocked] = False
-        self.valid[at] = True
+        _write(self.observation, at, rollout["observation"], valid)
+        _write(self.observation, successor, rollout["next_observation"], closing)
+        for name in ("action", "reward", "terminated"):
+            _write(getattr(self, name), at, rollout[name], valid)
+        head = (head + behind[-1]) % self.rows
+        blocked = np.concatenate([successor, head * self.n_envs + environment])
+        in_use = self.valid.numpy()
+        in_use[blocked] = False
+        in_use[at] = True
         # Rows are filled from 0 on in every ring, so that the longest ring bounds where transitions can be.
-        self.filled = self.rows if self.filled == self.rows else self._longest(row, n_steps)
-        return at, blocked
-
-    def _longest(self, row: Tensor, n_steps: int) -> int:
-        wrapped = bool((self.head < row[0]).any())
-        return self.rows if wrapped else int(self.head.max()) + 1
+        if self.filled < self.rows:
+            wrapped = (head < row[0]).any()
+            self.filled = self.rows if wrapped else int(head.max()) + 1
+        self.head = torch.from_numpy(head)
+        return torch.from_numpy(at), torch.from_numpy(blocked)
 
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Transitions over up to ``n_steps`` steps.
@@ -174,8 +172,8 @@ class UniformSampler:
         used = self.buffer.filled * self.buffer.n_envs
         index = torch.randint(used, (n,), generator=self.generator)
         # Few rows are no transitions; those are drawn anew.
-        while not (valid := self.buffer.valid[index]).all():
-            missed = (~valid).nonzero()[:, 0]
+        while not (valid := self.buffer.valid.numpy()[index.numpy()]).all():
+            missed = np.flatnonzero(~valid)
             index[missed] = torch.randint(used, (len(missed),), generator=self.generator)
         return index
 
@@ -330,6 +328,11 @@ def available_bytes() -> int:
             # Cached files count as used, but give way.
             known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
     return min(known, default=2**63)
+
+
+def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> None:
+    """Write ``source[chosen]`` into ``rows`` of the store; tensors, or nested dictionaries of such."""
+    tree_map(lambda x, y: x.numpy().__setitem__(rows, y.numpy()[chosen]), store, source)
 
 
 def _example(space: spaces.Space) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_modules.errors import UsageError
 from rl_modules.exchange import add_over_ranks, exchange_gradients
 from rl_modules.networks import evaluation_mode
-from rl_modules.optimizers import clip_grad_norm
+from rl_modules.optimizers import FusedAdam, clip_grad_norm
 from rl_modules.schedules import parse_schedule, schedule_value
 from rl_modules.spaces import (
     normalize,
@@ -376,9 +376,12 @@ class ControlModule(L.LightningModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """The optimizer when none is given: Adam at 3e-4 with eps 1e-5, as the original PPO."""
-        # Lightning refuses to clip under mixed precision when the optimizer is fused.
+        return self.adam(parameters, lr=3e-4, eps=1e-5)
+
+    def adam(self, parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
+        """Adam, fused where Lightning lets it be: under mixed precision it refuses to clip for fused optimizers."""
         fused = self.trainer.precision in ("32-true", "64-true")
-        return torch.optim.Adam(parameters, lr=3e-4, eps=1e-5, fused=fused)
+        return (FusedAdam if fused else torch.optim.Adam)(parameters, lr=lr, eps=eps)
 
     def configure_optimizers(self) -> Any:
         optimizer = (self.optimizer_factory or self.default_optimizer)(self.trainable_parameters())

@@ -147,11 +147,11 @@ class DQN(ControlModule):
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
         reward = sample["reward"]
-        discounts = self.gamma ** torch.arange(reward.shape[1], device=reward.device)
+        discounts = torch.pow(self.gamma, torch.arange(reward.shape[1], device=reward.device))
         prepared = {
             **kept,
             "reward": (reward * discounts).sum(1),
-            "discount": self.gamma ** sample["n_steps"],
+            "discount": torch.pow(self.gamma, sample["n_steps"]),
             "next_q": self.next_q(sample["next_observation"]),
         }
         if not self.uses_double:
@@ -223,8 +223,7 @@ class DQN(ControlModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam at 1e-4, as Stable-Baselines3's DQN."""
-        # Lightning refuses to clip under mixed precision when the optimizer is fused.
-        return torch.optim.Adam(parameters, lr=1e-4, fused=self.trainer.precision in ("32-true", "64-true"))
+        return self.adam(parameters, lr=1e-4, eps=1e-8)
 
     def trainable_parameters(self) -> Iterable:
         """The network's parameters; the target network follows by itself."""

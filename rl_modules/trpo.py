@@ -11,6 +11,7 @@ from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.distributions import Distribution
 from rl_modules.errors import UsageError
 from rl_modules.networks import ActorCritic, ValueNetwork
+from rl_modules.optimizers import FusedAdam
 from rl_modules.spaces import tree_map
 
 
@@ -297,7 +298,7 @@ class TRPO(ControlModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam at 1e-3 with eps 1e-5, for the critic."""
-        return torch.optim.Adam(parameters, lr=1e-3, eps=1e-5, fused=True)
+        return FusedAdam(parameters, lr=1e-3, eps=1e-5)
 
     def trainable_parameters(self) -> Iterable:
         """The critic's: the policy moves by steps of its own."""

@@ -1,10 +1,12 @@
+import copy
 import math
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rl_modules.errors import UsageError
-from rl_modules.optimizers import RMSpropTFLike
+from rl_modules.optimizers import FusedAdam, RMSpropTFLike
 
 
 def problem(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -92,3 +94,44 @@ def test_equals_the_one_of_stable_baselines3() -> None:
     take_steps(theirs_class(theirs, lr=0.05, alpha=0.95, eps=1e-3), theirs, 20)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # foreach fuses differently in the last bit
+
+
+def test_fused_adam_equals_torchs_bit_for_bit_and_takes_over_its_state() -> None:
+    ours, theirs = problem(), problem()
+    adam, torchs = FusedAdam(ours, lr=0.1, eps=1e-5), torch.optim.Adam(theirs, lr=0.1, eps=1e-5, fused=True)
+    take_steps(adam, ours, 5)
+    take_steps(torchs, theirs, 5)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], problem()[0])
+
+    resumed = FusedAdam(ours, lr=0.5, eps=1e-5)
+    resumed.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    take_steps(resumed, ours, 5)
+    take_steps(torchs, theirs, 5)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, RMSpropTFLike])
+def test_hooks_around_a_step_are_called(kind: type[torch.optim.Optimizer]) -> None:
+    parameters = problem()
+    optimizer = kind(parameters)
+    take_steps(optimizer, parameters, 1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    after = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    take_steps(optimizer, parameters, 1)
+    after.remove()
+    take_steps(optimizer, parameters, 1)
+    everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("everywhere"))
+    take_steps(optimizer, parameters, 1)
+    everywhere.remove()
+    assert calls == ["before", "after", "before", "everywhere", "before"]
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, RMSpropTFLike])
+def test_a_profiler_sees_the_step(kind: type[torch.optim.Optimizer]) -> None:
+    parameters = problem()
+    optimizer = kind(parameters)
+    with torch.autograd.profiler.profile() as profile:
+        take_steps(optimizer, parameters, 1)
+    assert any(event.name == f"Optimizer.step#{kind.__name__}.step" for event in profile.function_events)
