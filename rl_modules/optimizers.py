@@ -130,13 +130,14 @@ class FusedAdam(torch.optim.Adam):
         for group in self.param_groups:
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
-            parameters, gradients, first, second, _, steps = lists
+            parameters, gradients, first, second, largest_second, steps = lists
             if not parameters:
                 continue
             torch._foreach_add_(steps, 1)
             torch._fused_adam_(
-                parameters, gradients, first, second, [], steps, lr=group["lr"], beta1=group["betas"][0],
-                beta2=group["betas"][1], weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False
+                parameters, gradients, first, second, largest_second, steps,
+                beta1=group["betas"][0], beta2=group["betas"][1],
+                **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
             )  # fmt: skip
         return loss
 

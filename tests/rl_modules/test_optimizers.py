@@ -111,6 +111,16 @@ def test_fused_adam_equals_torchs_bit_for_bit_and_takes_over_its_state() -> None
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
+def test_fused_adam_heeds_what_groups_ask_for() -> None:
+    asked = [{"weight_decay": 0.3}, {"maximize": True, "betas": (0.5, 0.6)}, {"lr": 0.2, "amsgrad": True}]
+    ours, theirs = problem(), problem()
+    groups = ([{"params": [p], **a} for p, a in zip(parameters, asked, strict=True)] for parameters in (ours, theirs))
+    adam, torchs = FusedAdam(next(groups)), torch.optim.Adam(next(groups), fused=True)
+    take_steps(adam, ours, 5)
+    take_steps(torchs, theirs, 5)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("kind", [FusedAdam, RMSpropTFLike])
 def test_hooks_around_a_step_are_called(kind: type[torch.optim.Optimizer]) -> None:
     parameters = problem()
