@@ -12,6 +12,7 @@ from rl_modules.distributions import Distribution
 from rl_modules.errors import UsageError
 from rl_modules.networks import ActorCritic, ValueNetwork
 from rl_modules.optimizers import FusedAdam
+from rl_modules.schedules import parse_schedule, schedule_value
 from rl_modules.spaces import tree_map
 
 
@@ -38,7 +39,8 @@ class TRPO(ControlModule):
     Args:
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1].
-        target_kl: the trust region's size, in nats, > 0.
+        target_kl: the trust region's size, in nats, > 0; a number, or ``lin_<number>`` for linear decay over
+            ``total_timesteps``, with which the policy comes to rest.
         cg_max_steps: iterations of conjugate gradient, ≥ 1.
         cg_damping: added to the Fisher matrix's diagonal, ≥ 0.
         line_search_shrinking_factor: what a step that fails is multiplied with, in (0, 1).
@@ -64,7 +66,7 @@ class TRPO(ControlModule):
         self,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
-        target_kl: float = 0.01,
+        target_kl: float | str = 0.01,
         cg_max_steps: int = 15,
         cg_damping: float = 0.1,
         line_search_shrinking_factor: float = 0.8,
@@ -91,7 +93,8 @@ class TRPO(ControlModule):
                             ("n_critic_updates", n_critic_updates), ("batch_size", batch_size)):  # fmt: skip
             if count < 1:
                 raise UsageError(f"{name}={count} must be at least 1")
-        if not target_kl > 0:
+        self.kl_schedule = parse_schedule(target_kl, "target_kl")
+        if self.kl_schedule[0] == 0:
             raise UsageError(f"target_kl={target_kl} must be positive")
         if not cg_damping >= 0:
             raise UsageError(f"cg_damping={cg_damping} must not be negative")
@@ -100,7 +103,7 @@ class TRPO(ControlModule):
         self.automatic_optimization = False
         self.gamma = gamma
         self.gae_lambda = gae_lambda
-        self.target_kl = target_kl
+        self.target_kl = self.kl_schedule[0]
         self.cg_max_steps = cg_max_steps
         self.cg_damping = cg_damping
         self.line_search_shrinking_factor = line_search_shrinking_factor
@@ -295,6 +298,12 @@ class TRPO(ControlModule):
         return 2 * F.value_loss(value, batch["returns"])
 
     # ---------------------------------------------------------------- optimizer and state
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        super().update_schedules(progress_remaining)
+        # A trust region of size 0 holds no step: the last rollout of a linear schedule keeps a sliver.
+        self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-6)
+        self.record_now(target_kl=self.target_kl)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam at 1e-3 with eps 1e-5, for the critic."""

@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -248,6 +249,23 @@ def test_learning_rate_of_the_critic_is_scheduled() -> None:
     scheduler = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
     by_epoch = fit(TRPO(lr_scheduler=scheduler), rollouts("CartPole-v1", **data), max_epochs=3)
     assert by_epoch.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**3)
+
+
+def test_the_trust_region_shrinks_to_a_sliver_over_total_timesteps() -> None:
+    model, sizes = TRPO(target_kl="lin_0.04"), []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            sizes.append(model.target_kl)
+
+    fit(model, rollouts("CartPole-v1", n_envs=2, n_steps=16, total_timesteps=128), callbacks=[Watch()])
+    assert sizes == pytest.approx([0.03, 0.02, 0.01, 1e-6])
+
+
+@pytest.mark.parametrize("value", ["linear", -0.01])
+def test_a_target_kl_that_is_no_schedule_is_named(value: Any) -> None:
+    with pytest.raises(UsageError, match=f"target_kl={value!r} is no schedule"):
+        TRPO(target_kl=value)
 
 
 @pytest.mark.parametrize(
