@@ -26,7 +26,6 @@ SMALL = {
     "intermediate_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
@@ -69,6 +68,7 @@ def make_config(
     else:
         if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:
             fields = {**SMALL, **fields}
+            fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
         kind = fields.pop("model_type")
         special = {
             "vocab_size": len(tokenizer),

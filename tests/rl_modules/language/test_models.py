@@ -54,6 +54,18 @@ def test_selective_checkpointing_repeats_no_matrix_product():
     assert counts["selective"] == counts[False] < counts[True]
 
 
+@pytest.mark.parametrize(("fields", "heads"), [
+    ({}, (4, 4)), ({"num_attention_heads": 2}, (2, 2)), ({"num_attention_heads": 4, "num_key_value_heads": 1}, (4, 1)),
+])  # fmt: skip
+def test_a_small_model_has_as_many_key_as_query_heads_unless_told(fields, heads):
+    model = SFT(model_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, **fields})
+    model.configure_model()
+    config = model.model.config
+    assert (config.num_attention_heads, config.num_key_value_heads) == heads
+    tokens = torch.tensor([[5, 6, 7]])
+    assert model.model(input_ids=tokens).logits.shape[:2] == tokens.shape
+
+
 def test_another_way_of_checkpointing_is_a_usage_error():
     with pytest.raises(UsageError, match="gradient_checkpointing='most' must be true, false or selective"):
         checkpoint_activations(torch.nn.Linear(1, 1), "most")
