@@ -13,9 +13,9 @@ _EXPORTS = {
     "REINFORCE": "rl_modules.reinforce",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
-    "MonteCarlo": "rl_modules.tabular",
-    "SARSA": "rl_modules.tabular",
-    "QLearning": "rl_modules.tabular",
+    "MonteCarlo": "rl_modules.monte_carlo",
+    "SARSA": "rl_modules.sarsa",
+    "QLearning": "rl_modules.q_learning",
     "RLHFPPO": "rl_modules.language.rlhf_ppo",
     "RewardModel": "rl_modules.language.reward_model",
     "SFT": "rl_modules.language.sft",
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from rl_modules.language.reward_model import RewardModel
     from rl_modules.language.rlhf_ppo import RLHFPPO
     from rl_modules.language.sft import SFT
+    from rl_modules.monte_carlo import MonteCarlo
     from rl_modules.ppo import PPO
+    from rl_modules.q_learning import QLearning
     from rl_modules.reinforce import REINFORCE
-    from rl_modules.tabular import SARSA, MonteCarlo, QLearning
+    from rl_modules.sarsa import SARSA
     from rl_modules.trpo import TRPO
 
 

@@ -1,0 +1,124 @@
+"""SARSA and Expected SARSA with a table of action values."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_modules.tabular import TabularControl, rows
+
+
+class SARSA(TabularControl):
+    """SARSA: on-policy temporal-difference control, and Expected SARSA.
+
+    Sutton & Barto 2018, section 6.4 (Rummery & Niranjan 1994) and section 6.6 (van Seijen et al. 2009):
+
+        Q(s, a) ← Q(s, a) + α [r + γ Q(s', a') - Q(s, a)],   a' the action that is taken in s'
+        Q(s, a) ← Q(s, a) + α [r + γ Σ_a' π(a'|s') Q(s', a') - Q(s, a)]                           with ``expected``
+
+    The last transition of a rollout needs an action that nobody has taken yet: it is drawn before the update and taken
+    first in the next rollout. Where a time limit cuts an episode off, a' is drawn and never taken.
+
+    Args:
+        expected: bootstrap from the policy's mean instead of one action, which removes that action's variance.
+        gamma: discount γ per transition, in [0, 1].
+        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
+            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
+            (½, 1), which forgets the first of them.
+        exploration_fraction: share of training over which ε falls, in [0, 1].
+        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
+        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+    """
+
+    def __init__(
+        self,
+        expected: bool = False,
+        gamma: float = 0.99,
+        learning_rate: float | str = 0.1,
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        initial_value: float = 0.0,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            gamma,
+            learning_rate,
+            exploration_fraction,
+            exploration_initial_eps,
+            exploration_final_eps,
+            initial_value,
+            log_every,
+            observation_space,
+            action_space,
+        )
+        self.expected = expected
+        # Per environment the state that comes next and the action drawn for it; -1: none.
+        self._promised: tuple[Tensor, Tensor] | None = None
+
+    def act(self, observation: Tensor, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """ε-greedy actions [N]; where the last update has promised one, that."""
+        action = self.choose(observation, generator, deterministic)
+        if self._promised is not None and not deterministic:
+            state, promised = self._promised
+            action = torch.where(state == observation.cpu(), promised, action)
+            self._promised = None
+        return {"action": action.to(observation.device)}
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, Any]:
+        # What is promised concerns the training environments alone.
+        promised, self._promised = self._promised, None
+        try:
+            return super().predict(observation, state, episode_start, deterministic)
+        finally:
+            self._promised = promised
+
+    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """The transitions with ``next_action``, a' of each, [T, N]; -1 where the policy's mean is bootstrapped from."""
+        transitions = super().prepare(rollout)
+        if self.expected:
+            return {**transitions, "next_action": torch.full_like(rollout["action"], -1)}
+        successor = rollout["next_observation"].cpu()
+        ends = (rollout["terminated"] | rollout["truncated"]).cpu()
+        next_action = rollout["action"].cpu().roll(-1, 0)
+        drawn = ends.clone()
+        drawn[-1] = True
+        next_action[drawn] = self.choose(successor[drawn], self._generator)
+        self._promised = torch.where(ends[-1], -1, successor[-1]), next_action[-1].clone()
+        return {**transitions, "next_action": next_action.to(rollout["action"].device)}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        errors = []
+        names = ("observation", "action", "reward", "next_observation", "next_action", "terminated")
+        for state, action, reward, successor, next_action, terminated in rows(batch, *names):
+            target = reward if terminated else reward + self.gamma * self.next_value(successor, next_action)
+            errors.append(self.move(state, action, target))
+        self.finish_step(errors)
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def next_value(self, state: int, action: int) -> float:
+        """What the update bootstraps from: Q(s', a'), or the policy's mean of it."""
+        return self.expected_value(state) if self.expected else float(self.tables.q[0, state, action])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["tabular"]["promised"] = None if self._promised is None else list(self._promised)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        promised = checkpoint["tabular"]["promised"]
+        self._promised = None if promised is None else (promised[0].cpu(), promised[1].cpu())
