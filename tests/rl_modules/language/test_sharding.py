@@ -199,6 +199,7 @@ def resumed(files: Path, folder: Path) -> None:
     train("sft", files, folder / "unsharded", 2, ckpt_path=folder / "half" / "sft.ckpt", strategy="ddp")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(files: Path, tmp_path: Path) -> None:
     on_ranks(lambda: resumed(files, tmp_path), tmp_path / "ranks")
     for name in ("sft", "grpo reference", "rlhf head"):
