@@ -7,8 +7,8 @@
 ``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
 curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again. ``keep`` takes over the
 table and the curves of a pipeline (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report``
-writes ``docs/results.md`` and the plots from those files: interquartile mean over seeds with a stratified bootstrap
-interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
+writes ``docs/results.md``, the results on each algorithm's page and the plots from those files: interquartile mean over
+seeds with a stratified bootstrap interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
 import argparse
@@ -27,6 +27,13 @@ import numpy as np
 
 STORE = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
+#: Where an algorithm's page has its results.
+BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->\n", "<!-- end of results -->\n"
+#: The page of each algorithm, by its folder of configs.
+PAGES = {
+    **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
+    **{name: name for name in ("dqn", "reinforce", "a2c", "trpo", "ppo")},
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,21 @@ class Row:
     target: float | None
     tag: str = "final/mean_reward"
     curve: str = "rollout/ep_rew_mean"
-    note: str = ""
+
+    @property
+    def algorithm(self) -> str:
+        """The config's folder."""
+        return self.config.partition("/")[0]
+
+    @property
+    def picture(self) -> str:
+        """File name of its learning curve."""
+        return self.config.replace("/", "_") + ".png"
 
 
-def _exact(config: str, target: float, note: str = "") -> Row:
+def _exact(config: str, target: float) -> Row:
     """A tabular row: the greedy policy's true expected return, by dynamic programming."""
-    return Row(config, target, "eval/true_return", "eval/true_return", note or "exact expected return")
+    return Row(config, target, "eval/true_return", "eval/true_return")
 
 
 ROWS = {
@@ -147,7 +163,10 @@ def load(row: Row) -> list[dict]:
 
 
 def report(where: str) -> None:
-    """Write ``docs/results.md`` and one plot per row."""
+    """Write ``docs/results.md``, the results of every algorithm's page, and one plot per row."""
+    stored = {row: runs for row in ROWS.values() if (runs := load(row))}
+    for row, runs in stored.items():
+        plot(row, runs)
     lines = [
         "# Results",
         "",
@@ -158,40 +177,62 @@ def report(where: str) -> None:
         f"process to the summary, on one core of {where}, with other work beside it: the processor's time, and where",
         "it was not recorded (≤) the clock's.",
         "",
+        *table(stored, ".."),
+    ]
+    if missing := [f"{row.config} (target {row.target})" for row in ROWS.values() if row.target and row not in stored]:
+        lines += ["", f"Not run here yet: {', '.join(missing)}."]
+    lines += [
+        "",
+        "## Learning curves",
+        "",
+        "Return of the last 100 training episodes (tabular: exact return of the greedy policy); mean over seeds with a",
+        "95 % bootstrap interval, every seed as a thin line; its final evaluation, without exploration, as a dot;",
+        "dashed the target, which is for those.",
+        "",
+        *pictures(stored, "."),
+    ]
+    for pipeline in sorted((STORE / "pipelines").glob("*.md")):
+        lines += ["", f"## Pipeline {pipeline.stem}", "", *pipeline.read_text(encoding="utf-8").splitlines(), ""]
+        lines += [f"![curves of {pipeline.stem}](plots/pipeline_{pipeline.stem}.png)"]
+    (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for page in sorted((DOCS / "algorithms").glob("*.md")):
+        write_page(page, {row: runs for row, runs in stored.items() if PAGES.get(row.algorithm) == page.stem})
+
+
+def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
+    """Lines of Markdown, a row each; ``root`` leads from the page to the repository."""
+    lines = [
         "| row | transitions | seeds | IQM | 95 % interval | worst seed | target | met by | time |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    pictures = []
-    for row in ROWS.values():
-        runs = load(row)
-        if not runs:
-            continue
+    for row, runs in stored.items():
         finals = np.array([run["final"] for run in runs])
         iqm, low, high = interquartile_mean(finals)
         met = "" if row.target is None else f"{int((finals >= row.target - 1e-6).sum())} of {len(runs)}"
         target = "" if row.target is None else f"{row.target:.4g}"
         timed = [run["cpu_s"] for run in runs if "cpu_s" in run]
         took = f"{np.median(timed):.0f} s" if timed else f"≤ {min(run['wall_s'] for run in runs):.0f} s"
-        cells = [f"[{row.config}](../configs/{row.config}.yaml)", f"{runs[0]['total_timesteps']:,}", str(len(runs)),
+        cells = [f"[{row.config}]({root}/configs/{row.config}.yaml)", f"{runs[0]['total_timesteps']:,}", str(len(runs)),
                  f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met,
                  took]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-        pictures.append(plot(row, runs))
-    if missing := [f"{name} (target {row.target})" for name, row in ROWS.items() if row.target and not load(row)]:
-        lines += ["", f"Not run here yet: {', '.join(missing)}."]
-    lines += [
-        "",
-        "## Learning curves",
-        "",
-        "Return of the last 100 training episodes (tabular: exact return of the greedy policy); mean over seeds, band",
-        "from the worst to the best seed, dashed the target.",
-        "",
-    ]
-    lines += [f"![{name}](plots/{name}.png)" for name in pictures]
-    for table in sorted((STORE / "pipelines").glob("*.md")):
-        lines += ["", f"## Pipeline {table.stem}", "", *table.read_text(encoding="utf-8").splitlines(), ""]
-        lines += [f"![curves of {table.stem}](plots/pipeline_{table.stem}.png)"]
-    (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return lines
+
+
+def pictures(stored: dict[Row, list[dict]], docs: str) -> list[str]:
+    """Lines of Markdown, a plot each; ``docs`` leads from the page to the documentation's folder."""
+    return [f"![learning curve of {row.config}]({docs}/plots/{row.picture})" for row in stored]
+
+
+def write_page(page: Path, stored: dict[Row, list[dict]]) -> None:
+    """Put an algorithm's results between the two marks at the end of its page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise RuntimeError(f"{page} has no place for results: it needs the lines {BEGIN!r} and {END!r}")
+    lines = ["", *table(stored, "../.."), "", "What the columns and curves are: [../results.md](../results.md).", "",
+             *pictures(stored, ".."), ""]  # fmt: skip
+    page.write_text(before + begin + "\n".join(lines) + end + after, encoding="utf-8")
 
 
 def keep(name: str, folder: Path) -> None:
@@ -208,18 +249,26 @@ def keep(name: str, folder: Path) -> None:
     shutil.copy(folder / "curves.png", DOCS / "plots" / f"pipeline_{name}.png")
 
 
-def plot(row: Row, runs: list[dict]) -> str:
-    """Evaluation over transitions, mean and range over seeds."""
+def plot(row: Row, runs: list[dict]) -> None:
+    """Return over transitions: mean over seeds, its 95 % bootstrap interval, every seed and its final evaluation."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from scipy.stats import bootstrap
 
     steps = np.array(max((run["curve"] for run in runs), key=len), float)[:, 0]
     values = np.array([np.interp(steps, *np.array(run["curve"], float).T) for run in runs])
     figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
-    axes.fill_between(steps, values.min(0), values.max(0), alpha=0.2)
-    axes.plot(steps, values.mean(0))
+    axes.plot(steps, values.T, color="C0", alpha=0.25, linewidth=0.7)
+    if len(runs) > 1:
+        interval = bootstrap(
+            (values,), np.mean, n_resamples=2_000, method="percentile", rng=np.random.default_rng(0)
+        ).confidence_interval
+        axes.fill_between(steps, interval.low, interval.high, alpha=0.25, linewidth=0)
+    axes.plot(steps, values.mean(0), color="C0")
+    axes.scatter([run["total_timesteps"] for run in runs], [run["final"] for run in runs], color="C1", s=9, zorder=3)
     if row.target is not None:
         axes.axhline(row.target, color="gray", linestyle="--", linewidth=1)
     axes.set(
@@ -227,11 +276,11 @@ def plot(row: Row, runs: list[dict]) -> str:
         xlabel="transitions",
         ylabel="expected return, greedy" if row.curve.startswith("eval") else "mean return of 100 episodes",
     )
-    name = row.config.replace("/", "_")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     (DOCS / "plots").mkdir(parents=True, exist_ok=True)
-    figure.savefig(DOCS / "plots" / f"{name}.png", dpi=80)
+    figure.savefig(DOCS / "plots" / row.picture, dpi=80)
     plt.close(figure)
-    return name
 
 
 def main() -> None:
@@ -260,9 +309,9 @@ def main() -> None:
     work = [(ROWS[name], seed) for seed in range(args.seeds) for name in args.rows or ROWS]
     failed = False
     with ThreadPoolExecutor(args.jobs) as pool:
-        for run in [pool.submit(run_seed, *item) for item in work]:
+        for finished in [pool.submit(run_seed, *item) for item in work]:
             try:
-                print(run.result(), flush=True)
+                print(finished.result(), flush=True)
             except RuntimeError as error:
                 print(error, file=sys.stderr, flush=True)
                 failed = True
