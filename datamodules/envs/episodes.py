@@ -42,7 +42,11 @@ class SeededEpisodes(gym.Wrapper):
 
     def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._actions = []
-        observation, info = self.env.reset(seed=episode_seed(self._stream, self._episode), options=options)
+        seed = episode_seed(self._stream, self._episode)
+        # Some environments draw from their spaces, which a reset does not seed.
+        self.unwrapped.action_space.seed(seed)
+        self.unwrapped.observation_space.seed(seed)
+        observation, info = self.env.reset(seed=seed, options=options)
         self._last_observation = observation
         return observation, info
 

@@ -1,3 +1,4 @@
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -95,6 +96,35 @@ def test_every_episode_has_the_seed_of_its_stream_and_number():
     bare = Counter()
     assert starts == [bare.reset(seed=episode_seed(77, k))[0][0] for k in range(4)]
     assert len(set(starts)) == 4
+
+
+class DrawsFromItsSpaces(gym.Env):
+    """As Stable-Baselines3's identity environments do: what happens comes from the spaces' own generators."""
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = gym.spaces.Discrete(50)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(self.action_space.sample()), False, False, {}
+
+
+def test_an_environment_that_draws_from_its_spaces_is_seeded_and_can_be_brought_back():
+    first, again, other = (SeededEpisodes(DrawsFromItsSpaces()) for _ in range(3))
+    streams = []
+    for env, seed in ((first, 5), (again, 5), (other, 6)):
+        env.reset(seed=seed)
+        episode = [env.reset()[0].tolist(), *(env.step(0)[1] for _ in range(8))]
+        streams.append(episode)
+    assert streams[0] == streams[1] != streams[2]
+    state = first.episode_state
+    expected = [first.step(0)[1] for _ in range(5)]
+    other.episode_state = state
+    assert [other.step(0)[1] for _ in range(5)] == expected
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])

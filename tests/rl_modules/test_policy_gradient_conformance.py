@@ -76,7 +76,7 @@ IDENTITY = {
     "A2C": (lambda **kw: A2C(gamma=0.4, learning_rate=0.002, **kw), {"n_envs": 1, "n_steps": 5}),
     "PPO": (
         lambda **kw: PPO(gamma=0.4, learning_rate=0.002, **kw),
-        {"n_envs": 1, "n_steps": 256, "batch_size": 64, "n_epochs": 4},
+        {"n_envs": 1, "n_steps": 128, "batch_size": 64, "n_epochs": 10},
     ),
     "PPO penalty": (
         lambda **kw: PPO(gamma=0.4, learning_rate=0.002, policy_objective="penalty", target_kl=0.1, **kw),
