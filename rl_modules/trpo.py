@@ -302,7 +302,7 @@ class TRPO(ControlModule):
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
         # A trust region of size 0 holds no step: the last rollout of a linear schedule keeps a sliver.
-        self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-6)
+        self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-3 * self.kl_schedule[0])
         self.record_now(target_kl=self.target_kl)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
