@@ -1,6 +1,7 @@
 """Shared by all tests: one thread, quiet Lightning, and a trainer that writes nowhere."""
 
 import logging
+import os
 import warnings
 
 import lightning as L
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 # Tests fork, and a child waits for ever for OpenMP threads that only its parent had: whatever a config says, one.
 torch.set_num_threads = lambda _: None
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

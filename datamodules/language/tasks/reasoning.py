@@ -63,7 +63,11 @@ class ReasoningGym(Task):
         **config: Any,
     ) -> None:
         super().__init__(seed, think_format, template, chat)
-        from reasoning_gym.factory import DATASETS, create_dataset
+        try:
+            from reasoning_gym.factory import DATASETS, create_dataset
+        except ModuleNotFoundError as error:
+            raise UsageError(f"the task reasoning_gym:{dataset} needs a package that is not installed, {error.name}: "
+                             "pip install 'lightning-rl-recipes[language]'") from error  # fmt: skip
 
         if dataset not in DATASETS:
             raise UsageError(f"reasoning-gym has no dataset {dataset!r}{did_you_mean(dataset, DATASETS)}")

@@ -4,6 +4,9 @@ import pytest
 
 from datamodules.language.tasks import make_task
 from datamodules.language.tasks.reasoning import is_arithmetic
+from rl_modules.errors import UsageError
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: it needs a C compiler")
 
 
 def scores(task, records, completions):
@@ -87,3 +90,15 @@ def test_the_parts_of_a_composite_are_secured_too(tmp_path):
 )
 def test_what_sympys_parser_may_see(text, harmless):
     assert is_arithmetic(text) is harmless
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("reasoning_gym:chain_sums", {}, "did you mean chain_sum"),
+        ("reasoning_gym:chain_sum", {"min_terms": -1}, "must be positive"),
+    ],
+)
+def test_what_a_dataset_refuses(name, settings, message):
+    with pytest.raises(UsageError, match=message):
+        make_task(name, **settings)

@@ -160,13 +160,18 @@ def test_a_task_of_ones_own_by_import_path():
         ("paths", {"min_distance": 50}, "min_distance=50"),
         ("paths", {"max_length": 1}, "max_length=1"),
         ("paths", {"faults": 1.5}, "faults=1.5"),
-        ("reasoning_gym:chain_sums", {}, "did you mean chain_sum"),
-        ("reasoning_gym:chain_sum", {"min_terms": -1}, "must be positive"),
     ],
 )
 def test_what_a_task_refuses(name, settings, message):
     with pytest.raises(UsageError, match=message):
         make_task(name, **settings)
+
+
+def test_a_task_of_a_package_that_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UsageError, match=r"needs a package that is not installed, reasoning_gym.*\[language\]"):
+        make_task("reasoning_gym:chain_sum")
 
 
 def test_unknown_split_and_preferences_of_a_task_without_any():
