@@ -13,8 +13,8 @@ from rl_modules.errors import UsageError
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
     """A ``step`` that opens torch's profiler scope, and asks for hooks, only where a profiler runs or there are hooks.
 
-    Torch wraps the ``step`` of every optimizer's class by its ``profile_hook_step``. The scope alone takes a third of a
-    small network's step.
+    Torch wraps the ``step`` of every optimizer's class by its ``profile_hook_step``. The scope alone takes a quarter of
+    a small network's step.
     """
     wrapped = torch.optim.Optimizer.profile_hook_step(func)
 

@@ -21,7 +21,7 @@ PROBES = {
     "PPO penalty": lambda: PPO(gamma=GAMMA, learning_rate=0.01, policy_objective="penalty", target_kl=0.1),
     "TRPO": lambda: TRPO(gamma=GAMMA, learning_rate=0.01, target_kl=0.05, n_critic_updates=5),
 }
-#: Whose code the others run as well.
+#: Told from their siblings by a term that has tests of its own: here they run with the slow ones.
 VARIANTS = ("VPG", "PPO penalty")
 
 

@@ -1,18 +1,23 @@
 """reasoning-gym as tasks: its own answers score 1, and no answer is run as code."""
 
+import importlib.util
+
 import pytest
 
 from datamodules.language.tasks import make_task
 from datamodules.language.tasks.reasoning import is_arithmetic
 from rl_modules.errors import UsageError
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: it needs a C compiler")
+needs_reasoning_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed: it needs a C compiler"
+)
 
 
 def scores(task, records, completions):
     return task.accuracy(prompts=None, completions=completions, index=[r["index"] for r in records])
 
 
+@needs_reasoning_gym
 @pytest.mark.parametrize(
     "dataset",
     ["chain_sum", "gcd", "mini_sudoku", "n_queens", "spiral_matrix", "polynomial_multiplication", "gsm_symbolic"],
@@ -26,6 +31,7 @@ def test_own_answers_score_one_and_splits_stay_apart(dataset):
     assert not {r["prompt"] for r in test} & {r["prompt"] for r in other}
 
 
+@needs_reasoning_gym
 def test_the_scorer_is_the_datasets_own():
     task = make_task("reasoning_gym:chain_sum", min_terms=2, max_terms=2)
     (record,) = task.records("train", 1)
@@ -35,6 +41,7 @@ def test_the_scorer_is_the_datasets_own():
     assert scores(task, [record], ["no idea"]) == [0.0]
 
 
+@needs_reasoning_gym
 def test_think_format_gives_the_scorer_what_is_in_the_tags():
     task = make_task("reasoning_gym:gcd", think_format=True)
     (record,) = task.records("train", 1)
@@ -42,6 +49,7 @@ def test_think_format_gives_the_scorer_what_is_in_the_tags():
     assert scores(task, [record] * 2, [record["completion"], record["answer"]]) == [1.0, 0.0]
 
 
+@needs_reasoning_gym
 @pytest.mark.parametrize("dataset", ["n_queens", "binary_matrix", "spiral_matrix", "string_insertion",
                                      "polynomial_multiplication", "simple_integration", "countdown"])  # fmt: skip
 def test_no_answer_is_run_as_code(dataset, tmp_path):
@@ -57,6 +65,7 @@ def test_no_answer_is_run_as_code(dataset, tmp_path):
     assert not any(mark.exists() for mark in marks)
 
 
+@needs_reasoning_gym
 def test_the_parts_of_a_composite_are_secured_too(tmp_path):
     parts = [{"name": "chain_sum"}, {"name": "simple_integration"}, {"name": "spiral_matrix"}]
     task = make_task("reasoning_gym:composite", datasets=parts)
@@ -92,6 +101,7 @@ def test_what_sympys_parser_may_see(text, harmless):
     assert is_arithmetic(text) is harmless
 
 
+@needs_reasoning_gym
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
