@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rl_modules.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
 
 Batch = dict[str, Any]
 

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
-from rl_modules.errors import UsageError
-from rl_modules.spaces import observation_arrays, to_environment, tree_leaves, tree_map
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import observation_arrays, to_environment, tree_leaves, tree_map
 
 Act = Callable[[Any, torch.Generator], dict[str, Tensor]]
 

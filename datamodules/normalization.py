@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rl_modules.errors import UsageError
-from rl_modules.spaces import normalize, tree_leaves, tree_map
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import normalize, tree_leaves, tree_map
 
 
 class RunningMeanStd:
@@ -118,7 +118,7 @@ class ObservationNormalizer:
         tree_map(lambda running, x: running and running.update(x), self.running, observation)
 
     def statistics(self) -> Any:
-        """What :func:`rl_modules.spaces.normalize` takes, for each part of the observation."""
+        """What :func:`rl_modules.common.spaces.normalize` takes, for each part of the observation."""
         return tree_map(lambda running: running and (running.mean, running.scale(), self.clip), self.running)
 
     def __call__(self, observation: Any) -> Any:

@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
+from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import PrioritizedSampler, ReplayBuffer, UniformSampler, available_bytes, replay_bytes
-from datamodules.control import Batch, ControlDataModule
 from datamodules.loader import LazyLoader
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
-from rl_modules.networks import evaluation_mode
-from rl_modules.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.errors import UsageError
+from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.seeding import stream_seed
+from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ReplayDataModule(ControlDataModule):
             all differs from one that was never stopped. None: all.
         rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions.
         **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
-            :class:`~datamodules.control.ControlDataModule`.
+            :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
         UsageError: an argument that can't be used, or a buffer that memory can't hold, in one sentence.

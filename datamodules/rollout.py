@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.control import Batch, ControlDataModule
+from datamodules.base import Batch, ControlDataModule
 from datamodules.envs.vector import AUTORESET
 from datamodules.loader import LazyLoader
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
-from rl_modules.networks import evaluation_mode
-from rl_modules.spaces import tree_leaves, tree_map
+from rl_modules.common.errors import UsageError
+from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.seeding import stream_seed
+from rl_modules.common.spaces import tree_leaves, tree_map
 
 
 class RolloutDataModule(ControlDataModule):
@@ -30,7 +30,7 @@ class RolloutDataModule(ControlDataModule):
         n_epochs: passes over each rollout.
         rollouts_per_epoch: rollouts per Lightning epoch; raise it where rollouts are tiny.
         **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other arguments of
-            :class:`~datamodules.control.ControlDataModule`.
+            :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
         UsageError: an argument that can't be used, in one sentence.

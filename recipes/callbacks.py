@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class TransitionProgressBar(ProgressBar):

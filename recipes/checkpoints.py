@@ -17,7 +17,7 @@ from recipes import curves
 from recipes.finite import FiniteCheck
 from recipes.optimizer_settings import apply_changes, settings_of
 from recipes.signals import Stopped, StopRequests
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: Several ranks ask each other about as often as this whether one was told to stop.
 AGREEMENT_INTERVAL_S = 0.25

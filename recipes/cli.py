@@ -13,7 +13,7 @@ import warnings
 
 from recipes import configs
 from recipes.signals import Stopped
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 HELP = """\
 usage: rl <command> [options]

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

@@ -18,7 +18,7 @@ from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
 from recipes.pictures import action_directions, draw_values
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 _ARROWS = {(0, -1): "←", (1, 0): "↓", (0, 1): "→", (-1, 0): "↑", (0, 0): "·"}
 _MOST_ROWS = 24

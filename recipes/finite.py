@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class FiniteCheck:

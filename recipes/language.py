@@ -10,7 +10,7 @@ import lightning as L
 import rl_modules
 from recipes import resume
 from recipes.callbacks import EpisodeWriter, TransitionProgressBar
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Metrics that the progress bar shows where there are any, the first two found.
 SHOWN = ("eval/pass@1", "reward", "eval/accuracy", "accuracy", "loss")

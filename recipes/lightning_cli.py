@@ -20,14 +20,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import datamodules
 import rl_modules
-import rl_modules.sharding  # names its strategy
-from datamodules.control import ControlDataModule
+import rl_modules.language.sharding  # names its strategy
+from datamodules.base import ControlDataModule
 from recipes import curves, language, resume
 from recipes.callbacks import ConfigRecord, EpisodeWriter, TransitionProgressBar
 from recipes.checkpoints import Checkpoints
 from recipes.record import EpisodeRecorder, record_episodes
-from rl_modules.control import ControlModule
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.base import ControlModule
+from rl_modules.common.errors import UsageError, did_you_mean
 
 
 class RLParser(LightningArgumentParser):

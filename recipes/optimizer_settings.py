@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def settings_of(trainer: L.Trainer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from recipes import configs
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: A stage's own record: what it was run with, and, once it is done, when and how long it took.
 RECORD = "stage.json"

@@ -17,7 +17,7 @@ from typing import Any
 
 from recipes.pipeline import Pipeline
 from recipes.stages import config_text, evaluate, instantiate, run_command, stage_options, write_completions
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
 CURVES = ("eval/pass@1", "eval/rewards/think_answer_format", "reward", "completions/mean_length", "entropy", "loss")
@@ -115,7 +115,7 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
     Raises:
         UsageError: the data is no task, or hardly any completions differ.
     """
-    from datamodules.seeding import stream_seed
+    from rl_modules.common.seeding import stream_seed
 
     cli = instantiate(config, arguments)
     module, data = cli.model, cli.datamodule

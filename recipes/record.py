@@ -11,12 +11,12 @@ import lightning as L
 from gymnasium.wrappers import RecordVideo
 from lightning.pytorch.callbacks import Callback
 
-from datamodules.control import ControlDataModule
+from datamodules.base import ControlDataModule
 from datamodules.envs.episodes import episode_seed
 from datamodules.envs.vector import make_env
 from datamodules.evaluation import Predicts
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 
 def record_episodes(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: What ``--ckpt_path`` takes instead of a path: a checkpoint of the newest run.
 NAMES = ("last", "previous", "best")

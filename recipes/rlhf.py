@@ -17,7 +17,7 @@ from pathlib import Path
 
 from recipes.pipeline import Pipeline
 from recipes.stages import config_text, evaluate, instantiate, run_command, stage_options, write_completions
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
 CURVES = (
@@ -154,7 +154,7 @@ def write_preferences(
     Raises:
         UsageError: the data is no task that can compare.
     """
-    from datamodules.seeding import stream_seed
+    from rl_modules.common.seeding import stream_seed
 
     cli = instantiate(config, arguments)
     module, data = cli.model, cli.datamodule

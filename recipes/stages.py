@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from recipes import configs
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 LOG_2PI = math.log(2 * math.pi)
 

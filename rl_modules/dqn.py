@@ -9,11 +9,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
-from rl_modules.errors import UsageError
+from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.errors import UsageError
+from rl_modules.common.schedules import exploration_rate
+from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.networks import QNetwork
-from rl_modules.schedules import exploration_rate
-from rl_modules.spaces import tree_leaves, tree_map
 
 
 class DQN(ControlModule):

@@ -1,8 +1,7 @@
 """Networks of the control algorithms: encoders of observations, MLPs, and the actor-critic."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +9,9 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
-from rl_modules.errors import UsageError, did_you_mean
-from rl_modules.spaces import is_image
 
 _MINUS_ONE = torch.tensor(-1.0)
 
@@ -34,23 +33,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
     "leaky_relu": nn.LeakyReLU,
 }
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, for a module and all its parts; then each is as it was.
-
-    ``Module.eval`` and ``Module.train`` go through torch's bookkeeping of attributes for every part, which takes longer
-    than a small network's action.
-    """
-    parts = [part for part in module.modules() if part.training]
-    for part in parts:
-        part.__dict__["training"] = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.__dict__["training"] = True
 
 
 def activation(name: str) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as base
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:

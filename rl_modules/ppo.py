@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.errors import UsageError
+from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.distributions import Distribution, distribution_from
-from rl_modules.errors import UsageError
 from rl_modules.networks import ActorCritic
-from rl_modules.schedules import parse_schedule, schedule_value
 
 
 class PPO(ControlModule):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.control import ControlModule, OptimizerFactory, SchedulerFactory
-from rl_modules.errors import UsageError
+from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.errors import UsageError
 from rl_modules.networks import ActorCritic
 
 PSI = ("return", "reward_to_go", "baseline", "advantage")

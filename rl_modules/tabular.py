@@ -12,9 +12,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rl_modules.control import ControlModule
-from rl_modules.errors import UsageError
-from rl_modules.schedules import exploration_rate, parse_schedule, schedule_value
+from rl_modules.base import ControlModule
+from rl_modules.common.errors import UsageError
+from rl_modules.common.schedules import exploration_rate, parse_schedule, schedule_value
 
 
 class ActionValues(torch.nn.Module):

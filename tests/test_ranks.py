@@ -19,7 +19,7 @@ from datamodules.normalization import ObservationNormalizer, RewardNormalizer
 from recipes.checkpoints import Checkpoints
 from recipes.signals import Stopped
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 
 from datamodules import RolloutDataModule
-from rl_modules.control import ControlModule
+from rl_modules.base import ControlModule
 
 
 def fit(model: L.LightningModule, data: Any, ckpt_path: Path | None = None, **trainer_arguments: Any) -> L.Trainer:

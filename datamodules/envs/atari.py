@@ -4,7 +4,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class PressFire(gym.Wrapper):

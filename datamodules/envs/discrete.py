@@ -5,7 +5,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium import spaces
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class FlattenDiscrete(gym.ObservationWrapper, gym.utils.RecordConstructorArgs):

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 LAYOUT = """
 S..

@@ -9,7 +9,7 @@ import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from datamodules.envs.episodes import SeededEpisodes
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Which extra of this project brings what an environment's import asks for.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}

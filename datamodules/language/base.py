@@ -11,8 +11,8 @@ from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.tasks import make_task
 from datamodules.loader import LazyLoader
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 Record = dict[str, Any]
 Batch = dict[str, Any]

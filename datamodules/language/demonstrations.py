@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from datamodules.language.sequences import Sequences
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 
 class Demonstrations:

@@ -10,8 +10,8 @@ from torch import Tensor
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.sequences import Sequences
 from datamodules.loader import LazyLoader
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50

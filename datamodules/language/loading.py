@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
 
 
 def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:

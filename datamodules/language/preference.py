@@ -14,7 +14,7 @@ from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class PreferenceDataModule(LanguageDataModule):

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from datamodules.language.base import Record
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def as_preference(row: Record, place: str) -> Record:

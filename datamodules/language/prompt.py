@@ -11,8 +11,8 @@ from datamodules.language.demonstrations import Demonstrations
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 
 class PromptDataModule(LanguageDataModule):

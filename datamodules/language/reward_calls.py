@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
 _NOT_PASSED = frozenset({"prompt", "completion", "completion_ids", "prompt_ids"})

@@ -16,7 +16,7 @@ from typing import Any
 from datamodules.language.loading import load_object, require_settings
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.text import answer_of, is_think_and_answer, text_of
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 __all__ = [
     "RewardFunctions", "answer_in_tags", "exact_answer", "length_reward", "load_reward_func",

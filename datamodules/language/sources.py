@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record, fill
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.seeding import stream_seed
 
 #: Columns that must be text where they occur; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")

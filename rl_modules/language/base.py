@@ -13,12 +13,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, get_schedule
 from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
-from rl_modules.sharding import adopt, is_sharded, shard, share, whole
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]

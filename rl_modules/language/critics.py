@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.models import add_lora, make_model
 from rl_modules.language.scoring import completion_log_probs, completion_positions
 

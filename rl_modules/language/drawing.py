@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 @dataclass(frozen=True)

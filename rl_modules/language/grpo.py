@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
 from rl_modules.language.critics import check_same_tokens, frozen
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
+from rl_modules.language.sharding import shard
 from rl_modules.language.tokenizer import load_tokenizer
-from rl_modules.sharding import shard
 
 Rollout = dict[str, Any]
 

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl_modules.errors import UsageError
-from rl_modules.sharding import is_sharded, whole
+from rl_modules.common.errors import UsageError
+from rl_modules.language.sharding import is_sharded, whole
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
 SMALL = {

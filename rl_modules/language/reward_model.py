@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.critics import check_same_tokens
 from rl_modules.language.models import add_lora, export_model, make_config, make_model

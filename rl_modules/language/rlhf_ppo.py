@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.critics import HeadOnPolicy, value_model_from
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
 from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
-from rl_modules.sharding import shard
+from rl_modules.language.sharding import shard
 
 
 class RLHFPPO(JudgedPolicy):

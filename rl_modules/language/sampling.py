@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.decoding import Prompts, Record, decode, generate, transformers_model
 from rl_modules.language.drawing import NextToken, uniforms
 from rl_modules.language.models import max_length

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.logits import logits_at
 

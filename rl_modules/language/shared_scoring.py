@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from rl_modules import functional as F
 from rl_modules.language.logits import logits_at
 from rl_modules.language.row_cache import RowCache
-from rl_modules.sharding import is_sharded
+from rl_modules.language.sharding import is_sharded
 
 #: Share of a batch's tokens that must be repeated prompts for two passes over less to be better than one over all.
 WORTHWHILE = 0.2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: Wins by (winner, loser).
 Wins = Mapping[tuple[str, str], int]

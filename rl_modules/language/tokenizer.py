@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"

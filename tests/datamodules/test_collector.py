@@ -8,7 +8,7 @@ from datamodules.collector import Collector
 from datamodules.envs.episodes import SeededEpisodes, episode_seed
 from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter, Forgetful, Suicidal
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import datamodules  # noqa: F401 (registers Maze-v0)
 from datamodules.envs.discrete import FlattenDiscrete
 from datamodules.envs.maze import Maze
 from datamodules.envs.model import transition_model
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 LEFT, DOWN, RIGHT, UP = range(4)
 

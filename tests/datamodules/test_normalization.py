@@ -3,8 +3,8 @@ import pytest
 from gymnasium import spaces
 
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
-from rl_modules.errors import UsageError
-from rl_modules.spaces import normalize
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import normalize
 
 
 def test_running_moments_equal_those_of_all_samples():

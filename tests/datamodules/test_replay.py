@@ -19,7 +19,7 @@ from datamodules.buffers import (
     replay_bytes,
 )
 from rl_modules import DQN, PPO
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter
 from tests.training import fit
 

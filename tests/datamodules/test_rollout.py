@@ -6,7 +6,7 @@ from datamodules import RolloutDataModule
 from datamodules.envs.vector import make_env, make_vector_env
 from datamodules.evaluation import run_episodes
 from rl_modules import PPO
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter
 
 

@@ -18,7 +18,7 @@ from recipes import resume
 from recipes.checkpoints import AtomicCheckpointIO, Checkpoints
 from recipes.signals import Stopped, StopRequests
 from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO, MonteCarlo, QLearning
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_modules import PPO
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.recipes.test_checkpoints import ppo_data, saving
 from tests.training import assert_equal_checkpoints, fit
 

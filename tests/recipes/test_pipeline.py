@@ -5,7 +5,7 @@ import json
 import pytest
 
 from recipes.pipeline import Pipeline, draw_curves
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def writer(name, text="x", calls=None):

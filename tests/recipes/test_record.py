@@ -5,7 +5,7 @@ import pytest
 from datamodules import RolloutDataModule
 from recipes.cli import main
 from recipes.record import record_episodes
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.datamodules.test_rollout import Follows
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from datamodules.language.tasks import make_task
 from recipes import rlhf
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.sft import SFT
 
 TINY = (

@@ -8,9 +8,9 @@ from gymnasium import spaces
 
 from rl_modules import A2C
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
 from rl_modules.optimizers import RMSpropTFLike
-from rl_modules.spaces import space_to_dict
 from tests.training import assert_resumes_exactly, fit, rollouts
 
 SPACES = {

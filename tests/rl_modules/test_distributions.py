@@ -6,8 +6,8 @@ import torch
 from gymnasium import spaces
 from torch import distributions as td
 
+from rl_modules.common.errors import UsageError
 from rl_modules.distributions import distribution_from, make_distribution, parameter_count
-from rl_modules.errors import UsageError
 
 S = 7
 SPACES = {

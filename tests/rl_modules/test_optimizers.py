@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.optimizers import FusedAdam, RMSpropTFLike
 
 

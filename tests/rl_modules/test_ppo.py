@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from datamodules import RolloutDataModule
 from rl_modules import PPO
-from rl_modules.errors import UsageError
-from rl_modules.spaces import space_to_dict
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
 
 CARTPOLE = {"n_envs": 4, "n_steps": 16, "batch_size": 16, "n_epochs": 2, "eval_freq": 0}
 

@@ -9,9 +9,9 @@ from gymnasium import spaces
 
 from rl_modules import PPO
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions import distribution_from, make_distribution, parameter_count
-from rl_modules.errors import UsageError
-from rl_modules.spaces import space_to_dict
 from tests import envs
 from tests.training import assert_resumes_exactly, fit, rollouts
 

@@ -13,7 +13,7 @@ import datamodules
 from datamodules.envs.model import transition_model
 from rl_modules import PPO, SARSA, MonteCarlo, QLearning
 from rl_modules import functional as F
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from tests.training import assert_resumes_exactly, fit, rollouts
 
 CONSTANT_EPS = {"exploration_initial_eps": 1.0, "exploration_final_eps": 1.0}

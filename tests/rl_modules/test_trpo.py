@@ -8,8 +8,8 @@ import torch
 from gymnasium import spaces
 
 from rl_modules import TRPO
-from rl_modules.errors import UsageError
-from rl_modules.spaces import space_to_dict
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
 from tests import envs
 from tests.training import assert_resumes_exactly, fit, rollouts
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from datamodules.language.tasks.base import Question, Record, Task
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class Addition(Task):

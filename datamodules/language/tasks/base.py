@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from datamodules.language.text import answer_of, think_and_answer
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 #: A question's fields, as the prompt's template names them.
 Question = dict[str, Any]

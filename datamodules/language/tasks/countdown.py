@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from datamodules.language.tasks.base import FRUITLESS, Question, Record, Task
 from datamodules.language.tasks.expression import ParseError, evaluate
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 

@@ -3,7 +3,7 @@
 import random
 from collections import deque
 
-from datamodules.seeding import stream_seed
+from rl_modules.common.seeding import stream_seed
 
 
 def random_graph(nodes: str, out_degree: int, seed: int) -> dict[str, str]:

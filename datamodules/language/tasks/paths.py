@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from datamodules.language.tasks.base import DRAWN, Question, Record, Task
 from datamodules.language.tasks.graph import distances, random_graph
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 

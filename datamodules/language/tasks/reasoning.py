@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from datamodules.language.tasks.base import Question, Record, Task
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.seeding import stream_seed
 
 #: What an answer may hold that SymPy's parser is shown, which evaluates it: sums, products and small powers of numbers
 #: and of variables of one letter, and these functions.

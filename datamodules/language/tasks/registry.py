@@ -4,7 +4,7 @@ from typing import Any
 
 from datamodules.language.loading import load_object, require_settings
 from datamodules.language.tasks.base import Task
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 #: Built-in tasks, imported when they are made.
 TASKS = {

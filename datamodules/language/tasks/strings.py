@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator
 
 from datamodules.language.tasks.base import Question, Record, Task
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class _Strings(Task):

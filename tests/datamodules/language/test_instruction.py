@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from datamodules import InstructionDataModule
 from datamodules.language.sequences import Sequences, pack
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer()

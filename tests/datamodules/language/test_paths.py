@@ -8,7 +8,7 @@ import pytest
 
 from datamodules.language.rewards import load_reward_func
 from datamodules.language.tasks import bayes_accuracy, make_task
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 @pytest.fixture(scope="module")

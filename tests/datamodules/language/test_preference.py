@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from datamodules import PreferenceDataModule
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference, end_of_prompt
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer()

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules.language.prompt import PromptDataModule, has_signal, joined_sequences
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.sampling import Completions
 from rl_modules.language.scoring import completion_log_probs, completion_mask

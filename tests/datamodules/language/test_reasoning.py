@@ -6,7 +6,7 @@ import pytest
 
 from datamodules.language.tasks import make_task
 from datamodules.language.tasks.reasoning import is_arithmetic
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed: it needs a C compiler"

@@ -18,7 +18,7 @@ from datamodules.language.rewards import (
     think_answer_format,
 )
 from datamodules.language.tasks import make_task
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def chat(text):

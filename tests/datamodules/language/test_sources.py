@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from datamodules.language.sources import check_prompt_lengths, load_records
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 GSM8K = [
     {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},

@@ -7,7 +7,7 @@ import pytest
 
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import fill
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import ALPHABET
 
 

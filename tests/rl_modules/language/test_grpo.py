@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.language.prompt import PromptDataModule
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.scoring import completion_log_probs

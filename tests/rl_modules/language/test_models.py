@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_modules import SFT
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.models import checkpoint_activations
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference import PreferenceDataModule
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.pair_scores import PACKABLE, can_pack, pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics, Reliability
 from rl_modules.language.reliability import reliability_diagram

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from datamodules.language.prompt import PromptDataModule
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.language.models import export_model, make_config, make_model
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO

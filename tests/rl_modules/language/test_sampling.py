@@ -17,7 +17,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language import decoding, sampling, shared_prompts
 from rl_modules.language.row_cache import RowCache

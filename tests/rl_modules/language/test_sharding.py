@@ -20,8 +20,8 @@ from recipes.cli import main
 from recipes.resume import damage_of, read
 from recipes.signals import Stopped
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
-from rl_modules.errors import UsageError
-from rl_modules.sharding import adopt
+from rl_modules.common.errors import UsageError
+from rl_modules.language.sharding import adopt
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 

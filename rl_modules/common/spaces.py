@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def space_to_dict(space: spaces.Space) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from datamodules.envs.vector import AUTORESET, VECTORIZATION, environment_name, 
 from datamodules.evaluation import run_episodes
 from datamodules.loader import LazyLoader
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer
-from datamodules.seeding import stream_seed
-from rl_modules.errors import UsageError, did_you_mean
-from rl_modules.spaces import observation_arrays
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.seeding import stream_seed
+from rl_modules.common.spaces import observation_arrays
 
 Batch = dict[str, Any]
 
@@ -185,7 +185,7 @@ class ControlDataModule(L.LightningDataModule):
         raise NotImplementedError  # each datamodule's own
 
     def observation_statistics(self) -> Any:
-        """What :func:`rl_modules.spaces.normalize` takes; None where nothing is normalised."""
+        """What :func:`rl_modules.common.spaces.normalize` takes; None where nothing is normalised."""
         assert self.collector is not None, "statistics are gathered by training"
         normalizer = self.collector.observation_normalizer
         return None if normalizer is None else normalizer.statistics()

@@ -11,12 +11,10 @@ from gymnasium import spaces
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from rl_modules.errors import UsageError
-from rl_modules.exchange import add_over_ranks, exchange_gradients
-from rl_modules.networks import evaluation_mode
-from rl_modules.optimizers import FusedAdam, clip_grad_norm
-from rl_modules.schedules import parse_schedule, schedule_value
-from rl_modules.spaces import (
+from rl_modules.common.errors import UsageError
+from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.schedules import parse_schedule, schedule_value
+from rl_modules.common.spaces import (
     normalize,
     observation_arrays,
     space_from_dict,
@@ -25,6 +23,8 @@ from rl_modules.spaces import (
     tree_leaves,
     tree_map,
 )
+from rl_modules.exchange import add_over_ranks, exchange_gradients
+from rl_modules.optimizers import FusedAdam, clip_grad_norm
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -40,7 +40,7 @@ class ControlModule(L.LightningModule):
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a
             decaying ``learning_rate``.
         log_every: epochs between two points of the ``train/*`` and ``rollout/*`` curves; ≥ 1.
-        observation_space: description of the space, see :func:`rl_modules.spaces.space_to_dict`; None takes the
+        observation_space: description of the space, see :func:`rl_modules.common.spaces.space_to_dict`; None takes the
             datamodule's.
         action_space: likewise.
     """
@@ -222,7 +222,7 @@ class ControlModule(L.LightningModule):
         return (action[0] if single else action), state
 
     def observation_statistics(self) -> Any:
-        """What :func:`rl_modules.spaces.normalize` takes: the attached datamodule's, else the checkpoint's."""
+        """What :func:`rl_modules.common.spaces.normalize` takes: the attached datamodule's, else the checkpoint's."""
         if self._trainer is not None and self._trainer.state.fn == "fit":
             return self._trainer.datamodule.observation_statistics()  # type: ignore[attr-defined]
         return self._observation_statistics

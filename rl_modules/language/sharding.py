@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 class ShardedStrategy(ModelParallelStrategy):

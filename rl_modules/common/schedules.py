@@ -1,6 +1,6 @@
 """Values that change with the share of training that is left."""
 
-from rl_modules.errors import UsageError
+from rl_modules.common.errors import UsageError
 
 
 def parse_schedule(value: float | str, name: str) -> tuple[float, bool]:
