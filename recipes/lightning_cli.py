@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import datamodules
 import rl_modules
-import rl_modules.language.sharding  # names its strategy
 from datamodules.base import ControlDataModule
 from recipes import curves, language, resume
 from recipes.callbacks import ConfigRecord, EpisodeWriter, TransitionProgressBar

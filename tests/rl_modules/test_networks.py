@@ -7,8 +7,8 @@ from gymnasium import spaces
 from torch import nn
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
 from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
 from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, Tanh, build_encoder
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
