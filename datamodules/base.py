@@ -2,54 +2,89 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypedDict, cast
+from weakref import WeakKeyDictionary
 
 import gymnasium as gym
 import lightning as L
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from datamodules.collector import Collector
-from datamodules.envs.model import TransitionModel, transition_model
-from datamodules.envs.vector import AUTORESET, VECTORIZATION, environment_name, make_env, make_vector_env
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import run_episodes
 from datamodules.loader import LazyLoader
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+from datamodules.resume import gather_ranks, state_of_rank
+from rl_modules.common.checks import at_least, make_plain, unit_interval
+from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays
 
 Batch = dict[str, Any]
 
+#: Trainers whose ``check_val_every_n_epoch`` a datamodule has set from its ``eval_freq``, with that number.
+_evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
+
+
+class EnvironmentArguments(TypedDict, total=False):
+    """Keyword arguments of every control datamodule; :class:`ControlDataModule` documents them."""
+
+    total_timesteps: int
+    seed: int
+    vectorization_mode: str
+    autoreset_mode: str
+    env_kwargs: dict[str, Any] | None
+    wrappers: list[str | dict[str, Any]] | None
+    norm_obs: bool
+    norm_reward: bool
+    norm_gamma: float | None
+    warm_start_statistics: bool
+    sign_reward: bool
+    clip_obs: float
+    clip_reward: float
+    eval_freq: int
+    n_eval_episodes: int
+    n_test_episodes: int
+    eval_deterministic: bool
+    eval_max_steps: int
+    stats_window_size: int
+
 
 class ControlDataModule(L.LightningDataModule):
     """Base of the control datamodules; one of them adds ``train_dataloader`` and what it stores.
 
     Args:
-        env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
-        n_envs: environments that step together, per rank.
+        env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
+            them, or a vector.
+        n_envs: environments that step together, per rank; a vector brings its own number.
         total_timesteps: transitions, over all environments and ranks, after which training ends; the last rollout is
             finished.
         seed: the source of every stream of randomness: environments, actions, minibatches, weights.
         vectorization_mode: ``sync``, ``async`` (a process per environment) or ``vector_entry_point`` (the
             environment's own engine).
         autoreset_mode: ``same_step``, ``next_step`` or ``disabled``; the valid transitions are the same.
-        env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``.
+        env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
         norm_obs: normalise observations by their running mean and standard deviation; ranks share theirs after every
             rollout.
         norm_reward: divide rewards by the running standard deviation of their discounted sum.
-        norm_gamma: discount of that sum; the algorithm's γ.
+        norm_gamma: discount of that sum; None: the algorithm's γ.
+        warm_start_statistics: begin with the running statistics that the module was trained with, where it has some.
         sign_reward: learn from the signs of the rewards, -1, 0 or 1, as is the custom for Atari (Mnih et al. 2015);
             returns are still reported, and evaluated, in the game's points.
         clip_obs: bound on normalised observations, in standard deviations.
         clip_reward: bound on normalised rewards.
-        eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation.
+        eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
+            ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
         n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
         eval_deterministic: evaluate the policy's most likely actions instead of samples.
+        eval_max_steps: steps after which an evaluation episode that does not end is cut, with a warning.
         stats_window_size: finished episodes in ``rollout/ep_rew_mean``.
 
     Raises:
@@ -57,11 +92,11 @@ class ControlDataModule(L.LightningDataModule):
     """
 
     #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
-    experience = "rollouts"
+    kind = "rollouts"
 
     def __init__(
         self,
-        env_id: str | Callable[..., gym.Env] = "CartPole-v1",
+        env_id: EnvId = "CartPole-v1",
         n_envs: int = 8,
         total_timesteps: int = 100_000,
         seed: int = 0,
@@ -71,7 +106,8 @@ class ControlDataModule(L.LightningDataModule):
         wrappers: list[str | dict[str, Any]] | None = None,
         norm_obs: bool = False,
         norm_reward: bool = False,
-        norm_gamma: float = 0.99,
+        norm_gamma: float | None = None,
+        warm_start_statistics: bool = True,
         sign_reward: bool = False,
         clip_obs: float = 10.0,
         clip_reward: float = 10.0,
@@ -79,160 +115,224 @@ class ControlDataModule(L.LightningDataModule):
         n_eval_episodes: int = 10,
         n_test_episodes: int = 50,
         eval_deterministic: bool = True,
+        eval_max_steps: int = 100_000,
         stats_window_size: int = 100,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["env_id"], logger=False)
         self.env_id = env_id
         self.env_name = environment_name(env_id)
+        self.save_hyperparameters(ignore=["env_id"], logger=False)
+        make_plain(self.hparams)
         self.hparams["env_id"] = self.env_name
-        self.n_envs = n_envs
-        self.total_timesteps = total_timesteps
-        self.seed = seed
+        self.n_envs = env_id.num_envs if isinstance(env_id, VectorEnv) else at_least("n_envs", n_envs)
+        self.total_timesteps = at_least("total_timesteps", total_timesteps)
+        self.seed = at_least("seed", seed, 0)
         self.vectorization_mode = vectorization_mode
         self.autoreset_mode = autoreset_mode
-        self.env_kwargs = env_kwargs
+        self.env_kwargs = self.hparams["env_kwargs"]
         self.wrappers = wrappers or []
-        self.eval_freq = eval_freq
-        self.n_eval_episodes = n_eval_episodes
-        self.n_test_episodes = n_test_episodes
-        self.eval_deterministic = eval_deterministic
-        self._normalization = (norm_obs, norm_reward, norm_gamma, clip_obs, clip_reward)
+        self.norm_obs = norm_obs
+        self.norm_reward = norm_reward
+        self.norm_gamma = None if norm_gamma is None else unit_interval("norm_gamma", norm_gamma)
+        self.warm_start_statistics = warm_start_statistics
         self.sign_reward = sign_reward
+        self.eval_freq = at_least("eval_freq", eval_freq, 0)
+        self.n_eval_episodes = at_least("n_eval_episodes", n_eval_episodes)
+        self.n_test_episodes = at_least("n_test_episodes", n_test_episodes)
+        self.eval_deterministic = eval_deterministic
+        self.eval_max_steps = at_least("eval_max_steps", eval_max_steps)
+        at_least("stats_window_size", stats_window_size)
         if sign_reward and norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
-        self._stats_window_size = stats_window_size
-        self.require_at_least_one("n_envs", "total_timesteps", "n_eval_episodes", "n_test_episodes",
-                                  "stats_window_size")  # fmt: skip
-        for name in ("eval_freq", "seed"):
-            if self.hparams[name] < 0:
-                raise UsageError(f"{name}={self.hparams[name]} must not be negative")
+        for name, bound in (("clip_obs", clip_obs), ("clip_reward", clip_reward)):
+            if not bound > 0:
+                raise UsageError(f"{name}={bound} must be positive")
         for name, known in (("vectorization_mode", VECTORIZATION), ("autoreset_mode", tuple(AUTORESET))):
             value = self.hparams[name]
             if value not in known:
                 raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}")
         self.num_timesteps = 0
-        self.collector: Collector | None = None
-        self._example_env: gym.Env | None = None
+        self._collector: Collector | None = None
+        self._example: Any = None
         self._started_s = time.monotonic()
         self._started_at = 0
 
-    def require_at_least_one(self, *names: str) -> None:
-        """Refuse counts below 1.
-
-        Raises:
-            UsageError: names the first such argument.
-        """
-        for name in names:
-            if self.hparams[name] < 1:
-                raise UsageError(f"{name}={self.hparams[name]} must be at least 1")
-
-    # ---------------------------------------------------------------- environments
+    # ---------------------------------------------------------------- the run
 
     def setup(self, stage: str) -> None:
-        if self._example_env is None:
-            self._example_env = make_env(self.env_id, self.env_kwargs, self.wrappers)
+        if self._example is None:
+            self._example = make_env(self.env_id, self.env_kwargs, self.wrappers)
             observation_arrays(self.observation_space, self.observation_space.sample())
+            if isinstance(self._example, VectorEnv):
+                self.n_envs = self._example.num_envs
         if stage == "fit":
-            self._require_fitting_algorithm()
-            self.collector = self._make_collector()
+            self._collector = self._make_collector()
             self.num_timesteps = self._started_at = 0
             self._started_s = time.monotonic()
+            self.begin_run()
             self._schedule_evaluation()
 
+    def begin_run(self) -> None:
+        """Set what belongs to one run, before a checkpoint is loaded; a datamodule adds its storage.
+
+        Raises:
+            UsageError: the algorithm learns from another kind of experience.
+        """
+        wanted = self.learner.experience.kind if self.has_learner else self.kind
+        if wanted != self.kind:
+            name = type(self.learner).__name__
+            fitting = {"rollouts": "RolloutDataModule", "replay": "ReplayDataModule"}[wanted]
+            raise UsageError(f"{name} learns from {wanted}, {type(self).__name__} makes {self.kind}; use {fitting}")
+
     def on_exception(self, exception: BaseException) -> None:
-        # The module's `on_fit_end`, which takes back what it set for the whole process, is not called then.
+        # The module's `on_fit_end`, which resets this for the whole process, is not called then.
         torch.set_flush_denormal(False)
 
     def teardown(self, stage: str) -> None:
-        if stage == "fit" and self.collector is not None:
-            self.collector.close()
-        if self._example_env is not None:
-            self._example_env.close()
-            self._example_env = None
+        if stage == "fit" and self._collector is not None and not isinstance(self.env_id, VectorEnv):
+            self._collector.close()
+        if self._example is not None:
+            if self._example is not self.env_id and not getattr(self._example, "closed", False):
+                self._example.close()
+            self._example = None
 
     @property
-    def transitions_per_epoch(self) -> int:
-        """Transitions that one epoch adds, over all ranks."""
-        raise NotImplementedError  # each datamodule's own
+    def has_learner(self) -> bool:
+        """Whether a Trainer has attached an algorithm that learns; anything else may call the loaders."""
+        return self.trainer is not None and hasattr(self.trainer.lightning_module, "experience")
+
+    @property
+    def learner(self) -> Learner:
+        """The algorithm of the run."""
+        if self.trainer is None:
+            raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
+        return cast(Learner, self.trainer.lightning_module)
+
+    @property
+    def collector(self) -> Collector:
+        """What steps the environments; there from ``setup("fit")`` on."""
+        if self._collector is None:
+            raise RuntimeError("the environments are made by setup('fit'), which comes first")
+        return self._collector
+
+    @property
+    def example_env(self) -> Any:
+        """One environment, or the vector; there between ``setup`` and ``teardown``."""
+        if self._example is None:
+            raise RuntimeError("the environment is made by setup, which comes first")
+        return self._example
 
     @property
     def observation_space(self) -> gym.Space:
         """The space of one observation; known from ``setup`` on."""
-        assert self._example_env is not None, "setup comes first"
-        return self._example_env.observation_space
+        env = self.example_env
+        return env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
 
     @property
     def action_space(self) -> gym.Space:
         """The space of one action; known from ``setup`` on."""
-        assert self._example_env is not None, "setup comes first"
-        return self._example_env.action_space
+        env = self.example_env
+        return env.single_action_space if isinstance(env, VectorEnv) else env.action_space
 
-    def transition_model(self) -> TransitionModel | None:
+    def transition_model(self) -> Any:
         """The environment's own transition table as tensors; None where it has none."""
-        assert self._example_env is not None, "setup comes first"
-        return transition_model(self._example_env)
+        from datamodules.envs.model import transition_model  # only tables need it
+
+        return None if isinstance(self.example_env, VectorEnv) else transition_model(self.example_env)
 
     @property
-    def ranks_differ_in_size(self) -> bool:
-        """Whether rollouts have rows that are no transitions, so that ranks come to different numbers of them."""
-        assert self.collector is not None
-        return self.collector.mode == AUTORESET["next_step"]
+    def transitions_per_epoch(self) -> int:
+        """Transitions that one epoch adds, over all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} must define transitions_per_epoch")
 
     @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` are reached and everything of them is learned from."""
-        raise NotImplementedError  # each datamodule's own
+        raise NotImplementedError(f"{type(self).__name__} must define is_complete")
 
-    def observation_statistics(self) -> Any:
-        """What :func:`rl_modules.common.spaces.normalize` takes; None where nothing is normalised."""
-        assert self.collector is not None, "statistics are gathered by training"
-        normalizer = self.collector.observation_normalizer
-        return None if normalizer is None else normalizer.statistics()
+    @property
+    def ranks_differ_in_size(self) -> bool:
+        """Whether rollouts have rows that are no transitions, so that ranks come to different numbers of them."""
+        return self.collector.mode == AutoresetMode.NEXT_STEP
+
+    # ---------------------------------------------------------------- environments and statistics
 
     def _make_collector(self) -> Collector:
-        norm_obs, norm_reward, gamma, clip_obs, clip_reward = self._normalization
+        clip_obs, clip_reward = self.hparams["clip_obs"], self.hparams["clip_reward"]
+        gamma = self.norm_gamma
+        if gamma is None:
+            gamma = (self.learner.discount if self.has_learner else None) or 0.99
+        normalizers = Normalizers(
+            ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
+            RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
+        )
+        if self._world_size > 1:
+            for part in normalizers.parts():
+                part.track_own()
         return Collector(
-            self._make_vector(self.n_envs, self.vectorization_mode, self.autoreset_mode),
+            self._make_vector(self.n_envs, self.vectorization_mode, self.autoreset_mode, for_training=True),
             streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
             generator_seed=stream_seed(self.seed, self._rank, "actions"),
             name=self.env_name,
-            observation_normalizer=ObservationNormalizer(self.observation_space, clip_obs) if norm_obs else None,
-            reward_normalizer=RewardNormalizer(self.n_envs, gamma, clip_reward) if norm_reward else None,
+            normalizers=normalizers,
             sign_reward=self.sign_reward,
-            gather_news=self._gather_news if self._world_size > 1 else None,
-            stats_window_size=self._stats_window_size,
+            stats_window_size=self.hparams["stats_window_size"],
         )
 
-    def _make_vector(self, n_envs: int, vectorization_mode: str, autoreset_mode: str) -> gym.vector.VectorEnv:
+    def _make_vector(
+        self, n_envs: int, vectorization_mode: str, autoreset_mode: str, for_training: bool = False
+    ) -> VectorEnv:
+        if isinstance(self.example_env, VectorEnv):
+            if for_training:
+                return self.example_env
+            made = make_env(self.env_id, self.env_kwargs)
+            if made is self.example_env:
+                raise UsageError(f"{self.env_name} was given as one vector, in which training steps: it can't be "
+                                 "evaluated meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
+            return made
         return make_vector_env(self.env_id, n_envs, vectorization_mode, autoreset_mode, self.env_kwargs, self.wrappers)
 
-    def _require_fitting_algorithm(self) -> None:
-        """Refuse to feed replayed transitions to what learns from rollouts, and the other way round."""
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        wanted = getattr(module, "experience", self.experience)
-        if wanted != self.experience:
-            fitting = {"rollouts": "RolloutDataModule", "replay": "ReplayDataModule"}[wanted]
-            raise UsageError(f"{type(module).__name__} learns from {wanted}, {type(self).__name__} makes "
-                             f"{self.experience}; use {fitting}")  # fmt: skip
+    def before_collecting(self) -> None:
+        """Give the run's normalisers the statistics of an earlier run; called before each collection."""
+        if not self.collector.is_fresh or not self.has_learner:
+            return
+        state = self.learner.normalizer_state
+        if state is not None and self.warm_start_statistics:
+            self.collector.normalizers.warm_start(state)
 
-    def _count_valid(self, valid: torch.Tensor) -> int:
-        """Transitions in a rollout of all ranks."""
+    def after_collecting(self, valid: torch.Tensor) -> None:
+        """Count a rollout's transitions, and give every rank and the learner the new statistics."""
         count = valid.sum()
         if self._world_size > 1 and not self.ranks_differ_in_size:
-            count *= self._world_size  # every row is one, on every rank
+            count *= self._world_size  # every row is a transition, on every rank
         elif self._world_size > 1:
-            count = self.trainer.strategy.reduce(count, reduce_op="sum")  # type: ignore[union-attr]
-        return int(count)
+            count = self.learner_trainer.strategy.reduce(count, reduce_op="sum")
+        self.num_timesteps += int(count)
+        normalizers = self.collector.normalizers
+        if self._world_size > 1:
+            normalizers.merge_ranks(self._gather)
+        self.hand_over_statistics()
 
-    def _schedule_evaluation(self) -> None:
+    def hand_over_statistics(self) -> None:
+        """Tell the learner what its observations are normalised with: it evaluates and saves with the same."""
+        if self.has_learner:
+            normalizers = self.collector.normalizers
+            self.learner.observation_statistics = normalizers.statistics()
+            self.learner.normalizer_state = normalizers.state_dict()
+
+    @property
+    def learner_trainer(self) -> L.Trainer:
+        """The Trainer of the run."""
         if self.trainer is None:
-            return
-        # Evaluation is counted in transitions; Lightning counts epochs. Its sanity check would play episodes of the
-        # untrained policy and learn nothing from them.
-        self.trainer.num_sanity_val_steps = 0
-        if self.eval_freq:
-            self.trainer.check_val_every_n_epoch = max(1, round(self.eval_freq / self.transitions_per_epoch))
+            raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
+        return self.trainer
+
+    def _gather(self, own: np.ndarray) -> list[np.ndarray]:
+        """Every rank's array, in the order of the ranks."""
+        part = torch.from_numpy(own).to(self.learner_trainer.strategy.root_device)
+        everyone = [torch.empty_like(part) for _ in range(self._world_size)]
+        torch.distributed.all_gather(everyone, part)
+        return [other.cpu().numpy() for other in everyone]
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Nothing to move: experience is made where the policy is."""
@@ -240,8 +340,21 @@ class ControlDataModule(L.LightningDataModule):
 
     # ---------------------------------------------------------------- evaluation
 
+    def _schedule_evaluation(self) -> None:
+        trainer = self.trainer
+        if trainer is None:
+            return
+        # Lightning's sanity check would play episodes of the untrained policy and learn nothing from them.
+        trainer.num_sanity_val_steps = 0
+        given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
+        if self.eval_freq and not given and trainer.val_check_interval == 1.0:
+            # Evaluation is counted in transitions; Lightning counts epochs.
+            every = max(1, round(self.eval_freq / self.transitions_per_epoch))
+            trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every
+
     def val_dataloader(self) -> Any:
-        if not self.eval_freq and self.trainer is not None and self.trainer.state.fn == "fit":
+        fitting = self.trainer is not None and self.trainer.state.fn == "fit"
+        if fitting and (not self.eval_freq or isinstance(self.env_id, VectorEnv)):
             return []
         return self._episodes("eval", self.n_eval_episodes)
 
@@ -255,115 +368,77 @@ class ControlDataModule(L.LightningDataModule):
         """One batch of whole episodes, played when asked for: {return, length, seed}, [n_episodes]."""
 
         def play() -> Iterator[Batch]:
-            assert self.trainer is not None
-            policy: Any = self.trainer.lightning_module
-            n_envs = min(n_episodes, 50)
-            envs = self._make_vector(n_envs, "sync", "same_step")
-            streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(n_envs)]
+            envs = self._make_vector(min(n_episodes, 50), "sync", "same_step")
+            streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(envs.num_envs)]
             try:
-                yield run_episodes(policy, envs, streams, n_episodes, self.eval_deterministic)
+                yield run_episodes(
+                    self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps
+                )
             finally:
                 envs.close()
 
         return LazyLoader(1, play)
 
-    # ---------------------------------------------------------------- metrics and state
+    # ---------------------------------------------------------------- metrics
+
+    @property
+    def partial_return(self) -> float:
+        """Mean return so far of the running episodes: stands in for the mean return before the first has ended."""
+        return float(self.collector.episodes.running_return.mean())
 
     def metrics(self) -> dict[str, float]:
         """``rollout/*`` over the last finished episodes, and ``time/*``."""
-        assert self.collector is not None
         elapsed_s = time.monotonic() - self._started_s
         metrics = {
             "time/fps": (self.num_timesteps - self._started_at) / max(elapsed_s, 1e-9),
             "time/time_elapsed": elapsed_s,
             "time/total_timesteps": float(self.num_timesteps),
         }
-        if self.collector.recent_returns:
-            metrics["rollout/ep_rew_mean"] = float(np.mean(self.collector.recent_returns))
-            metrics["rollout/ep_len_mean"] = float(np.mean(self.collector.recent_lengths))
+        episodes = self.collector.episodes
+        if episodes.returns:
+            metrics["rollout/ep_rew_mean"] = float(np.mean(episodes.returns))
+            metrics["rollout/ep_len_mean"] = float(np.mean(episodes.lengths))
         return metrics
 
     def metrics_over_ranks(self) -> dict[str, float]:
         """:meth:`metrics` with the episodes of all ranks; all ranks call it together."""
-        assert self.collector is not None
         metrics = self.metrics()
         if self._world_size > 1:
-            returns, lengths = self.collector.recent_returns, self.collector.recent_lengths
-            assert self.trainer is not None
-            device = self.trainer.strategy.root_device
-            sums = torch.tensor([sum(returns), sum(lengths), len(returns)], dtype=torch.float64, device=device)
+            episodes, device = self.collector.episodes, self.learner_trainer.strategy.root_device
+            own = [sum(episodes.returns), sum(episodes.lengths), len(episodes.returns)]
+            sums = torch.tensor(own, dtype=torch.float64, device=device)
             torch.distributed.all_reduce(sums)
-            reward, length, episodes = sums.tolist()
-            if episodes:
-                metrics["rollout/ep_rew_mean"], metrics["rollout/ep_len_mean"] = reward / episodes, length / episodes
+            reward, length, count = sums.tolist()
+            if count:
+                metrics["rollout/ep_rew_mean"], metrics["rollout/ep_len_mean"] = reward / count, length / count
         return metrics
 
-    def _gather_news(self, news: np.ndarray) -> list[np.ndarray]:
-        """What every rank's statistics have seen since the last time, in the order of the ranks."""
-        assert self.trainer is not None
-        own = torch.from_numpy(news).to(self.trainer.strategy.root_device)
-        everyone = [torch.empty_like(own) for _ in range(self._world_size)]
-        torch.distributed.all_gather(everyone, own)
-        return [part.cpu().numpy() for part in everyone]
+    # ---------------------------------------------------------------- state
 
     def rank_state(self) -> dict[str, Any]:
         """This rank's part of the checkpoint; a datamodule adds what it stores."""
-        assert self.collector is not None
         return {"collector": self.collector.state_dict()}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
-        assert self.collector is not None and self.trainer is not None
-        self.collector.load_state_dict(state["collector"], self.trainer.strategy.root_device)
-
-    def resumed_position(self, state: dict[str, Any], layout: dict[str, int]) -> int:
-        """Where in its epoch a run goes on, in batches.
-
-        Args:
-            state: ``position`` and ``layout`` as the checkpoint's run had them.
-            layout: this run's settings that say what the batches of an epoch are; ``length`` is their number.
-
-        Raises:
-            UsageError: the epoch is half over, and its batches were others than this run's.
-        """
-        saved = state["layout"]
-        if saved == layout:
-            return state["position"]
-        if state["position"] % saved["length"]:
-            changed = ", ".join(f"{name}={value} (it has {saved[name]})" for name, value in layout.items()
-                                if value != saved[name] and name != "length")  # fmt: skip
-            raise UsageError(f"{changed}: the checkpoint is from the middle of an epoch, whose batches can't be "
-                             "changed; go on with the old settings, or from a finished run")  # fmt: skip
-        return 0
+        self.collector.load_state_dict(state["collector"], self.learner_trainer.strategy.root_device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly, of every rank (Lightning keeps rank 0's alone)."""
-        if self.collector is None:
+        """Everything needed to resume exactly, of every rank."""
+        if self._collector is None:
             return {}
-        own = self.rank_state()
-        ranks: list[Any] = [own]
-        if self._world_size > 1:
-            ranks = [None] * self._world_size
-            # Rank 0 writes the checkpoint; nobody else needs the others' buffers.
-            torch.distributed.gather_object(own, ranks if self._rank == 0 else None, dst=0)
+        ranks = gather_ranks(self.rank_state(), self._rank, self._world_size)
         return {"num_timesteps": self.num_timesteps, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.collector is None:
+        if self._collector is None:
             # `validate`, `test` and `predict` play episodes of their own.
             return
-        if len(state_dict["ranks"]) != self._world_size:
-            raise UsageError(f"the checkpoint was written by {len(state_dict['ranks'])} ranks, this run has "
-                             f"{self._world_size}; resume with as many")  # fmt: skip
-        own = state_dict["ranks"][self._rank]
-        n_envs = len(own["collector"]["episode_return"])
-        if n_envs != self.n_envs:
-            raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {n_envs}; resume with as many")
+        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size, self.n_envs)
         self.num_timesteps = self._started_at = state_dict["num_timesteps"]
         self.load_rank_state(own)
         if self.is_complete:
-            assert self.trainer is not None
-            self.trainer.should_stop = True
+            self.learner_trainer.should_stop = True
 
     @property
     def _rank(self) -> int:

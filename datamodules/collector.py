@@ -1,23 +1,19 @@
-"""Steps a vector of environments with a policy and keeps the books."""
+"""Steps a vector of environments with a policy."""
 
-import contextlib
-import traceback
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
-from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import observation_arrays, to_environment, tree_leaves, tree_map
-
-Act = Callable[[Any, torch.Generator], dict[str, Tensor]]
+from datamodules.envs import restore
+from datamodules.envs.guard import raise_in_one_sentence, require_finite
+from datamodules.episode_statistics import EpisodeStatistics
+from datamodules.normalization import Normalizers
+from rl_modules.common.contract import Act, Rollout
+from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
 
 
 class Collector:
@@ -28,11 +24,8 @@ class Collector:
         streams: one seed per environment.
         generator_seed: seed of the action sampling.
         name: the environment's name, for messages.
-        observation_normalizer: updated with every observation and applied to it; None: raw observations.
-        reward_normalizer: likewise for rewards.
-        sign_reward: learn from the rewards' signs; the books keep the rewards themselves.
-        gather_news: with several ranks, takes what this one's statistics have seen in a rollout and returns all ranks';
-            called at the end of every rollout.
+        normalizers: of observations and rewards, updated with every step.
+        sign_reward: learn from the rewards' signs; episode statistics keep the rewards themselves.
         stats_window_size: finished episodes in the running means.
     """
 
@@ -42,105 +35,90 @@ class Collector:
         streams: list[int],
         generator_seed: int,
         name: str,
-        observation_normalizer: ObservationNormalizer | None = None,
-        reward_normalizer: RewardNormalizer | None = None,
+        normalizers: Normalizers | None = None,
         sign_reward: bool = False,
-        gather_news: Callable[[np.ndarray], list[np.ndarray]] | None = None,
         stats_window_size: int = 100,
     ) -> None:
         self.envs = envs
         self.streams = streams
         self.name = name
         self.space = envs.single_observation_space
-        self.mode = envs.metadata["autoreset_mode"]
-        self.observation_normalizer = observation_normalizer
-        self.reward_normalizer = reward_normalizer
+        self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self.normalizers = normalizers or Normalizers()
         self.sign_reward = sign_reward
-        self.gather_news = gather_news
-        self._statistics: list[RunningMeanStd] = []
-        if gather_news is not None:
-            self._statistics = [part for normalizer in (observation_normalizer, reward_normalizer) if normalizer
-                                for part in normalizer.parts()]  # fmt: skip
-            for part in self._statistics:
-                part.keep_news()
         self.generator_seed = generator_seed
         self.generator: torch.Generator | None = None
-        self.episode_return = np.zeros(envs.num_envs, np.float64)
-        self.episode_length = np.zeros(envs.num_envs, np.int64)
-        self.recent_returns: deque[float] = deque(maxlen=stats_window_size)
-        self.recent_lengths: deque[int] = deque(maxlen=stats_window_size)
+        self.episodes = EpisodeStatistics(envs.num_envs, stats_window_size)
+        self.has_episodes = restore.has_episodes(envs)
         self._observation: Any = None
-        # The same as the environments returned it: with statistics that move on, it can't be told from the normalised.
+        # As the environments returned it: once normalised by statistics that change, it can't be recovered.
         self._raw: Any = None
         self._episodes_at_close: list[dict[str, Any]] | None = None
         self._resets_next = np.zeros(envs.num_envs, bool)
 
-    def collect(self, act: Act, n_steps: int, device: torch.device) -> dict[str, Any]:
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has been experienced yet."""
+        return self._observation is None
+
+    def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """``n_steps`` rows of experience.
 
         Args:
-            act: the policy, from a batch of observations to ``action`` and what else is to be kept.
+            act: the policy, from a batch of observations to ``action`` and what else is to be stored.
             n_steps: T.
-            device: where the policy is and the rollout shall be.
+            device: where the policy is and the rollout will be.
 
         Returns:
-            Tensors [T, N, …]: observation, action, reward, terminated, truncated, valid, next_observation (the true
-            successor), everything that ``act`` returned, and next_value where it returned ``value``.
+            The rollout's fields, [T, N, …], everything that ``act`` returned among them.
 
         Raises:
-            UsageError: a NaN or infinite reward or observation, or an environment process that died.
+            UsageError: a NaN or infinite reward or observation, or environments that failed.
         """
         if self.generator is None:
             self.generator = torch.Generator(device).manual_seed(self.generator_seed)
         if self._observation is None:
-            self._observation = self._arrays(self._guarded(self.envs.reset, seed=self._reset_seed())[0])
-        n = self.envs.num_envs
+            self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+        envs, n = self.envs, self.envs.num_envs
         observations = tree_map(lambda x: np.empty((n_steps + 1, *x.shape), x.dtype), self._observation)
-        reward = np.empty((n_steps, n), np.float32)
-        terminated, truncated, valid = (np.empty((n_steps, n), bool) for _ in range(3))
+        raw_reward, reward = np.empty((n_steps, n), np.float64), np.empty((n_steps, n), np.float32)
+        terminated, truncated = np.empty((n_steps, n), bool), np.empty((n_steps, n), bool)
+        valid = np.ones((n_steps, n), bool)
         acted: list[dict[str, Tensor]] = []
-        final_rows: list[tuple[int, int]] = []
-        finals: list[Any] = []
+        finals: list[tuple[int, int, Any]] = []
         for t in range(n_steps):
-            tree_map(lambda buffer, x: buffer.__setitem__(t, x), observations, self._observation)  # noqa: B023
-            acted.append(act(self._tensors(observations, t, device), self.generator))
-            action = to_environment(self.envs.single_action_space, acted[-1]["action"].cpu().numpy())
-            valid[t] = ~self._resets_next
-            raw, raw_reward, terminated[t], truncated[t], info = self._guarded(self.envs.step, action)
+            _write(observations, t, self._observation)
+            acted.append(act(_tensors(observations, t, device), self.generator))
+            action = to_environment(envs.single_action_space, acted[-1]["action"].cpu().numpy())
+            try:
+                raw, raw_reward[t], terminated[t], truncated[t], info = envs.step(action)
+            except Exception as error:
+                raise_in_one_sentence(envs, self.name, error)
             done = terminated[t] | truncated[t]
-            any_done = done.any()
-            if any_done and self.mode == AutoresetMode.SAME_STEP:
-                for i in np.flatnonzero(done):
-                    final_rows.append((t, int(i)))
-                    finals.append(observation_arrays(self.space, info["final_obs"][i]))
-            elif any_done and self.mode == AutoresetMode.DISABLED:
-                ended = observation_arrays(self.space, raw)
-                for i in np.flatnonzero(done):
-                    final_rows.append((t, int(i)))
-                    finals.append(tree_map(lambda x: x[i].copy(), ended))  # noqa: B023
-                raw, _ = self._guarded(self.envs.reset, options={"reset_mask": done})
-            elif self.mode == AutoresetMode.NEXT_STEP:
-                self._resets_next = done.copy()
-            self._count(raw_reward, done, valid[t], any_done)
-            reward[t] = np.sign(raw_reward) if self.sign_reward else raw_reward
-            if self.reward_normalizer is not None:
-                reward[t] = self.reward_normalizer(raw_reward, done, valid[t])
+            if self.mode == AutoresetMode.NEXT_STEP:
+                valid[t] = ~self._resets_next
+                self._resets_next = done
+            elif done.any():
+                # The statistics of this moment: those of the next include the observation after the reset.
+                new = [(t, int(i), self.normalizers.observation(final)) for i, final in self._finals(done, raw, info)]
+                finals += new
+                if self.mode == AutoresetMode.DISABLED:
+                    raw = self._reset(options={"reset_mask": done})
+            reward[t] = self.normalizers.reward(raw_reward[t], done, valid[t])
             self._observation = self._arrays(raw)
-        tree_map(lambda buffer, x: buffer.__setitem__(n_steps, x), observations, self._observation)
-        self._check_finite(observations, reward, finals, final_rows)
-        rollout = self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, final_rows,
-                                finals)  # fmt: skip
-        self._share_statistics()
-        return rollout
+        _write(observations, n_steps, self._observation)
+        if self.sign_reward:
+            reward = np.sign(raw_reward).astype(np.float32)
+        self.episodes.update(raw_reward, terminated | truncated, valid)
+        require_finite(self.name, observations, reward, finals)
+        return self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, finals)
 
-    def _share_statistics(self) -> None:
-        """Let every rank's statistics know what the others have seen in this rollout."""
-        if self.gather_news is None or not self._statistics:
-            return
-        sizes = np.cumsum([len(part.news()) for part in self._statistics])[:-1]
-        everyone = self.gather_news(np.concatenate([part.news() for part in self._statistics]))
-        for part, news in zip(self._statistics, zip(*(np.split(x, sizes) for x in everyone), strict=True), strict=True):
-            part.absorb(list(news))
+    def _finals(self, done: np.ndarray, raw: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:
+        """Environment and final observation, as arrays, of every episode that ended in this step."""
+        if self.mode == AutoresetMode.DISABLED:
+            ended = observation_arrays(self.space, raw)
+            return [(int(i), tree_map(lambda x, i=i: x[i].copy(), ended)) for i in np.flatnonzero(done)]
+        return [(int(i), observation_arrays(self.space, info["final_obs"][i])) for i in np.flatnonzero(done)]
 
     def _rollout(
         self,
@@ -152,215 +130,128 @@ class Collector:
         truncated: np.ndarray,
         valid: np.ndarray,
         acted: list[dict[str, Tensor]],
-        final_rows: list[tuple[int, int]],
-        finals: list[Any],
-    ) -> dict[str, Any]:
-        if self.observation_normalizer is not None:
-            finals = [self.observation_normalizer(final) for final in finals]
-        rows, columns = (np.array(index, np.int64) for index in zip(*final_rows, strict=True)) if finals else ([], [])
-        final = tree_map(lambda *each: np.stack(each), *finals) if finals else None
+        finals: list[tuple[int, int, Any]],
+    ) -> Rollout:
         successors = tree_map(lambda x: x[1:].copy(), observations)
-        if final is not None:
-            tree_map(lambda x, y: x.__setitem__((rows, columns), y), successors, final)
-        rollout: dict[str, Any] = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
+        for t, i, final in finals:
+            tree_map(lambda x, y: x.__setitem__((t, i), y), successors, final)  # noqa: B023
+        rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
         rollout["observation"] = tree_map(lambda x: torch.from_numpy(x[:-1]).to(device), observations)
         rollout["next_observation"] = tree_map(lambda x: torch.from_numpy(x).to(device), successors)
         for key, array in (("reward", reward), ("terminated", terminated), ("truncated", truncated), ("valid", valid)):
             rollout[key] = torch.from_numpy(array).to(device)
         if "value" in rollout:
-            last = tree_map(lambda x: x[-1], observations)
-            unseen = last if final is None else tree_map(lambda x, y: np.concatenate([x, y]), last, final)
-            # Values of states in which nobody acted: the sampled actions are not used, nor their randomness missed.
-            tensors = tree_map(lambda x: torch.from_numpy(x).to(device), unseen)
-            value = act(tensors, torch.Generator(device))["value"]
-            n = self.envs.num_envs
-            rollout["next_value"] = torch.cat([rollout["value"][1:], value[None, :n]])
-            if final is not None:
-                rollout["next_value"][torch.from_numpy(rows), torch.from_numpy(columns)] = value[n:]
+            rollout["next_value"] = self._next_value(act, device, observations, rollout["value"], finals)
         return rollout
 
-    # ---------------------------------------------------------------- one step
+    def _next_value(
+        self, act: Act, device: torch.device, observations: Any, value: Tensor, finals: list[tuple[int, int, Any]]
+    ) -> Tensor:
+        """V of every transition's true successor, [T, N]."""
+        unseen = tree_map(lambda x: x[-1], observations)
+        if finals:
+            unseen = tree_map(lambda x, *each: np.concatenate([x, np.stack(each)]), unseen, *(f for _, _, f in finals))
+        # Nobody acts in these states: the sampled actions are not used, and the policy's generator does not advance.
+        tensors = tree_map(lambda x: torch.from_numpy(x).to(device), unseen)
+        last = act(tensors, torch.Generator(device))["value"]
+        n = self.envs.num_envs
+        next_value = torch.cat([value[1:], last[None, :n]])
+        if finals:
+            rows, columns = (torch.tensor(index) for index in zip(*((t, i) for t, i, _ in finals), strict=True))
+            next_value[rows, columns] = last[n:]
+        return next_value
+
+    # ---------------------------------------------------------------- resets and observations
 
     def _arrays(self, raw: Any) -> Any:
         arrays = self._raw = observation_arrays(self.space, raw)
-        if self.observation_normalizer is None:
+        if self.normalizers.of_observations is None:
             return arrays
-        self.observation_normalizer.update(tree_map(lambda x: x[~self._resets_next], arrays))
-        return self.observation_normalizer(arrays)
+        self.normalizers.of_observations.update(tree_map(lambda x: x[~self._resets_next], arrays))
+        return self.normalizers.observation(arrays)
 
-    @staticmethod
-    def _tensors(observations: Any, t: int, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return tree_map(lambda x: torch.from_numpy(x[t]), observations)
-        return tree_map(lambda x: torch.from_numpy(x[t]).to(device), observations)
-
-    def _count(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, any_done: bool) -> None:
-        self.episode_return += reward * valid
-        self.episode_length += valid
-        if any_done:
-            for i in np.flatnonzero(done):
-                self.recent_returns.append(float(self.episode_return[i]))
-                self.recent_lengths.append(int(self.episode_length[i]))
-            self.episode_return[done] = 0.0
-            self.episode_length[done] = 0
+    def _reset(self, **arguments: Any) -> Any:
+        try:
+            return self.envs.reset(**arguments)[0]
+        except Exception as error:
+            raise_in_one_sentence(self.envs, self.name, error)
 
     def _reset_seed(self) -> Any:
-        # Engines are one environment with one stream; vectors of single ones have a stream each.
-        return list(self.streams) if hasattr(self.envs, "get_attr") else self.streams[0]
-
-    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call into the environments; what goes wrong there is told in one sentence.
-
-        Raises:
-            UsageError: a process died, which is named instead of its broken pipe; or an environment raised.
-        """
-        try:
-            return call(*args, **kwargs)
-        except UsageError:
-            raise
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            processes = getattr(self.envs, "processes", [])
-            dead = []
-            for i, process in enumerate(processes):
-                process.join(0.1)  # its end may not have been noticed yet
-                if not process.is_alive():
-                    dead.append(f"{i} (exit code {process.exitcode})")
-                process.terminate()
-            self.envs.closed = True  # closing would wait for answers that never come
-            raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {self.name} died; go on from "
-                             "the last checkpoint with --resume") from error  # fmt: skip
-        except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}"
-            if processes := getattr(self.envs, "processes", []):
-                where = "its own traceback stands above"
-                for process in processes:
-                    process.terminate()
-                self.envs.closed = True
-            raise UsageError(f"the environment {self.name} raised {type(error).__name__}: {error} ({where}); once that "
-                             "is mended, go on from the last checkpoint with --resume") from error  # fmt: skip
-
-    def _check_finite(self, observations: Any, reward: np.ndarray, finals: list[Any], final_rows: list) -> None:
-        """Refuse experience that would poison the network.
-
-        Raises:
-            UsageError: names the environment and the row.
-        """
-        bad = ~np.isfinite(reward)
-        what = "reward"
-        if not bad.any():
-            what = "observation"
-            for leaf in tree_leaves(observations):
-                if leaf.dtype == np.float32:
-                    bad = ~np.isfinite(leaf).reshape(*leaf.shape[:2], -1).all(-1)
-                    if bad.any():
-                        break
-        if not bad.any() and finals:
-            bad_finals = [row for row, final in zip(final_rows, finals, strict=True)
-                          if not all(np.isfinite(leaf).all() for leaf in tree_leaves(final))]  # fmt: skip
-            for row in bad_finals[:1]:
-                bad = np.zeros_like(bad)
-                bad[row] = True
-        if bad.any():
-            t, i = np.argwhere(bad)[0]
-            raise UsageError(f"environment {i} of {self.name} returned a NaN or infinite {what} in row {t} of this "
-                             "rollout; nothing was learned from it, and earlier checkpoints are untouched")  # fmt: skip
+        # An engine is one environment with one stream; vectors of single ones have a stream each.
+        return list(self.streams) if self.has_episodes else self.streams[0]
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly, as tensors, numbers, strings, lists and dictionaries."""
-        state: dict[str, Any] = {
-            "episode_return": torch.from_numpy(self.episode_return.copy()),
-            "episode_length": torch.from_numpy(self.episode_length.copy()),
-            "recent_returns": list(self.recent_returns),
-            "recent_lengths": list(self.recent_lengths),
+        """Everything needed to resume exactly, as tensors, numbers, strings, lists and dictionaries."""
+        running = None
+        if self._observation is not None and self.has_episodes:
+            running = self._episodes_at_close or restore.episode_states(self.envs)
+        return {
+            "statistics": self.episodes.state_dict(),
             "resets_next": torch.from_numpy(self._resets_next.copy()),
             "generator": None if self.generator is None else self.generator.get_state(),
             "observation": _to_tensors(self._observation),
-            "raw": None if self.observation_normalizer is None else _to_tensors(self._raw),
-            "episodes": None,
+            "raw": None if self.normalizers.of_observations is None else _to_tensors(self._raw),
+            "episodes": running,
+            "normalizers": self.normalizers.state_dict(),
         }
-        if self._observation is not None and hasattr(self.envs, "get_attr"):
-            state["episodes"] = self._episodes_at_close or self._episodes()
-        for name in ("observation_normalizer", "reward_normalizer"):
-            normalizer = getattr(self, name)
-            state[name] = None if normalizer is None else normalizer.state_dict()
-        return state
 
     def close(self) -> None:
         """End the environments; the state stays available, for a checkpoint written after training."""
-        if self.envs.closed:
+        if getattr(self.envs, "closed", False):
             return
-        if self._observation is not None and hasattr(self.envs, "get_attr"):
-            with contextlib.suppress(gym.error.Error, OSError, EOFError):  # an engine that failed has none
-                self._episodes_at_close = self._episodes()
+        if self._observation is not None and self.has_episodes:
+            self._episodes_at_close = restore.episode_states_or_none(self.envs)
         self.envs.close()
 
-    def _episodes(self) -> list[dict[str, Any]]:
-        return [
-            {**episode, "actions": torch.from_numpy(np.array(episode["actions"])) if episode["actions"] else None}
-            for episode in self.envs.get_attr("episode_state")  # type: ignore[attr-defined]
-        ]
-
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Bring everything back; running episodes are repeated from their seeds and actions."""
-        self.episode_return = state["episode_return"].numpy().copy()
-        self.episode_length = state["episode_length"].numpy().copy()
-        self.recent_returns.extend(state["recent_returns"])
-        self.recent_lengths.extend(state["recent_lengths"])
+        """Restore everything; running episodes are repeated from their seeds and actions."""
+        self.episodes.load_state_dict(state["statistics"])
         self._resets_next = state["resets_next"].numpy().copy()
         if state["generator"] is not None:
             self.generator = torch.Generator(device)
             self.generator.set_state(state["generator"].cpu())
-        for name in ("observation_normalizer", "reward_normalizer"):
-            if state[name] is not None:
-                getattr(self, name).load_state_dict(state[name])
+        self.normalizers.load_state_dict(state["normalizers"])
         if state["observation"] is None:
             return
-        self._observation = tree_map(lambda x: x.numpy(), state["observation"])
+        self._observation = tree_map(lambda x: x.numpy().copy(), state["observation"])
         raw = state["observation"] if state["raw"] is None else state["raw"]
         self._raw = tree_map(lambda x: x.numpy().copy(), raw)
-        if state["episodes"] is None:
-            self._begin_anew(np.ones(self.envs.num_envs, bool), "its engine has no state to bring back")
+        if state["episodes"] is None or not self.has_episodes:
+            self._begin_anew(np.ones(self.envs.num_envs, bool), "its engine has no state to restore")
             return
-        self._repeat(state["episodes"])
-
-    def _repeat(self, episodes: list[dict[str, Any]]) -> None:
-        self.envs.reset(seed=self._reset_seed())
-        replays = [{**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy())} for e in episodes]
-        self.envs.set_attr("episode_state", replays)  # type: ignore[attr-defined]
-        if self.mode == AutoresetMode.NEXT_STEP and hasattr(self.envs, "_autoreset_envs"):
-            self.envs._autoreset_envs = self._resets_next.copy()
-        reached = [observation_arrays(self.space, o) for o in self.envs.get_attr("last_observation")]  # type: ignore[attr-defined]
-        differs = np.array([
-            any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(self._raw), strict=True))
-            for i, o in enumerate(reached)
-        ])  # fmt: skip
+        self._reset(seed=self._reset_seed())
+        differs = restore.repeat_episodes(self.envs, state["episodes"], self.space, self._raw, self._resets_next)
         if differs.any():
             self._begin_anew(differs, "repeating its episode from seed and actions led elsewhere")
 
     def _begin_anew(self, which: np.ndarray, why: str) -> None:
         rank_zero_warn(f"{self.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because {why};"
                        " from here on the run differs from one that was never stopped.")  # fmt: skip
-        if not hasattr(self.envs, "get_attr"):
-            raw, _ = self.envs.reset(seed=self._reset_seed())
-            self._observation = self._arrays(raw)
-            self._resets_next[:] = False
-        else:
-            states = self.envs.get_attr("episode_state")
-            fresh = [{**s, "episode": s["episode"] + 1, "actions": []} if w else s
-                     for s, w in zip(states, which, strict=True)]  # fmt: skip
-            self.envs.set_attr("episode_state", fresh)  # type: ignore[attr-defined]
-            for i in np.flatnonzero(which):
-                new = observation_arrays(self.space, self.envs.get_attr("last_observation")[i])
-                tree_map(lambda x, y: x.__setitem__(i, y), self._raw, new)  # noqa: B023
-                if self.observation_normalizer is not None:
-                    new = self.observation_normalizer(new)
-                tree_map(lambda x, y: x.__setitem__(i, y), self._observation, new)  # noqa: B023
-            self._resets_next[which] = False
-        self.episode_return[which] = 0.0
-        self.episode_length[which] = 0
+        self._resets_next[which] = False
+        self.episodes.forget(which)
+        if not self.has_episodes:
+            self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+            return
+        for i, new in restore.begin_next_episodes(self.envs, which, self.space).items():
+            tree_map(lambda x, y: x.__setitem__(i, y), self._raw, new)  # noqa: B023
+            tree_map(lambda x, y: x.__setitem__(i, y), self._observation, self.normalizers.observation(new))  # noqa: B023
+
+
+def _write(buffers: Any, t: int, values: Any) -> None:
+    if isinstance(buffers, dict):
+        for key, buffer in buffers.items():
+            _write(buffer, t, values[key])
+    else:
+        buffers[t] = values
+
+
+def _tensors(observations: Any, t: int, device: torch.device) -> Any:
+    if isinstance(observations, dict):
+        return {key: _tensors(part, t, device) for key, part in observations.items()}
+    tensor = torch.from_numpy(observations[t])
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def _to_tensors(tree: Any) -> Any:

@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs.episodes import episode_seed
@@ -19,7 +20,12 @@ class Predicts(Protocol):
 
 
 def run_episodes(
-    policy: Predicts, envs: VectorEnv, streams: list[int], n_episodes: int, deterministic: bool = True
+    policy: Predicts,
+    envs: VectorEnv,
+    streams: list[int],
+    n_episodes: int,
+    deterministic: bool = True,
+    max_steps: int = 100_000,
 ) -> dict[str, Tensor]:
     """Play ``n_episodes`` whole episodes.
 
@@ -28,16 +34,18 @@ def run_episodes(
 
     Args:
         policy: has ``predict``.
-        envs: a same-step-resetting vector of :class:`~datamodules.envs.episodes.SeededEpisodes`.
+        envs: a vector of :class:`~datamodules.envs.episodes.SeededEpisodes`, or an engine.
         streams: one seed per environment.
         n_episodes: how many.
         deterministic: the policy's most likely actions instead of samples.
+        max_steps: steps after which an episode counts as it is, and its environment plays no other; a warning says so.
 
     Returns:
         ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions), ``seed`` [E] int64
         (``env.reset(seed=...)`` repeats the episode's start).
     """
     n_envs = envs.num_envs
+    mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
     quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     played = np.zeros(n_envs, np.int64)
     total, length = np.zeros(n_envs), np.zeros(n_envs, np.int64)
@@ -45,20 +53,34 @@ def run_episodes(
     observation, _ = envs.reset(seed=streams)  # type: ignore[arg-type]
     state: Any = None
     start = np.ones(n_envs, bool)
+    resets = np.zeros(n_envs, bool)
     while (played < quota).any():
         action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
         observation, reward, terminated, truncated, _ = envs.step(action)
-        start = terminated | truncated
-        total += reward
-        length += 1
-        for i in np.flatnonzero(start):
+        # A reset row of a next_step vector is no transition.
+        total += np.where(resets, 0.0, reward)
+        length += ~resets
+        done = terminated | truncated
+        endless = (length >= max_steps) & ~done & (played < quota)
+        for i in np.flatnonzero(done | endless):
             if played[i] < quota[i]:
                 episodes[int(played[i]), int(i)] = (total[i], length[i], episode_seed(streams[i], int(played[i])))
-            played[i] += 1
+            played[i] = quota[i] if endless[i] else played[i] + 1
             total[i], length[i] = 0.0, 0
+        if endless.any():
+            rank_zero_warn(
+                f"{endless.sum()} evaluation episodes were cut after eval_max_steps={max_steps:,} steps and "
+                "count as they are; give the environment a time limit: env_kwargs.max_episode_steps"
+            )
+        if mode == AutoresetMode.NEXT_STEP:
+            start, resets = resets, done
+        else:
+            start = done
+            if mode == AutoresetMode.DISABLED and done.any():
+                observation, _ = envs.reset(options={"reset_mask": done})
     rows = [episodes[key] for key in sorted(episodes)]
     return {
         "return": torch.tensor([row[0] for row in rows], dtype=torch.float32),
-        "length": torch.tensor([row[1] for row in rows]),
-        "seed": torch.tensor([row[2] for row in rows]),
+        "length": torch.tensor([row[1] for row in rows], dtype=torch.int64),
+        "seed": torch.tensor([row[2] for row in rows], dtype=torch.int64),
     }

@@ -1,5 +1,6 @@
 """Running statistics of observations and returns."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ class RunningMeanStd:
         self.mean = np.zeros(shape, np.float64)
         self.var = np.ones(shape, np.float64)
         self.count = epsilon
-        # Several ranks: what all have in common, and what this one has seen since.
-        self._common: tuple[np.ndarray, np.ndarray, float] | None = None
-        self._news: RunningMeanStd | None = None
+        # Several ranks: the statistics that all share, and those of what this one has seen since.
+        self._shared: tuple[np.ndarray, np.ndarray, float] | None = None
+        self._own: RunningMeanStd | None = None
 
     def update(self, batch: np.ndarray) -> None:
         """Merge a batch, [B, *shape]."""
@@ -35,8 +36,8 @@ class RunningMeanStd:
         batch = batch.astype(np.float64)
         mean, var = batch.mean(0), batch.var(0)
         self._merge(mean, var, len(batch))
-        if self._news is not None:
-            self._news._merge(mean, var, len(batch))
+        if self._own is not None:
+            self._own._merge(mean, var, len(batch))
 
     def _merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
         if count == 0:
@@ -50,24 +51,24 @@ class RunningMeanStd:
 
     # ---------------------------------------------------------------- several ranks
 
-    def keep_news(self) -> None:
-        """From here on keep apart what is new, for :meth:`news`; all ranks have the same statistics now."""
-        self._common = (self.mean, self.var, self.count)
-        self._news = RunningMeanStd(self.mean.shape, epsilon=0.0)
+    def track_own(self) -> None:
+        """From here on also track what this rank alone sees; all ranks have the same statistics now."""
+        self._shared = (self.mean, self.var, self.count)
+        self._own = RunningMeanStd(self.mean.shape, epsilon=0.0)
 
-    def news(self) -> np.ndarray:
-        """Mean, variance and count of what this rank has seen since the ranks last had the same statistics, flat."""
-        assert self._news is not None
-        return np.concatenate([self._news.mean.ravel(), self._news.var.ravel(), [self._news.count]])
+    def own(self) -> np.ndarray:
+        """Mean, variance and count of what this rank has seen since :meth:`track_own`, flat."""
+        own = self._own or RunningMeanStd(self.mean.shape, epsilon=0.0)
+        return np.concatenate([own.mean.ravel(), own.var.ravel(), [own.count]])
 
-    def absorb(self, news: list[np.ndarray]) -> None:
-        """Take over what all ranks have seen, in the same order on each, so that all have the same statistics."""
-        assert self._common is not None
-        self.mean, self.var, self.count = self._common
-        for part in news:
+    def merge_ranks(self, parts: list[np.ndarray]) -> None:
+        """Merge every rank's :meth:`own` into the shared statistics, in the same order on each rank."""
+        if self._shared is not None:
+            self.mean, self.var, self.count = self._shared
+        for part in parts:
             mean, var = (x.reshape(self.mean.shape) for x in np.split(part[:-1], 2))
             self._merge(mean, var, float(part[-1]))
-        self.keep_news()
+        self.track_own()
 
     def scale(self) -> np.ndarray:
         """Standard deviation, kept away from 0."""
@@ -80,8 +81,8 @@ class RunningMeanStd:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean, self.var = state["mean"].numpy().copy(), state["var"].numpy().copy()
         self.count = state["count"]
-        if self._news is not None:
-            self.keep_news()
+        if self._own is not None:
+            self.track_own()
 
 
 class ObservationNormalizer:
@@ -165,3 +166,74 @@ class RewardNormalizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.running.load_state_dict(state["running"])
         self.returns = state["returns"].numpy().copy()
+
+
+class Normalizers:
+    """The normalisers of a run: of observations, of rewards, both or none.
+
+    Args:
+        of_observations: updated with every observation; None: observations stay as they are.
+        of_rewards: updated with every reward; None: rewards stay as they are.
+    """
+
+    def __init__(
+        self, of_observations: ObservationNormalizer | None = None, of_rewards: RewardNormalizer | None = None
+    ) -> None:
+        self.of_observations = of_observations
+        self.of_rewards = of_rewards
+
+    def observation(self, observation: Any) -> Any:
+        """Observations in units of their running standard deviation, or as they are."""
+        return observation if self.of_observations is None else self.of_observations(observation)
+
+    def reward(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """A step's rewards, [N], scaled or as they are."""
+        return reward if self.of_rewards is None else self.of_rewards(reward, done, valid)
+
+    def statistics(self) -> Any:
+        """What :func:`rl_modules.common.spaces.normalize` takes; None where observations stay as they are."""
+        return None if self.of_observations is None else self.of_observations.statistics()
+
+    def parts(self) -> list[RunningMeanStd]:
+        """All running statistics, in a fixed order."""
+        return [part for normalizer in (self.of_observations, self.of_rewards) if normalizer
+                for part in normalizer.parts()]  # fmt: skip
+
+    def merge_ranks(self, gather: Callable[[np.ndarray], list[np.ndarray]]) -> None:
+        """Give every rank the statistics of what all have seen.
+
+        Args:
+            gather: from this rank's flat array to the list of all ranks', in their order.
+        """
+        parts = self.parts()
+        if not parts:
+            return
+        sizes = np.cumsum([len(part.own()) for part in parts])[:-1]
+        everyone = [np.split(flat, sizes) for flat in gather(np.concatenate([part.own() for part in parts]))]
+        for i, part in enumerate(parts):
+            part.merge_ranks([split[i] for split in everyone])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """None where nothing is normalised."""
+        if self.of_observations is None and self.of_rewards is None:
+            return None
+        return {
+            "observation": None if self.of_observations is None else self.of_observations.state_dict(),
+            "reward": None if self.of_rewards is None else self.of_rewards.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """The inverse of :meth:`state_dict`, for the parts that both have."""
+        if state is None:
+            return
+        if self.of_observations is not None and state["observation"] is not None:
+            self.of_observations.load_state_dict(state["observation"])
+        if self.of_rewards is not None and state["reward"] is not None:
+            self.of_rewards.load_state_dict(state["reward"])
+
+    def warm_start(self, state: dict[str, Any]) -> None:
+        """Take the statistics of an earlier run; its running returns belong to its own environments."""
+        if self.of_observations is not None and state["observation"] is not None:
+            self.of_observations.load_state_dict(state["observation"])
+        if self.of_rewards is not None and state["reward"] is not None:
+            self.of_rewards.running.load_state_dict(state["reward"]["running"])

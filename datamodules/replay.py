@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
+from typing_extensions import Unpack
 
-from datamodules.base import Batch, ControlDataModule
+from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.buffers import PrioritizedSampler, ReplayBuffer, UniformSampler, available_bytes, replay_bytes
+from datamodules.envs.vector import EnvId
 from datamodules.loader import LazyLoader
+from datamodules.resume import resumed_position
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
@@ -36,8 +40,8 @@ class ReplayDataModule(ControlDataModule):
     round, ``learning_starts`` transitions are made with random actions. The names are Stable-Baselines3's, those of
     prioritised replay Stable-Baselines2's.
 
-    Batches hold up to n rewards each, not their discounted sum: γ is the module's, which sums them in ``prepare``.
-    What ``act`` returns beside the action is not kept, for by the time of its replay the policy is another.
+    Batches hold up to n rewards each, not their discounted sum: γ belongs to the module, which sums in ``prepare``.
+    What ``act`` returns beside the action is not stored: it belongs to the policy of that moment.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -64,11 +68,13 @@ class ReplayDataModule(ControlDataModule):
         UsageError: an argument that can't be used, or a buffer that memory can't hold, in one sentence.
     """
 
-    experience = "replay"
+    kind = "replay"
+    replay: ReplayBuffer
+    sampler: UniformSampler | PrioritizedSampler
 
     def __init__(
         self,
-        env_id: Any = "CartPole-v1",
+        env_id: EnvId = "CartPole-v1",
         n_envs: int = 1,
         buffer_size: int = 1_000_000,
         learning_starts: int = 100,
@@ -82,15 +88,17 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_eps: float = 1e-6,
         checkpoint_buffer_size: int | None = None,
         rollouts_per_epoch: int | None = None,
-        **environment: Any,
+        **environment: Unpack[EnvironmentArguments],
     ) -> None:
         super().__init__(env_id, n_envs, **environment)
-        self.require_at_least_one("buffer_size", "train_freq", "batch_size", "n_steps")
+        for name in ("buffer_size", "train_freq", "batch_size", "n_steps"):
+            at_least(name, self.hparams[name])
+        n_envs = self.n_envs
         if gradient_steps < 1 and gradient_steps != -1:
             raise UsageError(f"gradient_steps={gradient_steps} must be at least 1, or -1 for as many as transitions")
         if not 0 <= learning_starts < self.total_timesteps:
             raise UsageError(f"learning_starts={learning_starts} must lie in [0, total_timesteps={self.total_timesteps}"
-                             "): behind it nothing would be left to learn in")  # fmt: skip
+                             "): nothing would be left to learn in")  # fmt: skip
         smallest = n_envs * 2 * max(train_freq, n_steps)
         if buffer_size < smallest:
             raise UsageError(f"buffer_size={buffer_size} must be at least {smallest}, twice what n_envs={n_envs} write "
@@ -105,7 +113,7 @@ class ReplayDataModule(ControlDataModule):
         for name in ("norm_obs", "norm_reward"):
             if self.hparams[name]:
                 raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
-                                 " false, or scale in a wrapper of the environment")  # fmt: skip
+                                 "false, or scale in a wrapper of the environment")  # fmt: skip
         self.buffer_size = buffer_size
         self.checkpoint_buffer_size = checkpoint_buffer_size
         self.learning_starts = learning_starts
@@ -122,16 +130,12 @@ class ReplayDataModule(ControlDataModule):
         if rollouts_per_epoch < 1:
             raise UsageError(f"rollouts_per_epoch={rollouts_per_epoch} must be at least 1")
         self.rollouts_per_epoch = rollouts_per_epoch
-        self.replay: ReplayBuffer | None = None
-        self.sampler: UniformSampler | PrioritizedSampler | None = None
         self._position = 0
         self._drawn: deque[Batch] = deque()
         self._learning: Tensor | None = None
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage != "fit":
-            return
+    def begin_run(self) -> None:
+        super().begin_run()
         self._require_memory()
         self.replay = ReplayBuffer(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
         seed = stream_seed(self.seed, self._rank, "minibatches")
@@ -163,8 +167,8 @@ class ReplayDataModule(ControlDataModule):
         bound = self.checkpoint_buffer_size
         if bound is not None and bound < self.buffer_size:
             rank_zero_only(log.info)(
-                f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run that goes on from one "
-                "has forgotten the older transitions, and differs from one that was never stopped."
+                f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run resumed from one "
+                "lacks the older transitions, and differs from one that was never stopped."
             )
 
     @property
@@ -195,11 +199,10 @@ class ReplayDataModule(ControlDataModule):
             if not self._drawn:
                 self._draw(self.gradient_steps - step)
             self._position = position + 1
-            # Lightning asks for nothing after the last batch, so that the end is announced before it.
+            # Lightning asks for nothing after the last batch, so the end is announced before it.
             if step + 1 == self.gradient_steps and self.num_timesteps >= self.total_timesteps:
-                assert self.trainer is not None
-                self.trainer.should_stop = True
-                # This is where the epoch ends, should the run go on with a larger total_timesteps.
+                self.learner_trainer.should_stop = True
+                # The epoch ends here, should the run be resumed with a larger total_timesteps.
                 self._position = length
             batch = self._drawn.popleft()
             self._learning = batch.get("index")
@@ -207,17 +210,16 @@ class ReplayDataModule(ControlDataModule):
 
     def _new_experience(self) -> None:
         """One round of the policy; before the first, the warm-up at random."""
-        assert self.trainer is not None
         if self.num_timesteps < self.learning_starts:
             self._warm_up()
-        module: Any = self.trainer.lightning_module
+        module: Any = self.learner
         device = module.device
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
             acted = module.act(tree_map(lambda x: x.to(device), observation), generator)
             return {"action": acted["action"].cpu()}
 
-        with evaluation_mode(module), torch.no_grad(), self.trainer.precision_plugin.forward_context():
+        with evaluation_mode(module), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             self._collect(act, self.train_freq)
 
     def _warm_up(self) -> None:
@@ -234,18 +236,16 @@ class ReplayDataModule(ControlDataModule):
             self._collect(act, min(missing, WARM_UP_STEPS, self.buffer_size // (2 * self.n_envs)))
 
     def _collect(self, act: Any, n_steps: int) -> None:
-        assert self.collector is not None and self.replay is not None
         # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
-        rollout = self.collector.collect(act, n_steps, torch.device("cpu"))
-        self.num_timesteps += self._count_valid(rollout["valid"])
+        rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
+        self.after_collecting(rollout["valid"])
         transitions, blocked = self.replay.add(rollout)
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
 
     def _draw(self, remaining: int) -> None:
         """Draw up to ``remaining`` minibatches, let the module prepare them, and put them in line."""
-        assert self.trainer is not None and self.replay is not None and self.sampler is not None
-        module: Any = self.trainer.lightning_module
+        module: Any = self.learner
         # With priorities every minibatch is drawn after what was learned from the last.
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)
         index = self.sampler.draw(count * self.batch_size)
@@ -256,7 +256,7 @@ class ReplayDataModule(ControlDataModule):
             over_ranks = self._largest_of_ranks if self._world_size > 1 else None
             sample.update(index=index, weight=self.sampler.weights(index, beta, over_ranks))
         sample = tree_map(lambda x: x.to(module.device), sample)
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+        with torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             prepared = module.prepare(sample)
         if count == 1:
             self._drawn.append(prepared)
@@ -265,26 +265,23 @@ class ReplayDataModule(ControlDataModule):
         self._drawn.extend(tree_map(lambda x, i=i: x[i], pieces) for i in range(count))
 
     def _largest_of_ranks(self, value: float) -> float:
-        assert self.trainer is not None
-        strategy = self.trainer.strategy
+        strategy = self.learner_trainer.strategy
         own = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
         return float(strategy.reduce(own, reduce_op="max"))
 
     @property
     def _minibatches_at_once(self) -> int:
-        assert self.replay is not None
         row = sum(leaf[0].nbytes for leaf in tree_leaves(self.replay.observation))
         return max(1, DRAWN_TOGETHER_BYTES // (2 * row * self.batch_size))
 
     def _update_priorities(self) -> None:
-        """Take over the TD errors of the minibatch that was learned from last."""
+        """Set the priorities of the last minibatch from its TD errors."""
         if self._learning is None or not isinstance(self.sampler, PrioritizedSampler):
             return
-        assert self.trainer is not None
-        td_error = getattr(self.trainer.lightning_module, "td_error", None)
+        td_error = getattr(self.learner, "td_error", None)
         if td_error is None:
             raise UsageError(f"prioritized_replay needs an algorithm that leaves its |δ| in `td_error`; "
-                             f"{type(self.trainer.lightning_module).__name__} does not")  # fmt: skip
+                             f"{type(self.learner).__name__} does not")  # fmt: skip
         self.sampler.update(self._learning.cpu(), td_error)
         self._learning = None
 
@@ -298,7 +295,6 @@ class ReplayDataModule(ControlDataModule):
 
     def rank_state(self) -> dict[str, Any]:
         """The collector, the buffer, what is known about priorities, and the minibatches already drawn."""
-        assert self.replay is not None and self.sampler is not None
         self._update_priorities()
         return {
             **super().rank_state(),
@@ -311,9 +307,7 @@ class ReplayDataModule(ControlDataModule):
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
-        assert self.trainer is not None and self.collector is not None
-        assert self.replay is not None and self.sampler is not None
-        # Its generator is where the experience is.
+        # Its generator is on the CPU, as the experience is.
         self.collector.load_state_dict(state["collector"], torch.device("cpu"))
         rows = state["replay"]["rows"]
         if rows != self.replay.rows:
@@ -322,8 +316,8 @@ class ReplayDataModule(ControlDataModule):
         if ("powers" in state["sampler"]) != self.prioritized_replay:
             raise UsageError(f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with "
                              "the same")  # fmt: skip
-        device = self.trainer.strategy.root_device
-        self._position = self.resumed_position(state, self._layout)
+        device = self.learner_trainer.strategy.root_device
+        self._position = resumed_position(state["position"], state["layout"], self._layout)
         self.replay.load_state_dict(state["replay"])
         if left_out := state["replay"]["left_out"]:
             kept = len(state["replay"]["valid"])

@@ -1,18 +1,28 @@
 """On-policy experience: rollouts of the current policy, in minibatches."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from gymnasium.vector import AutoresetMode
 from torch import Tensor
+from typing_extensions import Unpack
 
-from datamodules.base import Batch, ControlDataModule
-from datamodules.envs.vector import AUTORESET
+from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
+from datamodules.envs.vector import EnvId
 from datamodules.loader import LazyLoader
+from datamodules.resume import resumed_position
+from rl_modules.common.checks import at_least
+from rl_modules.common.contract import MINIBATCHES
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import tree_leaves, tree_map
+
+#: What a step of the environments and an update take, in ms, and how long an epoch should last at least, so that
+#: Lightning's two or three ms per epoch are a few per cent of it.
+STEP_MS, UPDATE_MS, EPOCH_MS = 0.2, 1.0, 100.0
 
 
 class RolloutDataModule(ControlDataModule):
@@ -20,15 +30,18 @@ class RolloutDataModule(ControlDataModule):
 
     Every epoch collects ``rollouts_per_epoch`` rollouts of ``n_steps`` transitions from each of ``n_envs``
     environments, lets the module ``prepare`` each, and yields it ``n_epochs`` times in shuffled minibatches. The names
-    are Stable-Baselines3's.
+    are Stable-Baselines3's; what is not given is what the algorithm asks for.
 
     Args:
-        env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
+        env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
+            them, or a vector.
         n_envs: environments that step together, per rank.
-        n_steps: transitions per environment and rollout.
-        batch_size: transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout.
-        n_epochs: passes over each rollout.
-        rollouts_per_epoch: rollouts per Lightning epoch; raise it where rollouts are tiny.
+        n_steps: transitions per environment and rollout; None: the algorithm's (256; A2C 5, tables 1).
+        batch_size: transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the
+            algorithm's (PPO 64, where that does not divide the nearest that does; others the whole rollout).
+        n_epochs: passes over each rollout; None: the algorithm's (PPO 10, others 1).
+        rollouts_per_epoch: rollouts per Lightning epoch; None: as many as keep Lightning's cost per epoch small, one
+            where rollouts are long.
         **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.base.ControlDataModule`.
 
@@ -36,42 +49,82 @@ class RolloutDataModule(ControlDataModule):
         UsageError: an argument that can't be used, in one sentence.
     """
 
+    n_steps: int
+    batch_size: int
+    n_epochs: int
+    rollouts_per_epoch: int
+
     def __init__(
         self,
-        env_id: Any = "CartPole-v1",
+        env_id: EnvId = "CartPole-v1",
         n_envs: int = 8,
-        n_steps: int = 256,
-        batch_size: int | None = 64,
-        n_epochs: int = 10,
-        rollouts_per_epoch: int = 1,
-        **environment: Any,
+        n_steps: int | None = None,
+        batch_size: int | Literal["auto"] | None = "auto",
+        n_epochs: int | None = None,
+        rollouts_per_epoch: int | None = None,
+        **environment: Unpack[EnvironmentArguments],
     ) -> None:
         super().__init__(env_id, n_envs, **environment)
-        self.n_steps = n_steps
-        self.batch_size = n_envs * n_steps if batch_size is None else batch_size
-        self.n_epochs = n_epochs
-        self.rollouts_per_epoch = rollouts_per_epoch
-        self.require_at_least_one("n_steps", "n_epochs", "rollouts_per_epoch")
-        size = n_envs * n_steps
-        if not 1 <= self.batch_size <= size:
-            raise UsageError(f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
-                             "the rollout whole")  # fmt: skip
-        if size % self.batch_size:
-            divisors = [d for d in range(1, size + 1) if size % d == 0]
-            nearest = min(divisors, key=lambda d: abs(d - self.batch_size))
-            raise UsageError(f"batch_size={batch_size} does not divide n_envs*n_steps={size}; {nearest} is the nearest "
-                             "that does")  # fmt: skip
+        for name in ("n_steps", "n_epochs", "rollouts_per_epoch"):
+            if self.hparams[name] is not None:
+                at_least(name, self.hparams[name])
+        if isinstance(batch_size, str) and batch_size != "auto":
+            raise UsageError(f"batch_size={batch_size!r} must be a number, null for the whole rollout, or auto")
+        if n_steps is not None and isinstance(self.hparams["batch_size"], int):
+            self._check_batch_size(self.hparams["batch_size"], self.n_envs * n_steps)
+        self._resolve()
         self._position = 0
         self._fields: Batch | None = None
         self._order: Tensor | None = None
         self._shuffler = torch.Generator()
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "fit":
-            self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
-            self._position = 0
-            self._fields = self._order = None
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._resolve()
+        self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
+        self._position = 0
+        self._fields = self._order = None
+
+    def _resolve(self) -> None:
+        """Fill in what was not given by what the algorithm asks for.
+
+        Raises:
+            UsageError: the arguments contradict each other or the algorithm.
+        """
+        wanted = self.learner.experience if self.has_learner else MINIBATCHES
+        given: Any = self.hparams
+        self.n_steps = wanted.n_steps if given.n_steps is None else int(given.n_steps)
+        self.n_epochs = wanted.n_epochs if given.n_epochs is None else int(given.n_epochs)
+        size = self.n_envs * self.n_steps
+        if given.batch_size == "auto":
+            self.batch_size = size if wanted.batch_size is None else _nearest_divisor(size, wanted.batch_size)
+        else:
+            self.batch_size = size if given.batch_size is None else int(given.batch_size)
+        self._check_batch_size(self.batch_size, size)
+        if wanted.whole_rollouts and (self.n_epochs != 1 or self.batch_size != size):
+            raise UsageError(f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
+                             f"n_epochs={self.n_epochs} and batch_size={self.batch_size}: leave both out, or give "
+                             f"n_epochs=1 and batch_size=None (that is {size} transitions)")  # fmt: skip
+        if given.rollouts_per_epoch is None:
+            self.rollouts_per_epoch = self._rollouts_that_pay_for_an_epoch()
+        else:
+            self.rollouts_per_epoch = int(given.rollouts_per_epoch)
+
+    def _rollouts_that_pay_for_an_epoch(self) -> int:
+        updates = self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
+        wanted = math.ceil(EPOCH_MS / (self.n_steps * STEP_MS + updates * UPDATE_MS))
+        # Curves want points, and evaluations come between epochs.
+        most = min(self.total_timesteps // 25, self.eval_freq or self.total_timesteps)
+        return max(1, min(wanted, most // (self.n_envs * self.n_steps * self._world_size)))
+
+    @staticmethod
+    def _check_batch_size(batch_size: int, size: int) -> None:
+        if not 1 <= batch_size <= size:
+            raise UsageError(f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
+                             "the rollout whole")  # fmt: skip
+        if size % batch_size:
+            raise UsageError(f"batch_size={batch_size} does not divide n_envs*n_steps={size}; "
+                             f"{_nearest_divisor(size, batch_size)} is the nearest that does")  # fmt: skip
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -84,8 +137,10 @@ class RolloutDataModule(ControlDataModule):
         return LazyLoader(self.rollouts_per_epoch * self._batches_per_rollout, self._minibatches)
 
     @property
-    def rollout(self) -> Batch | None:
-        """The prepared rollout that is being handed out, flat over its valid rows; None before the first."""
+    def rollout(self) -> Batch:
+        """The prepared rollout whose minibatches are being handed out, flat over its valid rows."""
+        if self._fields is None:
+            raise RuntimeError("no rollout has been collected yet")
         return self._fields
 
     @property
@@ -118,27 +173,26 @@ class RolloutDataModule(ControlDataModule):
             if position % per_pass == 0 or not batches:
                 batches = self._split(per_pass)
             self._position = position + 1
-            # Lightning asks for nothing after the last batch, so that the end is announced before it.
+            # Lightning asks for nothing after the last batch, so the end is announced before it.
             if (position + 1) % per_rollout == 0 and self.num_timesteps >= self.total_timesteps:
-                assert self.trainer is not None
-                self.trainer.should_stop = True
-                # This is where the epoch ends, should the run go on with a larger total_timesteps.
+                self.learner_trainer.should_stop = True
+                # The epoch ends here, should the run be resumed with a larger total_timesteps.
                 self._position = length
             yield batches[position % per_pass]
 
     def _new_rollout(self) -> Batch:
         """Collect, let the module prepare, and flatten [T, N] to the valid rows."""
-        assert self.trainer is not None and self.collector is not None
-        module: Any = self.trainer.lightning_module
-        with evaluation_mode(module), torch.no_grad():
-            with self.trainer.precision_plugin.forward_context():
-                rollout = self.collector.collect(module.act, self.n_steps, module.device)
+        learner: Any = self.learner
+        self.before_collecting()
+        with evaluation_mode(learner), torch.no_grad():
+            with self.learner_trainer.precision_plugin.forward_context():
+                rollout = self.collector.collect(learner.act, self.n_steps, learner.device)
             valid = rollout["valid"]
-            self.num_timesteps += self._count_valid(valid)
-            prepared = module.prepare(rollout)
-        # Rows need not be the rollout's own: Monte Carlo control hands on the episodes that have ended.
+            self.after_collecting(valid)
+            prepared = learner.prepare(rollout)
+        # Rows need not be the rollout's own: Monte Carlo control hands over the episodes that have ended.
         valid = prepared.pop("valid", valid)
-        if self.collector.envs.metadata["autoreset_mode"] != AUTORESET["next_step"]:
+        if self.collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
         return tree_map(lambda x: x[valid], prepared)
 
@@ -146,13 +200,11 @@ class RolloutDataModule(ControlDataModule):
         # One minibatch per pass sees the same transitions in any order.
         if self.batch_size == self.n_envs * self.n_steps:
             return None
-        assert self._fields is not None
-        return torch.randperm(len(tree_leaves(self._fields)[0]), generator=self._shuffler)
+        return torch.randperm(len(tree_leaves(self.rollout)[0]), generator=self._shuffler)
 
     def _split(self, n_minibatches: int) -> list[Batch]:
         """The rollout in its current order, cut into minibatches (of nearly one size where rows are not valid)."""
-        fields, order = self._fields, self._order
-        assert fields is not None
+        fields, order = self.rollout, self._order
         if order is None:
             return [fields]
         shuffled = tree_map(lambda x: x[order.to(x.device)], fields)
@@ -168,22 +220,25 @@ class RolloutDataModule(ControlDataModule):
 
     def rank_state(self) -> dict[str, Any]:
         """The collector, and the rollout where it is half used."""
-        mid_rollout = self._position % self._batches_per_rollout != 0
+        fields, order = (None, None) if self.rollout_is_used_up else (self._fields, self._order)
         return {
             **super().rank_state(),
             "position": self._position,
             "layout": self._layout,
             "shuffler": self._shuffler.get_state(),
-            "fields": tree_map(lambda x: x.cpu(), self._fields) if mid_rollout else None,
-            "order": self._order if mid_rollout else None,
+            "fields": None if fields is None else tree_map(lambda x: x.cpu(), fields),
+            "order": order,
         }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
         super().load_rank_state(state)
-        assert self.trainer is not None
-        device = self.trainer.strategy.root_device
-        self._position = self.resumed_position(state, self._layout)
+        device = self.learner_trainer.strategy.root_device
+        self._position = resumed_position(state["position"], state["layout"], self._layout)
         self._shuffler.set_state(state["shuffler"].cpu())
         self._fields = None if state["fields"] is None else tree_map(lambda x: x.to(device), state["fields"])
         self._order = state["order"]
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
-from rl_modules.common.errors import UsageError
-from rl_modules.networks import ActorCritic
+from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.contract import SHORT_ROLLOUTS, Rollout
 
 
-class A2C(ControlModule):
+class A2C(ActorCriticModule):
     """Synchronous advantage actor-critic.
 
     Mnih et al. 2016, arXiv:1602.01783, with all actors in step. Per rollout, one step on
@@ -23,8 +23,7 @@ class A2C(ControlModule):
     names and defaults are Stable-Baselines3's. ``optimizer=rl_modules.optimizers.RMSpropTFLike`` is the RMSprop of the
     paper's time, whose small first steps help where A2C is unstable.
 
-    Rollouts are tiny: give the datamodule ``n_steps=5, batch_size=None, n_epochs=1``, and some hundred
-    ``rollouts_per_epoch``, so that what Lightning does once per epoch costs nothing.
+    By default the datamodule takes rollouts of five steps, whole and once, many of them per Lightning epoch.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -48,7 +47,10 @@ class A2C(ControlModule):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
     """
+
+    experience = SHORT_ROLLOUTS
 
     def __init__(
         self,
@@ -70,57 +72,41 @@ class A2C(ControlModule):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
-        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-            if not 0 <= value <= 1:
-                raise UsageError(f"{name}={value} must lie in [0, 1]")
-        self.gamma = gamma
-        self.gae_lambda = gae_lambda
-        self.ent_coef = ent_coef
-        self.vf_coef = vf_coef
-        self.max_grad_norm = max_grad_norm
-        self.normalize_advantage = normalize_advantage
+        super().__init__(
+            gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,
+            observation_space, action_space, init_from,
+        )  # fmt: skip
+        self.ent_coef = float(ent_coef)
+        self.vf_coef = float(vf_coef)
         self.use_rms_prop = use_rms_prop
-        self.rms_prop_eps = rms_prop_eps
-
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self.require_whole_rollouts()
-
-    def build_network(self) -> None:
-        hp: Any = self.hparams
-        assert self.observation_space is not None and self.action_space is not None
-        self.network = ActorCritic(
-            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init
-        )
+        self.rms_prop_eps = float(rms_prop_eps)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions and the state's value, each [N]."""
-        assert self.network is not None
-        policy, value = self.network(observation)
-        return {"action": policy.mode() if deterministic else policy.sample(generator), "value": value}
+        policy, value = self.policy_and_value(observation)
+        return {"action": sample_or_mode(policy, generator, deterministic), "value": value}
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+        """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
             What :meth:`training_step` reads: observation, action, value, advantage, returns.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
-        kept = {name: rollout[name] for name in ("observation", "action", "value")}
+        kept = {"observation": rollout["observation"], "action": rollout["action"], "value": rollout["value"]}
         return {**kept, "advantage": advantage, "returns": returns}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        assert self.network is not None
-        policy, value = self.network(batch["observation"])
+        policy, value = self.policy_and_value(batch["observation"])
         policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
         value_loss = self.value_loss(value, batch)
         loss = policy_loss + self.vf_coef * value_loss
         if self.ent_coef:
             loss = loss - self.ent_coef * policy.entropy().mean()
-        # An update is so small that diagnosing each would cost a twentieth of the run; SB3 logs one in a hundred too.
+        # Diagnosing every one of these small updates would cost 5 % of the run; SB3 logs one in a hundred too.
         if self.logs_this_epoch and self.trainer.is_last_batch:
             self.record(
                 policy_gradient_loss=policy_loss,
@@ -134,28 +120,12 @@ class A2C(ControlModule):
 
     # ---------------------------------------------------------------- pieces to override
 
-    def advantages(self, rollout: dict[str, Any]) -> Tensor:
-        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
-        return F.gae(
-            rollout["reward"],
-            rollout["value"],
-            rollout["next_value"],
-            rollout["terminated"],
-            rollout["truncated"],
-            self.gamma,
-            self.gae_lambda,
-        )
-
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """The policy gradient as a loss, a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
             advantage = self.whiten(advantage)
         return F.policy_gradient_loss(log_prob, advantage)
-
-    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
-        return 2 * F.value_loss(value, batch["returns"])
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """RMSprop or Adam, at 7e-4."""

@@ -191,6 +191,55 @@ class DiagGaussian:
         return torch.cat([self.mean, self.log_std.expand_as(self.mean)], dim=-1).detach()
 
 
+class TorchDistribution:
+    """A ``torch.distributions`` object with private randomness, for networks that return one.
+
+    Args:
+        distribution: over one action per batch element: components joined by ``torch.distributions.Independent``.
+    """
+
+    def __init__(self, distribution: torch.distributions.Distribution) -> None:
+        self.distribution = distribution
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        device = None if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        # These objects draw from the global generators, which stay as they were.
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self.distribution.sample()
+
+    def mode(self) -> Tensor:
+        return self.distribution.mode.detach()
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        log_prob = self.distribution.log_prob(action)
+        if log_prob.shape != self.distribution.batch_shape or log_prob.dim() != 1:
+            raise UsageError(f"the policy's {type(self.distribution).__name__} has log_prob of shape "
+                             f"{tuple(log_prob.shape)}, expected one number per action; join its components by "
+                             "torch.distributions.Independent(…, 1)")  # fmt: skip
+        return log_prob
+
+    def entropy(self) -> Tensor:
+        return self.distribution.entropy()
+
+    def kl(self, other: Any) -> Tensor:
+        return torch.distributions.kl_divergence(self.distribution, other.distribution)
+
+    def detach(self) -> "TorchDistribution":
+        raise UsageError(f"TRPO needs a detached copy of the policy, which {type(self.distribution).__name__} does not "
+                         "have; return one of rl_modules.distributions")  # fmt: skip
+
+    def parameters(self) -> Tensor:
+        raise UsageError(f"the KL penalty keeps the policy's parameters, which {type(self.distribution).__name__} does "
+                         "not give as one tensor; return one of rl_modules.distributions")  # fmt: skip
+
+
+def as_distribution(policy: Any) -> Distribution:
+    """What a network returned as policy: a :class:`Distribution`, or a wrapped ``torch.distributions`` object."""
+    return TorchDistribution(policy) if isinstance(policy, torch.distributions.Distribution) else policy
+
+
 def parameter_count(space: spaces.Space) -> int:
     """How many numbers per state a policy must output for this action space.
 
@@ -220,7 +269,8 @@ def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor |
         log_std: shape [D], needed for Box only.
     """
     if isinstance(space, spaces.Box):
-        assert log_std is not None, "a Box policy has a log_std parameter"
+        if log_std is None:
+            raise UsageError(f"the action space {space} needs log_std, the log standard deviation")
         return DiagGaussian(parameters, log_std)
     if isinstance(space, spaces.MultiDiscrete):
         return MultiCategorical(parameters, space.nvec.tolist())

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import at_least, unit_interval
+from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import tree_leaves, tree_map
@@ -48,10 +50,14 @@ class DQN(ControlModule):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
     """
 
     supported_action_spaces = (spaces.Discrete,)
-    experience = "replay"
+    experience = REPLAY
+    network: QNetwork
+    target_network: QNetwork
+    action_space: spaces.Discrete
 
     def __init__(
         self,
@@ -73,31 +79,29 @@ class DQN(ControlModule):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
-        for name in ("gamma", "tau", "exploration_fraction", "exploration_initial_eps", "exploration_final_eps"):
-            value = self.hparams[name]
-            if not 0 <= value <= 1 or (value == 0 and name in ("tau", "exploration_fraction")):
-                above_zero = name in ("tau", "exploration_fraction")
-                raise UsageError(f"{name}={value} must lie in {'(' if above_zero else '['}0, 1]")
-        if target_update_interval < 1:
-            raise UsageError(f"target_update_interval={target_update_interval} must be at least 1 transition")
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
         if loss not in ("huber", "mse"):
             raise UsageError(f"loss={loss!r} must be huber or mse")
-        self.gamma = gamma
-        self.target_update_interval = target_update_interval
-        self.tau = tau
-        self.exploration_fraction = exploration_fraction
-        self.exploration_initial_eps = exploration_initial_eps
-        self.exploration_final_eps = exploration_final_eps
+        self.gamma = unit_interval("gamma", gamma)
+        self.target_update_interval = at_least("target_update_interval", target_update_interval, 1, "transition")
+        self.tau = unit_interval("tau", tau, open_at_zero=True)
+        self.exploration_fraction = unit_interval("exploration_fraction", exploration_fraction, open_at_zero=True)
+        self.exploration_initial_eps = unit_interval("exploration_initial_eps", exploration_initial_eps)
+        self.exploration_final_eps = unit_interval("exploration_final_eps", exploration_final_eps)
         self.uses_double = double
         self.loss = loss
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
         #: ε, the probability of a random action.
-        self.exploration_rate = exploration_initial_eps
+        self.exploration_rate = self.exploration_initial_eps
         #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
         self.td_error: Tensor | None = None
-        self.target_network: torch.nn.Module | None = None
+        self._target_updates = 0
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self.td_error = None
         self._target_updates = 0
 
     def check_spaces(self) -> None:
@@ -112,7 +116,6 @@ class DQN(ControlModule):
 
     def build_network(self) -> None:
         hp: Any = self.hparams
-        assert self.observation_space is not None and isinstance(self.action_space, spaces.Discrete)
         self.network = QNetwork(
             self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling
         )
@@ -120,30 +123,27 @@ class DQN(ControlModule):
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """ε-greedy actions, [N]; every environment tosses its own coin."""
-        assert self.network is not None
         greedy = self.network(observation).argmax(1)
         if deterministic:
             return {"action": greedy}
-        assert isinstance(self.action_space, spaces.Discrete)
         device = greedy.device if generator is None else generator.device
         explores = torch.rand(len(greedy), generator=generator, device=device) < self.exploration_rate
         random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
         return {"action": torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)}
 
-    def prepare(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """What stays the same while a round's minibatches are learned from, for all of them together.
+    def prepare(self, sample: Replayed) -> dict[str, Any]:
+        """Everything that stays the same while a round's minibatches are learned from, for all of them together.
 
         Args:
-            sample: M replayed transitions; see :meth:`datamodules.buffers.ReplayBuffer.gather` for its fields.
+            sample: M replayed transitions.
 
         Returns:
             What :meth:`training_step` reads, [M] each: observation, action, reward (Σ_k γ^k r_k over up to n steps),
             discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double`` next_observation, without it
             target, with prioritised replay weight and index.
         """
-        assert self.target_network is not None
         self.update_target()
-        kept = {name: x for name, x in sample.items() if name not in ("n_steps", "next_observation")}
+        kept: dict[str, Any] = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
         reward = sample["reward"]
@@ -160,7 +160,6 @@ class DQN(ControlModule):
         return prepared
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        assert self.network is not None
         q = self.network(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(q, target, batch.get("weight"))
@@ -172,9 +171,8 @@ class DQN(ControlModule):
 
     def next_q(self, observation: Any) -> Tensor:
         """Q_target(s', ·) of any number of observations, [M, A]."""
-        assert self.target_network is not None
         m = len(tree_leaves(observation)[0])
-        # What a few hundred rows make of themselves stays in a processor's cache; a GPU takes all at once.
+        # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
         pieces = [tree_map(lambda x, i=i: x[i : i + size], observation) for i in range(0, m, size)]
         return torch.cat([self.target_network(piece) for piece in pieces])
@@ -182,10 +180,9 @@ class DQN(ControlModule):
     # ---------------------------------------------------------------- pieces to override
 
     def td_target(self, batch: dict[str, Any]) -> Tensor:
-        """What Q(s, a) is drawn towards, [B]."""
+        """The regression target of Q(s, a), [B]."""
         next_q_online = None
         if self.uses_double:
-            assert self.network is not None
             with torch.no_grad():
                 next_q_online = self.network(batch["next_observation"])
         return F.dqn_target(batch["reward"], batch["terminated"], batch["next_q"], batch["discount"], next_q_online)
@@ -200,8 +197,7 @@ class DQN(ControlModule):
         Where several intervals have passed at once, the network stood still meanwhile, and k moves by τ are one by
         1 - (1 - τ)^k.
         """
-        assert self.network is not None and self.target_network is not None
-        updates = self.trainer.datamodule.num_timesteps // self.target_update_interval  # type: ignore[attr-defined]
+        updates = self.source.num_timesteps // self.target_update_interval
         moves = updates - self._target_updates
         if moves > 0:
             self._target_updates = updates
@@ -213,7 +209,7 @@ class DQN(ControlModule):
         self.exploration_rate = exploration_rate(
             progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
         )
-        self._metrics["rollout/exploration_rate"] = self.exploration_rate
+        self._latest["rollout/exploration_rate"] = self.exploration_rate
 
     def on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)
@@ -227,7 +223,6 @@ class DQN(ControlModule):
 
     def trainable_parameters(self) -> Iterable:
         """The network's parameters; the target network follows by itself."""
-        assert self.network is not None
         return self.network.parameters()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.common.contract import Rollout
 from rl_modules.tabular import TabularControl, rows
 
 
@@ -32,6 +33,7 @@ class MonteCarlo(TabularControl):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose table a ``fit`` starts from; None: a new table.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class MonteCarlo(TabularControl):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             gamma,
@@ -57,24 +60,30 @@ class MonteCarlo(TabularControl):
             log_every,
             observation_space,
             action_space,
+            init_from,
         )
         self.first_visit = first_visit
+        # Per environment the running episode so far.
         self._episodes: list[dict[str, list]] = []
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._episodes = []
+
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1] each."""
         n_envs = rollout["reward"].shape[1]
         if not self._episodes:
             self._episodes = [{"observation": [], "action": [], "reward": [], "successor": []} for _ in range(n_envs)]
         names = ("observation", "action", "reward", "next_observation", "terminated", "truncated", "valid")
-        flat = {name: rollout[name].flatten() for name in names}
+        flat = {name: rollout[name].flatten() for name in names}  # type: ignore[literal-required]
         visits: list[tuple[int, int, float]] = []
         for i, (state, action, reward, successor, terminated, truncated, valid) in enumerate(rows(flat, *names)):
             if not valid:
                 continue
             episode = self._episodes[i % n_envs]
             if episode["successor"] not in ([], [state]):
-                # A resumed run could not bring this episode back; what is left of it belongs to another.
+                # A resumed run could not restore this episode: the environment began another.
                 self._forget(episode)
             episode["observation"].append(state)
             episode["action"].append(action)

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.spaces import is_image
+from rl_modules.common.spaces import image_channels, image_shape, is_image, pixel_scale
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 
 _MINUS_ONE = torch.tensor(-1.0)
@@ -125,13 +126,14 @@ class ParallelMLP(nn.Module):
 
 
 class NatureCNN(nn.Module):
-    """The convolutional encoder of DQN, for uint8 images.
+    """The convolutional encoder of DQN.
 
     Args:
-        space: image space, [C, H, W] or [H, W, C]; the smaller of first and last dimension is the channels'.
+        space: an image, see :func:`rl_modules.common.spaces.image_channels`: uint8 or float, with or without a
+            channel dimension, or a stack of colour frames, whose channels are joined.
         features_dim: width of the output.
 
-    Shape: [B, *space.shape] uint8 → [B, features_dim].
+    Shape: [B, *space.shape] → [B, features_dim].
 
     Raises:
         UsageError: an image under 36×36 pixels, which the three convolutions would shrink to nothing.
@@ -141,8 +143,10 @@ class NatureCNN(nn.Module):
 
     def __init__(self, space: spaces.Box, features_dim: int = 512) -> None:
         super().__init__()
-        self.channels_last = space.shape[-1] < space.shape[0]
-        channels, height, width = (space.shape[i] for i in ((2, 0, 1) if self.channels_last else (0, 1, 2)))
+        self.image_ndim = len(space.shape)
+        self.channels_last = self.image_ndim > 2 and space.shape[-1] < space.shape[-3]
+        self.scale = pixel_scale(space) or 255.0
+        channels, height, width = image_shape(space)
         if min(height, width) < 36:
             raise UsageError(f"the image observation is {height}×{width} pixels; NatureCNN needs at least 36×36 "
                              "(wrap the environment in gymnasium.wrappers.ResizeObservation)")  # fmt: skip
@@ -163,7 +167,11 @@ class NatureCNN(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         if self.channels_last:
             image = image.movedim(-1, -3)
-        return self.head(self.convolutions(image.float() / 255))
+        if self.image_ndim == 2:
+            image = image.unsqueeze(1)
+        elif self.image_ndim == 4:
+            image = image.flatten(1, 2)
+        return self.head(self.convolutions(image.to(next(self.head.parameters()).dtype) / self.scale))
 
 
 class VectorEncoder(nn.Module):
@@ -172,12 +180,17 @@ class VectorEncoder(nn.Module):
     Args:
         space: Box, Discrete, MultiDiscrete or MultiBinary.
 
+    Small pictures, uint8 of two and more dimensions that no convolution fits, are divided by 255.
+
     Shape: [B, *space.shape] → [B, out_features].
     """
 
     def __init__(self, space: spaces.Space) -> None:
         super().__init__()
         self.options: list[int] = []
+        self.scale = 1.0
+        if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
+            self.scale = pixel_scale(space) or 1.0
         if isinstance(space, spaces.Discrete):
             self.options = [int(space.n)]
         elif isinstance(space, spaces.MultiDiscrete):
@@ -186,7 +199,9 @@ class VectorEncoder(nn.Module):
 
     def forward(self, observation: Tensor) -> Tensor:
         if not self.options:
-            return observation.reshape(observation.shape[0], -1).float()
+            flat = observation.reshape(observation.shape[0], -1)
+            flat = flat if flat.is_floating_point() else flat.float()
+            return flat if self.scale == 1.0 else flat / self.scale
         choices = observation.reshape(observation.shape[0], -1).long().unbind(1)
         return torch.cat([nnf.one_hot(c, n) for c, n in zip(choices, self.options, strict=True)], dim=1).float()
 
@@ -217,16 +232,38 @@ class CombinedEncoder(nn.Module):
         return torch.cat(encoded, dim=1)
 
 
-def _width(encoder: nn.Module) -> int:
-    width = encoder.out_features
-    assert isinstance(width, int)
-    return width
+def _width(encoder: Any) -> int:
+    return int(encoder.out_features)
+
+
+def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
+    """``net_arch`` after its checks.
+
+    Args:
+        net_arch: widths, or a dictionary of them.
+        towers: the dictionary's keys; none: it must be a list.
+
+    Raises:
+        UsageError: a key missing or unknown, or a width below 1.
+    """
+    if isinstance(net_arch, dict):
+        if not towers or set(net_arch) != set(towers):
+            wanted = f"a dictionary with the keys {' and '.join(towers)}" if towers else "a list of widths"
+            raise UsageError(f"net_arch={net_arch} must be {wanted}{', or one list for both' if towers else ''}")
+        return {name: hidden_widths(net_arch[name]) for name in towers}
+    if isinstance(net_arch, str | int) or any(not isinstance(w, int) or w < 1 for w in net_arch):
+        raise UsageError(f"net_arch={net_arch} must be a list of hidden widths, each at least 1, as in [64, 64]")
+    return list(net_arch)
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """At least float32: ratios of probabilities and values in bfloat16 would drown in its three digits."""
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
     """The encoder that fits an observation space; its width is ``.out_features``."""
-    if is_image(space):
-        assert isinstance(space, spaces.Box)
+    if isinstance(space, spaces.Box) and image_channels(space) is not None:
         return NatureCNN(space, features_dim)
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return CombinedEncoder(space)
@@ -263,6 +300,7 @@ class ActorCritic(nn.Module):
         width = _width(self.encoder)
         if net_arch is None:
             net_arch = [] if is_image(observation_space) else [64, 64]
+        net_arch = hidden_widths(net_arch, ("pi", "vf"))
         pi, vf = (net_arch["pi"], net_arch["vf"]) if isinstance(net_arch, dict) else (net_arch, net_arch)
         self.critic = critic
         self.parallel = critic and list(pi) == list(vf) and len(pi) > 0
@@ -292,16 +330,15 @@ class ActorCritic(nn.Module):
         Returns:
             The action distribution (batch shape [B], float32 parameters under any precision) and V(s), [B].
         """
-        features = self.encoder(observation)
+        features = self.encoder(observation).to(self.policy_head.weight.dtype)
         if self.parallel:
             latents = self.towers(features)
         else:
             latents = [tower(features) for tower in self.towers]  # type: ignore[attr-defined]
-        # Ratios of probabilities are taken of these: bfloat16's three digits would drown them.
-        policy = make_distribution(self.action_space, self.policy_head(latents[0]).float(), self.log_std)
+        policy = make_distribution(self.action_space, full_precision(self.policy_head(latents[0])), self.log_std)
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
-        return policy, self.value_head(latents[1]).squeeze(-1).float()
+        return policy, full_precision(self.value_head(latents[1]).squeeze(-1))
 
 
 class ValueNetwork(nn.Module):
@@ -327,7 +364,7 @@ class ValueNetwork(nn.Module):
         self.encoder = build_encoder(observation_space)
         if net_arch is None:
             net_arch = [] if is_image(observation_space) else [64, 64]
-        sizes = [_width(self.encoder), *net_arch]
+        sizes = [_width(self.encoder), *hidden_widths(net_arch)]
         self.tower = mlp(sizes, activation_fn)
         self.head = nn.Linear(sizes[-1], 1)
         if ortho_init:
@@ -336,7 +373,8 @@ class ValueNetwork(nn.Module):
             orthogonal(self.head, gain=1.0)
 
     def forward(self, observation: Any) -> Tensor:
-        return self.head(self.tower(self.encoder(observation))).squeeze(-1).float()
+        features = self.encoder(observation).to(self.head.weight.dtype)
+        return full_precision(self.head(self.tower(features)).squeeze(-1))
 
 
 class QNetwork(nn.Module):
@@ -365,7 +403,7 @@ class QNetwork(nn.Module):
         self.encoder = build_encoder(observation_space)
         if net_arch is None:
             net_arch = [] if is_image(observation_space) else [64, 64]
-        sizes = [_width(self.encoder), *net_arch]
+        sizes = [_width(self.encoder), *hidden_widths(net_arch)]
         self.dueling = dueling
         split = len(sizes) - 1 if dueling and net_arch else len(sizes)
         self.trunk = mlp(sizes[:split], activation_fn)
@@ -375,9 +413,9 @@ class QNetwork(nn.Module):
         self.head = nn.Linear(sizes[-1], n_actions)
 
     def forward(self, observation: Any) -> Tensor:
-        features = self.trunk(self.encoder(observation))
+        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
         if not self.dueling:
-            return self.head(features).float()
+            return full_precision(self.head(features))
         for_value, for_advantage = self.streams(features)
         advantage = self.head(for_advantage)
-        return (self.value_head(for_value) + advantage - advantage.mean(1, keepdim=True)).float()
+        return full_precision(self.value_head(for_value) + advantage - advantage.mean(1, keepdim=True))

@@ -1,20 +1,22 @@
 """Proximal policy optimization."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.distributions import Distribution, distribution_from
-from rl_modules.networks import ActorCritic
 
 
-class PPO(ControlModule):
+class PPO(ActorCriticModule):
     """Proximal policy optimization, with the clipped objective or the adaptive KL penalty.
 
     Schulman et al. 2017, arXiv:1707.06347. Per rollout: advantages by GAE, then several epochs of minibatches on
@@ -57,7 +59,10 @@ class PPO(ControlModule):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
     """
+
+    experience = MINIBATCHES
 
     def __init__(
         self,
@@ -82,21 +87,18 @@ class PPO(ControlModule):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
-        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-            if not 0 <= value <= 1:
-                raise UsageError(f"{name}={value} must lie in [0, 1]")
-        self.gamma = gamma
-        self.gae_lambda = gae_lambda
+        super().__init__(
+            gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,
+            observation_space, action_space, init_from,
+        )  # fmt: skip
         self.clip_schedule = parse_schedule(clip_range, "clip_range")
         self.clip_range = self.clip_schedule[0]
         self.clip_vf_schedule = None if clip_range_vf is None else parse_schedule(clip_range_vf, "clip_range_vf")
         self.clip_range_vf = None if self.clip_vf_schedule is None else self.clip_vf_schedule[0]
-        self.normalize_advantage = normalize_advantage
-        self.ent_coef = ent_coef
-        self.vf_coef = vf_coef
-        self.max_grad_norm = max_grad_norm
+        self.ent_coef = float(ent_coef)
+        self.vf_coef = float(vf_coef)
         if policy_objective not in ("clip", "penalty"):
             raise UsageError(f"policy_objective={policy_objective!r} must be clip or penalty")
         for name, positive in (("kl_coef", kl_coef), ("target_kl", target_kl)):
@@ -105,26 +107,23 @@ class PPO(ControlModule):
         self.penalizes = policy_objective == "penalty"
         self.target_kl = 0.01 if target_kl is None else target_kl
         self.stops_early = target_kl is not None and not self.penalizes
-        self.kl_coef = kl_coef
+        self.kl_coef = float(kl_coef)
         self.kl_exceeded = False
 
-    def build_network(self) -> None:
-        hp: Any = self.hparams
-        assert self.observation_space is not None and self.action_space is not None
-        self.network = ActorCritic(
-            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init
-        )
+    def begin_run(self) -> None:
+        super().begin_run()
+        self.kl_coef = float(self.hparams["kl_coef"])
+        self.kl_exceeded = False
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions with their log-probability and the state's value, each [N]."""
-        assert self.network is not None
-        policy, value = self.network(observation)
-        action = policy.mode() if deterministic else policy.sample(generator)
+        policy, value = self.policy_and_value(observation)
+        action = sample_or_mode(policy, generator, deterministic)
         acted = {"action": action, "log_prob": policy.log_prob(action), "value": value}
         return {**acted, "policy_parameters": policy.parameters()} if self.penalizes else acted
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+        """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
             What :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns, and with the
@@ -133,18 +132,15 @@ class PPO(ControlModule):
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.kl_exceeded = False
-        if self.logs_this_epoch:
-            valid = rollout["valid"]
-            self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
+        self.record_explained_variance(rollout["value"], returns, rollout["valid"])
         names = ["observation", "action", "log_prob", "value", *(["policy_parameters"] if self.penalizes else [])]
-        kept = {name: rollout[name] for name in names}
+        kept = {name: rollout[name] for name in names}  # type: ignore[literal-required]
         return {**kept, "advantage": advantage, "returns": returns}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         if self.kl_exceeded:
             return self.no_update()
-        assert self.network is not None
-        policy, value = self.network(batch["observation"])
+        policy, value = self.policy_and_value(batch["observation"])
         log_prob = policy.log_prob(batch["action"])
         if self.penalizes:
             batch = {**batch, "kl": self.kl_from_old(policy, batch)}
@@ -159,18 +155,6 @@ class PPO(ControlModule):
         return loss if weight == 1.0 else loss * weight
 
     # ---------------------------------------------------------------- pieces to override
-
-    def advantages(self, rollout: dict[str, Any]) -> Tensor:
-        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
-        return F.gae(
-            rollout["reward"],
-            rollout["value"],
-            rollout["next_value"],
-            rollout["terminated"],
-            rollout["truncated"],
-            self.gamma,
-            self.gae_lambda,
-        )
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """The clipped surrogate (eq. 7), or the surrogate less the KL penalty (eq. 8), a scalar."""
@@ -187,7 +171,7 @@ class PPO(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        # With ε = 0 nothing could be learned: the last rollout of a linear schedule keeps a sliver.
+        # ε = 0 allows no update: a linear schedule's last rollout keeps a positive value.
         self.clip_range = max(schedule_value(self.clip_schedule, progress_remaining), 1e-8)
         if self.clip_vf_schedule is not None:
             self.clip_range_vf = max(schedule_value(self.clip_vf_schedule, progress_remaining), 1e-8)
@@ -198,19 +182,19 @@ class PPO(ControlModule):
 
     def kl_from_old(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
         """KL(π_old || π) in every state of the batch, in nats, [B]."""
-        assert self.action_space is not None
         return distribution_from(self.action_space, batch["policy_parameters"]).kl(policy)
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not self.penalizes or not datamodule.rollout_is_used_up:
+        if not self.penalizes:
             return
-        assert self.network is not None
+        source = cast(RolloutSource, self.source)
+        if not source.rollout_is_used_up:
+            return
         with self.trainer.precision_plugin.forward_context():
-            policy, _ = self.network(datamodule.rollout["observation"])
+            policy, _ = self.policy_and_value(source.rollout["observation"])
         # Every rank must come to the same β.
-        per_state = self.kl_from_old(policy, datamodule.rollout)
+        per_state = self.kl_from_old(policy, source.rollout)
         kl = float(self.trainer.strategy.reduce(per_state.mean() * self.rank_weight(len(per_state)), reduce_op="mean"))
         self.record_now(kl_coef=self.kl_coef, kl=kl)
         self.kl_coef = F.adapt_kl_coefficient(self.kl_coef, kl, self.target_kl)
@@ -236,8 +220,9 @@ class PPO(ControlModule):
             self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
 
     def no_update(self) -> Tensor:
-        """A loss for minibatches that are passed over; :meth:`optimizer_step` discards its gradient."""
-        return sum((p.sum() for p in self.parameters() if p.requires_grad), torch.zeros((), device=self.device)) * 0.0
+        """The loss of a minibatch after the early stop; :meth:`optimizer_step` takes no step for it."""
+        return sum((p.sum() for p in self.parameters() if p.requires_grad),
+                   torch.zeros((), dtype=torch.float32, device=self.device)) * 0.0  # fmt: skip
 
     def optimizer_step(
         self,
@@ -246,19 +231,16 @@ class PPO(ControlModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Lightning's step, without effect once the policy has moved further than ``target_kl``."""
-        if not self.stops_early or optimizer_closure is None:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            return
-
-        def closure() -> Any:
+        """Lightning's step; none once the policy has moved further than ``target_kl``."""
+        if self.stops_early and optimizer_closure is not None:
+            # The minibatch that exceeds target_kl must not be stepped on, so that its loss comes before the decision.
+            # Without a step there is nothing for a gradient scaler to update either.
             loss = optimizer_closure()
             if self.kl_exceeded:
-                # Parameters without gradient are passed over by every torch optimizer: no step, no moment decays.
                 optimizer.zero_grad(set_to_none=True)
-            return loss
-
-        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+                return
+            optimizer_closure = partial(_value, loss)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -268,6 +250,10 @@ class PPO(ControlModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.kl_exceeded = checkpoint["kl_exceeded"]
-        # A β that was given anew starts anew.
+        # A new value of the argument kl_coef overrides the checkpoint's β.
         if checkpoint["hyper_parameters"]["kl_coef"] == self.hparams["kl_coef"]:
             self.kl_coef = checkpoint["kl_coef"]
+
+
+def _value(loss: Any) -> Any:
+    return loss

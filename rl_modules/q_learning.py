@@ -32,6 +32,7 @@ class QLearning(TabularControl):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose table a ``fit`` starts from; None: a new table.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class QLearning(TabularControl):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             gamma,
@@ -57,6 +59,7 @@ class QLearning(TabularControl):
             log_every,
             observation_space,
             action_space,
+            init_from,
         )
         self.uses_two_tables = double
         self.n_tables = 2 if double else 1

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
-from rl_modules.networks import ActorCritic
 
 PSI = ("return", "reward_to_go", "baseline", "advantage")
 
 
-class REINFORCE(ControlModule):
+class REINFORCE(ActorCriticModule):
     """The policy gradient with a choice of what weighs the log-probabilities.
 
     Williams 1992; the choices are those of Schulman et al. 2016, arXiv:1506.02438, eq. 1. Per rollout, one step on
@@ -55,7 +56,10 @@ class REINFORCE(ControlModule):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
     """
+
+    experience = WHOLE_ROLLOUTS
 
     def __init__(
         self,
@@ -76,43 +80,30 @@ class REINFORCE(ControlModule):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
+        super().__init__(
+            gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,
+            observation_space, action_space, init_from,
+        )  # fmt: skip
         if psi not in PSI:
             raise UsageError(f"psi={psi!r} must be one of {', '.join(PSI)}")
-        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-            if not 0 <= value <= 1:
-                raise UsageError(f"{name}={value} must lie in [0, 1]")
         self.psi = psi
         self.has_critic = psi in ("baseline", "advantage")
-        self.gamma = gamma
-        self.gae_lambda = gae_lambda
-        self.normalize_advantage = normalize_advantage
-        self.ent_coef = ent_coef
-        self.vf_coef = vf_coef
-        self.max_grad_norm = max_grad_norm
-
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self.require_whole_rollouts()
+        self.ent_coef = float(ent_coef)
+        self.vf_coef = float(vf_coef)
 
     def build_network(self) -> None:
-        hp: Any = self.hparams
-        assert self.observation_space is not None and self.action_space is not None
-        self.network = ActorCritic(
-            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
-            critic=self.has_critic,
-        )  # fmt: skip
+        self.network = self.make_network(critic=self.has_critic)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions, and the state's value where there is one, each [N]."""
-        assert self.network is not None
-        policy, value = self.network(observation)
-        action = policy.mode() if deterministic else policy.sample(generator)
+        policy, value = self.policy_and_value(observation)
+        action = sample_or_mode(policy, generator, deterministic)
         return {"action": action, "value": value} if self.has_critic else {"action": action}
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """Weights, and returns where there is a critic; see DESIGN's table for the rollout's fields, [T, N] each.
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+        """Weights, and returns where there is a critic; see :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
             What :meth:`training_step` reads: observation, action, weight, and returns.
@@ -122,14 +113,11 @@ class REINFORCE(ControlModule):
         if self.has_critic:
             # Both differences have V(s) taken off; adding it gives the λ-return, or the reward-to-go.
             returns = prepared["returns"] = prepared["weight"] + rollout["value"]
-            if self.logs_this_epoch:
-                valid = rollout["valid"]
-                self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
+            self.record_explained_variance(rollout["value"], returns, rollout["valid"])
         return prepared
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        assert self.network is not None
-        policy, value = self.network(batch["observation"])
+        policy, value = self.policy_and_value(batch["observation"])
         policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
         loss, metrics = policy_loss, {"policy_gradient_loss": policy_loss}
         if self.has_critic:
@@ -144,7 +132,7 @@ class REINFORCE(ControlModule):
 
     # ---------------------------------------------------------------- pieces to override
 
-    def weights(self, rollout: dict[str, Any]) -> Tensor:
+    def weights(self, rollout: Rollout) -> Tensor:
         """Ψ of every transition, [T, N]."""
         reward, terminated, truncated = rollout["reward"], rollout["terminated"], rollout["truncated"]
         next_value = rollout["next_value"] if self.has_critic else torch.zeros_like(reward)
@@ -164,10 +152,6 @@ class REINFORCE(ControlModule):
         if self.normalize_advantage and len(weight) > 1:
             weight = self.whiten(weight)
         return F.policy_gradient_loss(log_prob, weight)
-
-    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
-        return 2 * F.value_loss(value, batch["returns"])
 
 
 def at_first_transition(x: Tensor, ended: Tensor, valid: Tensor) -> Tensor:

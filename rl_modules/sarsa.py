@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_modules.common.contract import Rollout
 from rl_modules.tabular import TabularControl, rows
 
 
@@ -33,6 +34,7 @@ class SARSA(TabularControl):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose table a ``fit`` starts from; None: a new table.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SARSA(TabularControl):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__(
             gamma,
@@ -58,18 +61,23 @@ class SARSA(TabularControl):
             log_every,
             observation_space,
             action_space,
+            init_from,
         )
         self.expected = expected
-        # Per environment the state that comes next and the action drawn for it; -1: none.
-        self._promised: tuple[Tensor, Tensor] | None = None
+        # Per environment the next state and the action that the last update drew for it; -1: none.
+        self._next_action: tuple[Tensor, Tensor] | None = None
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._next_action = None
 
     def act(self, observation: Tensor, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """ε-greedy actions [N]; where the last update has promised one, that."""
+        """ε-greedy actions [N]; where the last update bootstrapped from an action of this state, that action."""
         action = self.choose(observation, generator, deterministic)
-        if self._promised is not None and not deterministic:
-            state, promised = self._promised
-            action = torch.where(state == observation.cpu(), promised, action)
-            self._promised = None
+        if self._next_action is not None and not deterministic:
+            state, drawn = self._next_action
+            action = torch.where(state == observation.cpu(), drawn, action)
+            self._next_action = None
         return {"action": action.to(observation.device)}
 
     def predict(
@@ -79,14 +87,14 @@ class SARSA(TabularControl):
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
     ) -> tuple[np.ndarray, Any]:
-        # What is promised concerns the training environments alone.
-        promised, self._promised = self._promised, None
+        # The drawn actions are those of the training environments.
+        kept, self._next_action = self._next_action, None
         try:
             return super().predict(observation, state, episode_start, deterministic)
         finally:
-            self._promised = promised
+            self._next_action = kept
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The transitions with ``next_action``, a' of each, [T, N]; -1 where the policy's mean is bootstrapped from."""
         transitions = super().prepare(rollout)
         if self.expected:
@@ -97,7 +105,7 @@ class SARSA(TabularControl):
         drawn = ends.clone()
         drawn[-1] = True
         next_action[drawn] = self.choose(successor[drawn], self._generator)
-        self._promised = torch.where(ends[-1], -1, successor[-1]), next_action[-1].clone()
+        self._next_action = torch.where(ends[-1], -1, successor[-1]), next_action[-1].clone()
         return {**transitions, "next_action": next_action.to(rollout["action"].device)}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -116,9 +124,9 @@ class SARSA(TabularControl):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["tabular"]["promised"] = None if self._promised is None else list(self._promised)
+        checkpoint["tabular"]["next_action"] = None if self._next_action is None else list(self._next_action)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        promised = checkpoint["tabular"]["promised"]
-        self._promised = None if promised is None else (promised[0].cpu(), promised[1].cpu())
+        drawn = checkpoint["tabular"]["next_action"]
+        self._next_action = None if drawn is None else (drawn[0].cpu(), drawn[1].cpu())

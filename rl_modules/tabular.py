@@ -13,6 +13,8 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.base import ControlModule
+from rl_modules.common.checks import unit_interval
+from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.schedules import exploration_rate, parse_schedule, schedule_value
 
@@ -61,7 +63,11 @@ class TabularControl(ControlModule):
     """
 
     supported_action_spaces = (spaces.Discrete,)
+    experience = EVERY_STEP
     n_tables = 1
+    network: ActionValues
+    observation_space: spaces.Discrete
+    action_space: spaces.Discrete
 
     def __init__(
         self,
@@ -74,24 +80,24 @@ class TabularControl(ControlModule):
         log_every: int,
         observation_space: dict[str, Any] | None,
         action_space: dict[str, Any] | None,
+        init_from: str | None,
     ) -> None:
-        super().__init__(log_every=log_every, observation_space=observation_space, action_space=action_space)
-        unit_interval = {
-            "gamma": gamma,
-            "exploration_fraction": exploration_fraction,
-            "exploration_initial_eps": exploration_initial_eps,
-            "exploration_final_eps": exploration_final_eps,
-        }
-        for name, value in unit_interval.items():
-            if not 0 <= value <= 1:
-                raise UsageError(f"{name}={value} must lie in [0, 1]")
-        self.hparams["learning_rate"] = learning_rate
+        super().__init__(
+            None, log_every=log_every, observation_space=observation_space, action_space=action_space,
+            init_from=init_from,
+        )  # fmt: skip
+        self.gamma = unit_interval("gamma", gamma)
+        unit_interval("exploration_fraction", exploration_fraction)
+        unit_interval("exploration_initial_eps", exploration_initial_eps)
+        unit_interval("exploration_final_eps", exploration_final_eps)
+        # The step size of a table is no optimizer's.
+        self.learning_rate = None
         self.visit_exponent = _parse_visit_exponent(learning_rate)
         self.step_schedule = _parse_step_size(learning_rate) if self.visit_exponent is None else None
         self.step_size = 0.0 if self.step_schedule is None else self.step_schedule[0]
-        self.gamma = gamma
         self.epsilon = self._exploration_rate(1.0)
         self.automatic_optimization = False
+        self._seed = 0
         self._generator = torch.Generator()
         self._model: Any = None
 
@@ -99,19 +105,29 @@ class TabularControl(ControlModule):
         """Refuse what can't work, and read the environment's transition table where it has one.
 
         Raises:
-            UsageError: spaces that no table fits, several processes, cut rollouts, or episodes that need never end.
+            UsageError: spaces that no table fits, several processes, or episodes that need never end.
         """
         self.configure_model()
         if self.trainer.world_size > 1:
             raise UsageError(f"{type(self).__name__} keeps one table in one process; use trainer.devices=1, not "
                              f"{self.trainer.world_size} processes, and raise n_envs instead")  # fmt: skip
-        if stage == "fit":
-            self.require_whole_rollouts()
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        self._model = datamodule.transition_model()
+        self._model = self.source.transition_model()
         if self._model is not None and self._model.horizon is None and self._model.may_never_end():
-            raise UsageError(f"{datamodule.env_name} has no time limit, so that an episode of a policy that goes in "
+            raise UsageError(f"{self.source.env_name} has no time limit, so that an episode of a policy that goes in "
                              "circles never ends; give it env_kwargs={'max_episode_steps': 200}")  # fmt: skip
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._generator.manual_seed(self._seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A generator can't be pickled: its state travels.
+        return {**super().__getstate__(), "_generator": self._generator.get_state(), "_model": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._generator = torch.Generator()
+        self._generator.set_state(state["_generator"])
 
     def check_spaces(self) -> None:
         """Refuse spaces without a finite table.
@@ -131,15 +147,14 @@ class TabularControl(ControlModule):
                              f"{self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
 
     def build_network(self) -> None:
-        assert isinstance(self.observation_space, spaces.Discrete) and isinstance(self.action_space, spaces.Discrete)
         n_states, n_actions = int(self.observation_space.n), int(self.action_space.n)
         self.network = ActionValues(self.n_tables, n_states, n_actions, self.hparams["initial_value"])
-        self._generator.manual_seed(int(torch.randint(2**62, ())))
+        self._seed = int(torch.randint(2**62, ()))
+        self._generator.manual_seed(self._seed)
 
     @property
     def tables(self) -> ActionValues:
         """The tables behind :attr:`q`; known from ``configure_model`` on."""
-        assert isinstance(self.network, ActionValues)
         return self.network
 
     @property
@@ -168,9 +183,10 @@ class TabularControl(ControlModule):
         """π(a|s), [S, A]: what ``predict(..., deterministic=True)`` does."""
         return torch.nn.functional.one_hot(self.q.argmax(-1), self.q.shape[1]).double()
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The transitions as they came, [T, N] each."""
-        return {name: rollout[name] for name in ("observation", "action", "reward", "next_observation", "terminated")}
+        names = ("observation", "action", "reward", "next_observation", "terminated")
+        return {name: rollout[name] for name in names}  # type: ignore[literal-required]
 
     # ---------------------------------------------------------------- pieces of every update
 
@@ -201,7 +217,7 @@ class TabularControl(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         self.epsilon = self._exploration_rate(progress_remaining)
-        self._metrics["rollout/exploration_rate"] = self.epsilon
+        self._latest["rollout/exploration_rate"] = self.epsilon
         if self.step_schedule is not None:
             self.step_size = schedule_value(self.step_schedule, progress_remaining)
             self.record_now(learning_rate=self.step_size)
@@ -228,12 +244,10 @@ class TabularControl(ControlModule):
             f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),
             f"{prefix}/optimal_return": self._model.optimal_return(),
         }
-        fitting = self.trainer.state.fn == "fit"
-        self.log_dict(metrics, logger=not fitting)
-        if fitting:
-            step = self.trainer.datamodule.num_timesteps  # type: ignore[attr-defined]
+        self.log_dict(metrics, logger=not self.is_fitting)
+        if self.is_fitting:
             for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=step)
+                logger.log_metrics(metrics, step=self.source.num_timesteps)
 
     # ---------------------------------------------------------------- what Lightning asks for
 

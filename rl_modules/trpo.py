@@ -7,16 +7,19 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules import ranks
+from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import at_least
+from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
-from rl_modules.distributions import Distribution
-from rl_modules.networks import ActorCritic, ValueNetwork
-from rl_modules.optimizers import FusedAdam
+from rl_modules.distributions import Distribution, as_distribution
+from rl_modules.networks import ValueNetwork
 
 
-class TRPO(ControlModule):
+class TRPO(ActorCriticModule):
     """Trust region policy optimization.
 
     Schulman et al. 2015, arXiv:1502.05477. Per rollout, one step of the policy to
@@ -33,14 +36,13 @@ class TRPO(ControlModule):
     it: the KL is KL(π_old || π), the paper's direction, and policy and critic never share an encoder.
 
     Optimization is manual, which for Lightning means: the Trainer takes no ``gradient_clip_val``, and ``global_step``
-    counts the critic's steps. Give the datamodule ``batch_size=None, n_epochs=1``; the ``batch_size`` here is the
-    critic's.
+    counts the critic's steps. The ``batch_size`` here is the critic's; the datamodule hands over whole rollouts.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1].
         target_kl: the trust region's size, in nats, > 0; a number, or ``lin_<number>`` for linear decay over
-            ``total_timesteps``, with which the policy comes to rest.
+            ``total_timesteps``: the policy's steps decay to 0.
         cg_max_steps: iterations of conjugate gradient, ≥ 1.
         cg_damping: added to the Fisher matrix's diagonal, ≥ 0.
         line_search_shrinking_factor: what a step that fails is multiplied with, in (0, 1).
@@ -60,7 +62,11 @@ class TRPO(ControlModule):
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
+        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
     """
+
+    experience = WHOLE_ROLLOUTS
+    value_network: ValueNetwork
 
     def __init__(
         self,
@@ -84,15 +90,12 @@ class TRPO(ControlModule):
         log_every: int = 1,
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space)
-        for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-            if not 0 <= value <= 1:
-                raise UsageError(f"{name}={value} must lie in [0, 1]")
-        for name, count in (("cg_max_steps", cg_max_steps), ("line_search_max_iter", line_search_max_iter),
-                            ("n_critic_updates", n_critic_updates), ("batch_size", batch_size)):  # fmt: skip
-            if count < 1:
-                raise UsageError(f"{name}={count} must be at least 1")
+        super().__init__(
+            gamma, gae_lambda, normalize_advantage, None, learning_rate, optimizer, lr_scheduler, log_every,
+            observation_space, action_space, init_from,
+        )  # fmt: skip
         self.kl_schedule = parse_schedule(target_kl, "target_kl")
         if self.kl_schedule[0] == 0:
             raise UsageError(f"target_kl={target_kl} must be positive")
@@ -101,57 +104,59 @@ class TRPO(ControlModule):
         if not 0 < line_search_shrinking_factor < 1:
             raise UsageError(f"line_search_shrinking_factor={line_search_shrinking_factor} must lie between 0 and 1")
         self.automatic_optimization = False
-        self.gamma = gamma
-        self.gae_lambda = gae_lambda
         self.target_kl = self.kl_schedule[0]
-        self.cg_max_steps = cg_max_steps
-        self.cg_damping = cg_damping
-        self.line_search_shrinking_factor = line_search_shrinking_factor
-        self.line_search_max_iter = line_search_max_iter
-        self.n_critic_updates = n_critic_updates
-        self.batch_size = batch_size
-        self.normalize_advantage = normalize_advantage
-        self.value_network: ValueNetwork | None = None
+        self.cg_max_steps = at_least("cg_max_steps", cg_max_steps)
+        self.cg_damping = float(cg_damping)
+        self.line_search_shrinking_factor = float(line_search_shrinking_factor)
+        self.line_search_max_iter = at_least("line_search_max_iter", line_search_max_iter)
+        self.n_critic_updates = at_least("n_critic_updates", n_critic_updates)
+        self.batch_size = at_least("batch_size", batch_size)
+        #: Line searches of this run that found no step.
         self.rejected_updates = 0
-        #: This process's share of the transitions at hand, 1 where all have as many.
+        # What this rank's mean is multiplied by; 1 where all ranks have as many transitions.
         self._weight = 1.0
-        self._shuffler = torch.Generator()
+        # Where the critic's minibatches come from; drawn with the weights, so that it follows the datamodule's seed.
+        self._shuffler_seed = 0
+        self._shuffler: torch.Generator | None = None
 
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self.require_whole_rollouts()
+    def begin_run(self) -> None:
+        super().begin_run()
+        self.rejected_updates = 0
+        self._shuffler = None
 
     def build_network(self) -> None:
         hp: Any = self.hparams
-        assert self.observation_space is not None and self.action_space is not None
-        self.network = ActorCritic(
-            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
-            critic=False,
-        )  # fmt: skip
+        self.network = self.make_network(critic=False)
         vf = hp.net_arch["vf"] if isinstance(hp.net_arch, dict) else hp.net_arch
         self.value_network = ValueNetwork(self.observation_space, vf, hp.activation_fn, hp.ortho_init)
-        # Drawn here, where the weights are: it follows from the datamodule's seed.
-        self._shuffler.manual_seed(int(torch.randint(2**63 - 1, ())))
+        self._shuffler_seed = int(torch.randint(2**63 - 1, ()))
+
+    @property
+    def shuffler(self) -> torch.Generator:
+        """The generator of the critic's minibatches."""
+        if self._shuffler is None:
+            self._shuffler = torch.Generator().manual_seed(self._shuffler_seed)
+        return self._shuffler
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_shuffler": None}
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions with their log-probability and the state's value, each [N]."""
         policy = self.policy(observation)
-        assert self.value_network is not None
-        action = policy.mode() if deterministic else policy.sample(generator)
+        action = sample_or_mode(policy, generator, deterministic)
         return {"action": action, "log_prob": policy.log_prob(action), "value": self.value_network(observation)}
 
-    def prepare(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """Advantages and returns of a rollout; see DESIGN's table for its fields, [T, N] each.
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+        """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
             What :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
-        if self.logs_this_epoch:
-            valid = rollout["valid"]
-            self.record_now(explained_variance=float(F.explained_variance(rollout["value"][valid], returns[valid])))
-        kept = {name: rollout[name] for name in ("observation", "action", "log_prob")}
+        self.record_explained_variance(rollout["value"], returns, rollout["valid"])
+        kept = {"observation": rollout["observation"], "action": rollout["action"], "log_prob": rollout["log_prob"]}
         return {**kept, "advantage": advantage, "returns": returns}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -172,7 +177,6 @@ class TRPO(ControlModule):
             Scalars to log: policy_objective (the surrogate's improvement), approx_kl (the exact KL, in nats),
             line_search_steps (step lengths tried), is_line_search_success (0 or 1), entropy_loss.
         """
-        assert self.network is not None
         self._weight = self.rank_weight(len(batch["advantage"]))
         if self.normalize_advantage:
             std, mean = self.std_mean(batch["advantage"])
@@ -250,13 +254,12 @@ class TRPO(ControlModule):
         Returns:
             The mean loss, a scalar in squared units of return.
         """
-        assert self.value_network is not None
         optimizer: Any = self.optimizers()
         parameters = list(self.value_network.parameters())
         returns = batch["returns"]
         losses = []
         for _ in range(self.n_critic_updates):
-            order = torch.randperm(len(returns), generator=self._shuffler).to(returns.device)
+            order = torch.randperm(len(returns), generator=self.shuffler).to(returns.device)
             for rows in self._minibatches(order):
                 self._weight = self.rank_weight(len(rows))
                 value = self.value_network(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
@@ -273,45 +276,27 @@ class TRPO(ControlModule):
 
     def policy(self, observation: Any) -> Distribution:
         """π(·|s) for a batch of observations."""
-        assert self.network is not None
-        return self.network(observation)[0]
-
-    def advantages(self, rollout: dict[str, Any]) -> Tensor:
-        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
-        return F.gae(
-            rollout["reward"],
-            rollout["value"],
-            rollout["next_value"],
-            rollout["terminated"],
-            rollout["truncated"],
-            self.gamma,
-            self.gae_lambda,
-        )
+        return as_distribution(self.network(observation)[0])
 
     def surrogate(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
         """E[ρ A] (eq. 14), a scalar to maximise."""
         ratio = (policy.log_prob(batch["action"]) - batch["log_prob"]).exp()
         return (ratio * batch["advantage"]).mean()
 
-    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Mean squared error to the returns, a scalar."""
-        return 2 * F.value_loss(value, batch["returns"])
-
     # ---------------------------------------------------------------- optimizer and state
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        # A trust region of size 0 holds no step: the last rollout of a linear schedule keeps a sliver.
+        # A trust region of size 0 allows no step: a linear schedule's last rollout keeps a positive value.
         self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-3 * self.kl_schedule[0])
         self.record_now(target_kl=self.target_kl)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam at 1e-3 with eps 1e-5, for the critic."""
-        return FusedAdam(parameters, lr=1e-3, eps=1e-5)
+        return torch.optim.Adam(parameters, lr=1e-3, eps=1e-5, fused=True)
 
     def trainable_parameters(self) -> Iterable:
         """The critic's: the policy moves by steps of its own."""
-        assert self.value_network is not None
         return self.value_network.parameters()
 
     def on_train_epoch_end(self) -> None:
@@ -328,20 +313,18 @@ class TRPO(ControlModule):
 
     def _minibatches(self, order: Tensor) -> Sequence[Tensor]:
         """The critic's minibatches: as many on every process, which would otherwise wait for each other for ever."""
-        if self._is_alone or not self.trainer.datamodule.ranks_differ_in_size:  # type: ignore[attr-defined]
+        if self._is_alone or not self.source.ranks_differ_in_size:
             return order.split(self.batch_size)
-        count = torch.tensor(float(-(-len(order) // self.batch_size)), device=order.device)
-        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-        return order.tensor_split(int(count))
+        return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["shuffler"] = self._shuffler.get_state()
+        checkpoint["shuffler"] = self.shuffler.get_state()
         checkpoint["rejected_updates"] = self.rejected_updates
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._shuffler.set_state(checkpoint["shuffler"].cpu())
+        self.shuffler.set_state(checkpoint["shuffler"].cpu())
         self.rejected_updates = checkpoint["rejected_updates"]
 
 

@@ -69,7 +69,7 @@ def test_acting_and_learning_agree_and_targets_are_float32(case: str, precision:
         assert (watch.ratio - 1).abs().max() < 1e-4
     assert all(torch.isfinite(p).all() for p in trainer.lightning_module.parameters())
     if data.hparams.get("norm_obs"):
-        for part in [*data.collector.observation_normalizer.parts(), *data.collector.reward_normalizer.parts()]:
+        for part in data.collector.normalizers.parts():
             assert part.mean.dtype == part.var.dtype == "float64"
 
 

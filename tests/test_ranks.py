@@ -15,7 +15,7 @@ from torch import Tensor
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from recipes.checkpoints import Checkpoints
 from recipes.signals import Stopped
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
@@ -169,8 +169,7 @@ def statistics_on_two_ranks() -> list[Tensor]:
     data = RolloutDataModule("Pendulum-v1", n_envs=2, n_steps=16, batch_size=None, n_epochs=1, norm_obs=True,
                              norm_reward=True, eval_freq=0, total_timesteps=128)  # fmt: skip
     fit(PPO(), data, devices=2, strategy="ddp")
-    assert data.collector is not None
-    parts = [*data.collector.observation_normalizer.parts(), *data.collector.reward_normalizer.parts()]
+    parts = data.collector.normalizers.parts()
     seen = data.rollout["observation"]
     return [*(torch.from_numpy(np.append(np.append(p.mean, p.var), p.count)) for p in parts), seen]
 
@@ -190,14 +189,14 @@ def test_shared_statistics_are_those_of_all_samples_together() -> None:
     ranks = [ObservationNormalizer(make_vector_env("Pendulum-v1", 1).single_observation_space).parts()[0]
              for _ in range(2)]  # fmt: skip
     for part in ranks:
-        part.keep_news()
+        part.track_own()
     for _ in range(3):
         for part, share in zip(ranks, shares, strict=True):
             share.append(rng.normal(5, 3, (int(rng.integers(0, 9)), 3)))
             part.update(share[-1])
-        news = [part.news() for part in ranks]
+        own = [part.own() for part in ranks]
         for part in ranks:
-            part.absorb(news)
+            part.merge_ranks(own)
     every = np.concatenate([sample for share in shares for sample in share])
     for part in ranks:
         assert np.allclose(part.mean, every.mean(0), rtol=1e-4)  # the prior weighs 1e-4 of a sample
@@ -205,23 +204,22 @@ def test_shared_statistics_are_those_of_all_samples_together() -> None:
     assert np.array_equal(ranks[0].mean, ranks[1].mean) and np.array_equal(ranks[0].var, ranks[1].var)
 
 
-def test_statistics_are_shared_once_per_rollout() -> None:
-    calls = []
-
-    def gather(news: np.ndarray) -> list[np.ndarray]:
-        calls.append(news)
-        return [news, news]
-
-    collector = Collector(
-        make_vector_env("Pendulum-v1", 2), [1, 2], 3, "test",
-        observation_normalizer=ObservationNormalizer(make_vector_env("Pendulum-v1", 1).single_observation_space),
-        reward_normalizer=RewardNormalizer(2, 0.9), gather_news=gather,
-    )  # fmt: skip
-    for _ in range(2):
+def test_normalisers_of_two_ranks_merge_what_each_saw() -> None:
+    space = make_vector_env("Pendulum-v1", 1).single_observation_space
+    ranks = [Normalizers(ObservationNormalizer(space), RewardNormalizer(2, 0.9)) for _ in range(2)]
+    for rank, normalizers in enumerate(ranks):
+        for part in normalizers.parts():
+            part.track_own()
+        collector = Collector(make_vector_env("Pendulum-v1", 2), [rank, 5 + rank], 3, "test", normalizers)
         collector.collect(lambda o, g: {"action": torch.zeros(2, 1)}, 4, torch.device("cpu"))
-    assert len(calls) == 2
-    assert [int(news[-1]) for news in calls] == [8, 8]
-    assert collector.reward_normalizer.running.count == pytest.approx(32, abs=1e-3)
+    flat = [np.concatenate([part.own() for part in normalizers.parts()]) for normalizers in ranks]
+    for normalizers in ranks:
+        normalizers.merge_ranks(lambda _: flat)
+    for one, other in zip(ranks[0].parts(), ranks[1].parts(), strict=True):
+        assert np.array_equal(one.mean, other.mean) and np.array_equal(one.var, other.var)
+    # Two ranks of two environments: four steps and the first observation each.
+    assert ranks[0].of_observations.running.count == pytest.approx(20, abs=1e-3)
+    assert ranks[0].of_rewards.running.count == pytest.approx(16, abs=1e-3)
 
 
 # -------------------------------------------------------------------- importance weights

@@ -34,7 +34,7 @@ def fit(model: L.LightningModule, data: Any, ckpt_path: Path | None = None, **tr
 
 def rollouts(env_id: Any, n_envs: int = 8, n_steps: int = 16, **arguments: Any) -> RolloutDataModule:
     """A datamodule without evaluation that takes rollouts whole, unless told otherwise."""
-    defaults = {"batch_size": None, "n_epochs": 1, "eval_freq": 0, "total_timesteps": 10**9}
+    defaults = {"batch_size": None, "n_epochs": 1, "eval_freq": 0, "total_timesteps": 10**9, "rollouts_per_epoch": 1}
     return RolloutDataModule(env_id, n_envs=n_envs, n_steps=n_steps, **{**defaults, **arguments})
 
 

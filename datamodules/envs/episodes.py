@@ -1,5 +1,6 @@
 """Episodes that are seeded one by one and can be brought back."""
 
+import copy
 from typing import Any
 
 import gymnasium as gym
@@ -12,9 +13,9 @@ def episode_seed(stream: int, episode: int) -> int:
 
 
 class SeededEpisodes(gym.Wrapper):
-    """Seeds every episode from the environment's stream, and remembers what was done in it.
+    """Seeds every episode from the environment's stream, and records its actions.
 
-    ``reset(seed=s)`` starts the stream ``s`` at its episode 0; ``reset()`` goes on to the next episode. Episode k is
+    ``reset(seed=s)`` starts the stream ``s`` at its episode 0; ``reset()`` begins the next episode. Episode k is
     reset with ``episode_seed(s, k)``, so that it can be repeated alone. ``episode_state`` holds stream, number and
     actions; setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
     ``set_attr``, in this process or in others.
@@ -36,9 +37,12 @@ class SeededEpisodes(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self._actions.append(action)
-        result = self.env.step(action)
-        self._last_observation = result[0]
-        return result
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            # An environment that returns one buffer each time overwrites it in the reset that follows.
+            observation = copy.deepcopy(observation)
+        self._last_observation = observation
+        return observation, reward, terminated, truncated, info
 
     def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._actions = []

@@ -22,17 +22,37 @@ AUTORESET = {
 VECTORIZATION = ("sync", "async", "vector_entry_point")
 
 
-def environment_name(env_id: str | Callable[..., gym.Env]) -> str:
-    """The name under which an environment stands in checkpoints and logs."""
-    return env_id if isinstance(env_id, str) else f"{env_id.__module__}:{env_id.__qualname__}"
+#: A Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of them, or a vector.
+EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
+
+
+def environment_name(env_id: EnvId) -> str:
+    """The environment's name in checkpoints and logs.
+
+    Raises:
+        UsageError: a single environment, which can't be made again for other seeds and evaluation.
+    """
+    if isinstance(env_id, str):
+        return env_id
+    if isinstance(env_id, gym.Env):
+        name = env_id.spec.id if env_id.spec is not None else f"package.module:make_{type(env_id).__name__.lower()}"
+        raise UsageError(f"env_id={env_id} is one environment, and n_envs of them are needed, others for evaluation; "
+                         f"give its id or a callable that makes it, as in RolloutDataModule({name!r})")  # fmt: skip
+    if isinstance(env_id, VectorEnv):
+        return type(env_id.unwrapped).__name__
+    if not callable(env_id):
+        raise UsageError(f"env_id={env_id!r} must be a Gymnasium id, package.module:callable, or a callable that "
+                         "returns an environment")  # fmt: skip
+    target = getattr(env_id, "func", env_id)  # functools.partial
+    return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
 def make_env(
-    env_id: str | Callable[..., gym.Env],
+    env_id: EnvId,
     env_kwargs: dict[str, Any] | None = None,
     wrappers: Sequence[str | dict[str, Any]] = (),
-) -> gym.Env:
-    """One environment with its wrappers, the first in the list innermost.
+) -> Any:
+    """One environment with its wrappers, the first in the list innermost; or the vector that the callable makes.
 
     Args:
         env_id: Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -43,13 +63,16 @@ def make_env(
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
     """
     env = _make_bare(env_id, env_kwargs or {})
+    if isinstance(env, VectorEnv) and wrappers:
+        raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
+                         "brings its own")  # fmt: skip
     for wrapper in wrappers:
         env = _wrap(env, wrapper)
     return env
 
 
 def make_vector_env(
-    env_id: str | Callable[..., gym.Env],
+    env_id: EnvId,
     n_envs: int,
     vectorization_mode: str = "sync",
     autoreset_mode: str = "same_step",
@@ -75,25 +98,30 @@ def make_vector_env(
         return _make_engine(env_id, n_envs, env_kwargs or {}, wrappers)
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers))
     mode = AUTORESET[autoreset_mode]
+    # Observations are copied into the rollout right away: the vector's own copy would be a second one.
     if vectorization_mode == "sync":
-        return SyncVectorEnv([make] * n_envs, autoreset_mode=mode)
+        return SyncVectorEnv([make] * n_envs, copy=False, autoreset_mode=mode)
     # A mistake in the arguments is reported by this process, not by a worker's traceback.
     make().close()
-    return AsyncVectorEnv([make] * n_envs, autoreset_mode=mode)
+    return AsyncVectorEnv([make] * n_envs, copy=False, autoreset_mode=mode)
 
 
-def _make_seeded(
-    env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]]
-) -> gym.Env:
+def _make_seeded(env_id: EnvId, env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]]) -> gym.Env:
     return SeededEpisodes(make_env(env_id, env_kwargs, wrappers))
 
 
-def _make_bare(env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any]) -> gym.Env:
-    factory = _callable_of(env_id)
+def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     name = environment_name(env_id)
+    if isinstance(env_id, VectorEnv):
+        return env_id
+    factory = _callable_of(env_id)
     try:
         if factory is not None:
-            return factory(**env_kwargs)
+            made = factory(**env_kwargs)
+            if not isinstance(made, gym.Env | VectorEnv):
+                raise UsageError(f"env_id={name!r} returned {type(made).__name__}; it must return a gymnasium.Env or a "
+                                 "gymnasium.vector.VectorEnv")  # fmt: skip
+            return made
         if str(env_id).startswith("ALE/"):
             importlib.import_module("ale_py")  # registers the games
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
@@ -108,9 +136,7 @@ def _make_bare(env_id: str | Callable[..., gym.Env], env_kwargs: dict[str, Any])
         raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
 
 
-def _make_engine(
-    env_id: str | Callable[..., gym.Env], n_envs: int, env_kwargs: dict[str, Any], wrappers: Sequence[Any]
-) -> VectorEnv:
+def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any], wrappers: Sequence[Any]) -> VectorEnv:
     if wrappers:
         raise UsageError("wrappers are for single environments; with vectorization_mode='vector_entry_point' leave "
                          "them out, or use 'sync'")  # fmt: skip
@@ -122,7 +148,7 @@ def _make_engine(
     return gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
 
 
-def _callable_of(env_id: str | Callable[..., gym.Env]) -> Callable[..., gym.Env] | None:
+def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
     """The callable behind ``package.module:name``; None for Gymnasium ids, ``module:Id-v0`` included."""
     if not isinstance(env_id, str):
         return env_id

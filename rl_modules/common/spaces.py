@@ -63,9 +63,102 @@ def space_from_dict(data: dict[str, Any]) -> spaces.Space:
                      "Dict or Tuple")  # fmt: skip
 
 
+def space_brief(space: spaces.Space | dict[str, Any]) -> str:
+    """A space, or its description, without its bounds, for one line."""
+    data = space if isinstance(space, dict) else space_to_dict(space)
+    return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
+
+
+def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:
+    """Refuse to use weights in another space than they were made for.
+
+    The bounds of an observation may differ, those of an action may not: actions are clipped to them.
+
+    Args:
+        name: ``observation_space`` or ``action_space``.
+        trained: the space of the weights.
+        here: the environment's.
+        whose: what has the weights, for the message.
+        env_name: the environment's name, for the message.
+
+    Raises:
+        UsageError: names both.
+    """
+    mine, its = space_to_dict(trained), space_to_dict(here)
+    if mine == its or (name == "observation_space" and _without_bounds(mine) == _without_bounds(its)):
+        return
+    differ = space_brief(mine) != space_brief(its)
+    ours, theirs = (space_brief(mine), space_brief(its)) if differ else (str(trained), str(here))
+    raise UsageError(f"{whose} was trained with the {name} {ours}, but {env_name} has {theirs}; use an environment of "
+                     "the same spaces, or a new module")  # fmt: skip
+
+
+def _without_bounds(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_bounds(part) for key, part in data.items() if key not in ("low", "high")}
+    return [_without_bounds(part) for part in data] if isinstance(data, list) else data
+
+
+def require_observation(space: spaces.Space, arrays: Any) -> bool:
+    """Whether this is one observation (true) or a batch (false).
+
+    Args:
+        space: the space of one observation.
+        arrays: what :func:`observation_arrays` returned.
+
+    Raises:
+        UsageError: neither shape fits; names both. Or it holds NaN.
+    """
+    expected = tree_leaves(tree_map(np.asarray, observation_arrays(space, space.sample())))
+    given = tree_leaves(arrays)
+    batch = given[0].ndim - expected[0].ndim
+    for leaf, like in zip(given, expected, strict=True):
+        if batch not in (0, 1) or leaf.shape[batch:] != like.shape:
+            raise UsageError(f"the observation has shape {leaf.shape}; the space has {like.shape}, or [B, *shape] for "
+                             "a batch")  # fmt: skip
+        if leaf.dtype == np.float32 and not np.isfinite(leaf).all():
+            raise UsageError("the observation holds NaN or infinite numbers; a policy can't act on them")
+    return batch == 0
+
+
+def image_channels(space: spaces.Space) -> int | None:
+    """Number of channels where a convolutional encoder reads the space; None where it is no image.
+
+    Images are Boxes of uint8, or of floats in [0, 1] or [0, 255], with two dimensions (height, width), three
+    ([C, H, W] or [H, W, C]) or four (a stack of colour frames), and sides of at least 36 pixels. A uint8 Box of three
+    dimensions counts as an image at any size, so that one too small is refused instead of flattened.
+    """
+    if not isinstance(space, spaces.Box) or len(space.shape) not in (2, 3, 4):
+        return None
+    is_uint8 = space.dtype == np.uint8
+    has_pixel_bounds = np.issubdtype(space.dtype, np.floating) and pixel_scale(space) is not None
+    shape = image_shape(space)
+    if is_uint8 and len(space.shape) == 3:
+        return shape[0]
+    return shape[0] if (is_uint8 or has_pixel_bounds) and min(shape[1:]) >= 36 else None
+
+
+def image_shape(space: spaces.Box) -> tuple[int, int, int]:
+    """Channels, height and width, as a convolution sees the space; frames of a stack count as channels."""
+    shape = space.shape
+    if len(shape) == 2:
+        return 1, *shape
+    if len(shape) == 4:  # [stack, H, W, C] or [stack, C, H, W]
+        last = shape[-1] < shape[1]
+        return (shape[0] * shape[3], shape[1], shape[2]) if last else (shape[0] * shape[1], shape[2], shape[3])
+    last = shape[-1] < shape[0]
+    return (shape[2], shape[0], shape[1]) if last else (shape[0], shape[1], shape[2])
+
+
+def pixel_scale(space: spaces.Box) -> float | None:
+    """The bound that pixels are divided by: 255 or 1; None where the bounds are no image's."""
+    low, high = float(space.low.min()), float(space.high.max())
+    return high if low == 0 and high in (1.0, 255.0) else None
+
+
 def is_image(space: spaces.Space) -> bool:
-    """True for a uint8 Box of three dimensions: what a convolutional encoder reads."""
-    return isinstance(space, spaces.Box) and len(space.shape) == 3 and space.dtype == np.uint8
+    """Whether a convolutional encoder reads the space; see :func:`image_channels`."""
+    return image_channels(space) is not None
 
 
 def _bound_to_data(bound: np.ndarray) -> Any:

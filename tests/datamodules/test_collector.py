@@ -7,7 +7,7 @@ from gymnasium.vector import AutoresetMode
 from datamodules.collector import Collector
 from datamodules.envs.episodes import SeededEpisodes, episode_seed
 from datamodules.envs.vector import make_vector_env
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter, Forgetful, Suicidal
 
@@ -86,8 +86,8 @@ def test_episode_statistics_count_valid_rows_only():
     for mode in ("same_step", "next_step"):
         collector = make(mode=mode, n_envs=2)
         collector.collect(act, 12, CPU)
-        assert set(collector.recent_returns) == {1.0 + 2 + 3 + 4 + 5}
-        assert set(collector.recent_lengths) == {5}
+        assert set(collector.episodes.returns) == {1.0 + 2 + 3 + 4 + 5}
+        assert set(collector.episodes.lengths) == {5}
 
 
 def test_every_episode_has_the_seed_of_its_stream_and_number():
@@ -129,8 +129,9 @@ def test_an_environment_that_draws_from_its_spaces_is_seeded_and_can_be_brought_
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_resumed_collector_continues_bit_for_bit(vectorization):
-    normalizers = lambda: {"observation_normalizer": ObservationNormalizer(Counter.observation_space),  # noqa: E731
-                           "reward_normalizer": RewardNormalizer(3, 0.9)}  # fmt: skip
+    normalizers = lambda: {  # noqa: E731
+        "normalizers": Normalizers(ObservationNormalizer(Counter.observation_space), RewardNormalizer(3, 0.9))
+    }
     straight = make(vectorization=vectorization, **normalizers())
     straight.collect(act, 7, CPU)
     state = straight.state_dict()
@@ -143,7 +144,7 @@ def test_resumed_collector_continues_bit_for_bit(vectorization):
     assert expected.keys() == got.keys()
     for key in expected:
         assert torch.equal(expected[key], got[key]), key
-    assert list(straight.recent_returns) == list(resumed.recent_returns)
+    assert list(straight.episodes.returns) == list(resumed.episodes.returns)
 
 
 def test_episode_that_cannot_be_repeated_is_begun_anew_and_says_so():

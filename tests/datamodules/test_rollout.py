@@ -132,7 +132,7 @@ def test_evaluated_episode_can_be_repeated_from_its_seed():
         ({"batch_size": 257}, r"batch_size=257 must lie between 1 and n_envs\*n_steps=256"),
         ({"n_envs": 0}, "n_envs=0 must be at least 1"),
         ({"n_epochs": 0}, "n_epochs=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must not be negative"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"vectorization_mode": "asinc"}, "vectorization_mode='asinc' must be one of .*; did you mean async"),
         ({"autoreset_mode": "never"}, "autoreset_mode='never' must be one of same_step"),
     ],

@@ -52,7 +52,7 @@ def test_atari_runs_a_few_thousand_frames(recipe, game, mode):
                  "env_kwargs": kwargs}  # fmt: skip
     model, data, trainer = train(f"{recipe}/{game}.yaml", **arguments)
     assert data.num_timesteps >= arguments["total_timesteps"]
-    assert data.collector.recent_returns
+    assert data.collector.episodes.returns
     assert all(torch.isfinite(p).all() for p in model.parameters())
     if recipe == "dqn":
         assert data.replay.observation.dtype == torch.uint8

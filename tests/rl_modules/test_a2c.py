@@ -114,7 +114,7 @@ def test_learning_rate_decays_to_zero_over_the_rollouts() -> None:
 
     class Watching(A2C):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            rates.append(self._optimizer().param_groups[0]["lr"])
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
             return super().training_step(batch, batch_idx)
 
     model = Watching(learning_rate="lin_1.0")

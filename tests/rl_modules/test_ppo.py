@@ -170,7 +170,7 @@ def test_three_lines_train_cartpole_and_the_checkpoint_predicts_alone(tmp_path):
     assert got.shape == (50,)
     # The normaliser's statistics came along: without them the same weights choose otherwise.
     np.testing.assert_array_equal(got, expected)
-    loaded._observation_statistics = None
+    loaded.observation_statistics = None
     assert not np.array_equal(loaded.predict(batch, deterministic=True)[0], expected)
 
 

@@ -305,7 +305,7 @@ def test_a_checkpoint_holds_what_is_unfinished(tmp_path):
     assert any(len(episode["action"]) for episode in unfinished)
     data = rollouts("Maze-v0", n_envs=2, n_steps=1, total_timesteps=2)
     fit(SARSA(), data).save_checkpoint(tmp_path / "b.ckpt")
-    states, actions = torch.load(tmp_path / "b.ckpt", weights_only=True)["tabular"]["promised"]
+    states, actions = torch.load(tmp_path / "b.ckpt", weights_only=True)["tabular"]["next_action"]
     assert states.shape == actions.shape == (2,)
 
 
@@ -380,8 +380,8 @@ def test_environments_that_no_table_fits_are_named(agent_class, env_id, message)
 
 
 def test_cut_rollouts_are_refused():
-    with pytest.raises(UsageError, match="n_epochs=10 and batch_size=64, give it n_epochs=1 and batch_size=None"):
-        fit(QLearning(), datamodules.RolloutDataModule("Maze-v0"))
+    with pytest.raises(UsageError, match="n_epochs=10 and batch_size=64: leave both out, or give n_epochs=1 and batch"):
+        fit(QLearning(), datamodules.RolloutDataModule("Maze-v0", n_steps=16, batch_size=64, n_epochs=10))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""What can go wrong inside environments, in one sentence each."""
+
+import traceback
+from typing import Any, NoReturn
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import tree_leaves
+
+
+def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoReturn:
+    """Translate an exception of a vector environment's ``reset`` or ``step``.
+
+    Raises:
+        UsageError: names the process that died instead of its broken pipe, or the line that raised.
+    """
+    if isinstance(error, UsageError):
+        raise error
+    processes = getattr(envs, "processes", [])
+    if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
+        dead = []
+        for i, process in enumerate(processes):
+            process.join(0.1)  # its end may not have been noticed yet
+            if not process.is_alive():
+                dead.append(f"{i} (exit code {process.exitcode})")
+        _end(envs, processes)
+        raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from the last "
+                         "checkpoint with --resume") from error  # fmt: skip
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{place.filename}:{place.lineno}"
+    if processes:
+        where = "its own traceback stands above"
+        _end(envs, processes)
+    raise UsageError(f"the environment {name} raised {type(error).__name__}: {error} ({where}); mend it, then resume "
+                     "from the last checkpoint with --resume") from error  # fmt: skip
+
+
+def _end(envs: VectorEnv, processes: list[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    envs.closed = True  # closing would wait for answers that never come
+
+
+def require_finite(name: str, observations: Any, reward: np.ndarray, finals: list[tuple[int, int, Any]]) -> None:
+    """Refuse experience that would poison the network.
+
+    Args:
+        name: the environment's.
+        observations: [T + 1, N, *obs] arrays, nested as the space is.
+        reward: [T, N].
+        finals: row, environment and final observation of every episode that ended.
+
+    Raises:
+        UsageError: names the environment and the row.
+    """
+    if not np.isfinite(reward).all():
+        _refuse(name, "reward", ~np.isfinite(reward))
+    for leaf in tree_leaves(observations):
+        if leaf.dtype == np.float32 and not np.isfinite(leaf).all():
+            _refuse(name, "observation", ~np.isfinite(leaf).reshape(*leaf.shape[:2], -1).all(-1))
+    for t, i, final in finals:
+        if not all(np.isfinite(leaf).all() for leaf in tree_leaves(final)):
+            bad = np.zeros(reward.shape, bool)
+            bad[t, i] = True
+            _refuse(name, "observation", bad)
+
+
+def _refuse(name: str, what: str, bad: np.ndarray) -> NoReturn:
+    t, i = np.argwhere(bad)[0]
+    raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in row {t} of this rollout; nothing "
+                     "was learned from it, and earlier checkpoints are untouched")  # fmt: skip

@@ -1,0 +1,72 @@
+"""Running episodes of a vector environment, saved as seeds and actions and brought back by repeating them."""
+
+import contextlib
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from rl_modules.common.spaces import observation_arrays, tree_leaves
+
+
+def has_episodes(envs: VectorEnv) -> bool:
+    """Whether the vector consists of single environments that know their episodes; an engine's do not."""
+    if not hasattr(envs, "get_attr"):
+        return False
+    with contextlib.suppress(Exception):
+        envs.get_attr("episode_state")
+        return True
+    return False
+
+
+def episode_states(envs: Any) -> list[dict[str, Any]]:
+    """Stream, number and actions of every running episode, as plain data."""
+    return [
+        {**episode, "actions": torch.from_numpy(np.array(episode["actions"])) if episode["actions"] else None}
+        for episode in envs.get_attr("episode_state")
+    ]
+
+
+def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
+    """:func:`episode_states`; None where the environments failed and have none."""
+    with contextlib.suppress(gym.error.Error, OSError, EOFError):
+        return episode_states(envs)
+    return None
+
+
+def repeat_episodes(
+    envs: Any, episodes: list[dict[str, Any]], space: spaces.Space, reached: Any, resets_next: np.ndarray
+) -> np.ndarray:
+    """Repeat every running episode up to where it was.
+
+    Args:
+        envs: a freshly reset vector.
+        episodes: what :func:`episode_states` returned.
+        space: space of one observation.
+        reached: the observations that the episodes were at, [N, *obs] arrays.
+        resets_next: which environments reset in their next step, [N].
+
+    Returns:
+        True where the repetition led to another observation, [N].
+    """
+    replays = [{**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy())} for e in episodes]
+    envs.set_attr("episode_state", replays)
+    if envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP and hasattr(envs, "_autoreset_envs"):
+        envs._autoreset_envs = resets_next.copy()
+    return np.array([
+        any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(reached), strict=True))
+        for i, o in enumerate(observation_arrays(space, o) for o in envs.get_attr("last_observation"))
+    ])  # fmt: skip
+
+
+def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
+    """Begin the next episode in the chosen environments; returns their first observations by index."""
+    states = envs.get_attr("episode_state")
+    fresh = [{**s, "episode": s["episode"] + 1, "actions": []} if w else s
+             for s, w in zip(states, which, strict=True)]  # fmt: skip
+    envs.set_attr("episode_state", fresh)
+    last = envs.get_attr("last_observation")
+    return {int(i): observation_arrays(space, last[i]) for i in np.flatnonzero(which)}

@@ -1,0 +1,63 @@
+"""Returns and lengths of episodes, from the rollouts they are spread over."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class EpisodeStatistics:
+    """Undiscounted returns and lengths of the running and of the last finished episodes.
+
+    Args:
+        n_envs: number of environments.
+        window: finished episodes that are kept.
+    """
+
+    def __init__(self, n_envs: int, window: int) -> None:
+        self.running_return = np.zeros(n_envs, np.float64)
+        self.running_length = np.zeros(n_envs, np.int64)
+        self.returns: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
+        """Add a rollout.
+
+        Args:
+            reward: as the environments returned it, [T, N] float64.
+            done: the episode ended, [T, N] bool.
+            valid: false in rows that are no transitions, [T, N] bool.
+        """
+        if not done.any():
+            # Summed in order of time, as single steps would be.
+            self.running_return = np.add.accumulate(
+                np.concatenate([self.running_return[None], np.where(valid, reward, 0.0)])
+            )[-1]
+            self.running_length = self.running_length + valid.sum(0)
+            return
+        for t in range(len(reward)):
+            self.running_return += reward[t] * valid[t]
+            self.running_length += valid[t]
+            for i in np.flatnonzero(done[t]):
+                self.returns.append(float(self.running_return[i]))
+                self.lengths.append(int(self.running_length[i]))
+                self.running_return[i], self.running_length[i] = 0.0, 0
+
+    def forget(self, which: np.ndarray) -> None:
+        """Begin new episodes in the environments chosen by a mask, [N]."""
+        self.running_return[which], self.running_length[which] = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "running_return": torch.from_numpy(self.running_return.copy()),
+            "running_length": torch.from_numpy(self.running_length.copy()),
+            "returns": list(self.returns),
+            "lengths": list(self.lengths),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.running_return = state["running_return"].numpy().copy()
+        self.running_length = state["running_length"].numpy().copy()
+        self.returns.extend(state["returns"])
+        self.lengths.extend(state["lengths"])

@@ -1,0 +1,53 @@
+"""The state of a datamodule over all ranks, and the checks before one is loaded."""
+
+from typing import Any
+
+import torch
+
+from rl_modules.common.errors import UsageError
+
+
+def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
+    """Every rank's state, on rank 0 (Lightning saves rank 0's alone); all ranks call it together."""
+    if world_size == 1:
+        return [own]
+    states: list[Any] = [None] * world_size
+    # Rank 0 writes the checkpoint; the others need nobody's buffers.
+    torch.distributed.gather_object(own, states if rank == 0 else None, dst=0)
+    return states
+
+
+def state_of_rank(states: list[Any], rank: int, world_size: int, n_envs: int) -> dict[str, Any]:
+    """This rank's state.
+
+    Raises:
+        UsageError: the checkpoint has another number of ranks or environments.
+    """
+    if len(states) != world_size:
+        raise UsageError(f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with "
+                         "as many")  # fmt: skip
+    saved = len(states[rank]["collector"]["resets_next"])
+    if saved != n_envs:
+        raise UsageError(f"n_envs={n_envs} differs from the checkpoint's {saved}; resume with as many")
+    return states[rank]
+
+
+def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int]) -> int:
+    """Where in its epoch a run resumes, in minibatches.
+
+    Args:
+        position: of the checkpoint's run.
+        saved: its settings that decide an epoch's minibatches; ``length`` is their number.
+        layout: this run's.
+
+    Raises:
+        UsageError: the checkpoint is from the middle of an epoch, and the settings differ.
+    """
+    if saved == layout:
+        return position
+    if position % saved["length"]:
+        changed = ", ".join(f"{name}={value} (it has {saved[name]})" for name, value in layout.items()
+                            if value != saved[name] and name != "length")  # fmt: skip
+        raise UsageError(f"{changed}: the checkpoint is from the middle of an epoch, whose minibatches can't change; "
+                         "resume with the old settings, or from a finished run")  # fmt: skip
+    return 0

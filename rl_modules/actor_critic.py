@@ -1,0 +1,112 @@
+"""What PPO, A2C, REINFORCE and TRPO share: the network, γ and λ, advantages, the value loss."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules import ranks
+from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import unit_interval
+from rl_modules.common.contract import Rollout
+from rl_modules.distributions import Distribution, as_distribution
+from rl_modules.networks import ActorCritic
+
+
+class ActorCriticModule(ControlModule):
+    """Base of the policy gradients. The arguments are documented where a user gives them: in PPO, A2C, …
+
+    An algorithm reads its network's arguments (``net_arch activation_fn log_std_init ortho_init``) from ``hparams``.
+    """
+
+    network: ActorCritic
+
+    def __init__(
+        self,
+        gamma: float,
+        gae_lambda: float,
+        normalize_advantage: bool,
+        max_grad_norm: float | None,
+        learning_rate: float | str | None,
+        optimizer: OptimizerFactory | None,
+        lr_scheduler: SchedulerFactory | None,
+        log_every: int,
+        observation_space: dict[str, Any] | None,
+        action_space: dict[str, Any] | None,
+        init_from: str | None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
+        self.gamma = unit_interval("gamma", gamma)
+        self.gae_lambda = unit_interval("gae_lambda", gae_lambda)
+        self.normalize_advantage = normalize_advantage
+        self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
+        self._whitened: tuple[Tensor, Tensor] | None = None
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._whitened = None
+
+    def build_network(self) -> None:
+        self.network = self.make_network()
+
+    def make_network(self, critic: bool = True) -> ActorCritic:
+        """Policy and value function from the hyperparameters; without ``critic`` the policy alone."""
+        hp: Any = self.hparams
+        return ActorCritic(
+            self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
+            critic,
+        )  # fmt: skip
+
+    def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
+        """π(·|s) and V(s), [B], of a batch of observations. A network may return a ``torch.distributions`` object."""
+        policy, value = self.network(observation)
+        return as_distribution(policy), value
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def advantages(self, rollout: Rollout) -> Tensor:
+        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
+        return F.gae(
+            rollout["reward"],
+            rollout["value"],
+            rollout["next_value"],
+            rollout["terminated"],
+            rollout["truncated"],
+            self.gamma,
+            self.gae_lambda,
+        )
+
+    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
+        return 2 * F.value_loss(value, batch["returns"])
+
+    # ---------------------------------------------------------------- over ranks
+
+    def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Standard deviation (unbiased) and mean of a minibatch over all ranks, scalars."""
+        return ranks.std_mean(x, self._is_alone)
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """``(x - mean) / (std + 1e-8)`` over all ranks, [B].
+
+        Caches the result: a repeated call with the same tensor returns it. A rollout that is one minibatch comes in
+        every pass, and the ranks need not communicate each time.
+        """
+        if self._whitened is None or self._whitened[0] is not x:
+            std, mean = self.std_mean(x)
+            self._whitened = x, (x - mean) / (std + 1e-8)
+        return self._whitened[1]
+
+    def record_explained_variance(self, value: Tensor, returns: Tensor, valid: Tensor) -> None:
+        """Log how much of the returns' variance the critic explained before the update; arguments [T, N]."""
+        if self.logs_this_epoch:
+            self.record_now(explained_variance=float(F.explained_variance(value[valid], returns[valid])))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_whitened": None}
+
+
+def sample_or_mode(policy: Distribution, generator: torch.Generator | None, deterministic: bool) -> Tensor:
+    """The most likely actions, or a sample, [N, *act]."""
+    return policy.mode() if deterministic else policy.sample(generator)

@@ -1,0 +1,108 @@
+"""Checkpoints of the control algorithms: plain data, exact resume, warm starts."""
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from rl_modules.common.contract import Statistics
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
+from rl_modules.metrics import MetricsMixin
+
+
+class CheckpointMixin(MetricsMixin):
+    """What a checkpoint holds besides weights and optimizer, and the checks before one is loaded."""
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+
+    def __init__(self, log_every: int) -> None:
+        super().__init__(log_every)
+        #: What observations are normalised with; the datamodule sets it after every rollout.
+        self.observation_statistics: Statistics = None
+        #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
+        self.normalizer_state: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["algorithm"] = type(self).__name__
+        checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
+        checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
+        checkpoint["normalizer_state"] = self.normalizer_state
+        checkpoint["unlogged"] = self.metrics_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._check_algorithm(checkpoint)
+        if self._trainer is not None:
+            self._check_resumable(checkpoint)
+        self._load_statistics(checkpoint)
+        if not self.is_built:
+            self.configure_model()
+        if self.is_fitting:
+            self.load_metrics_state(checkpoint["unlogged"])
+
+    def load_initial_weights(self, path: str) -> None:
+        """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.
+
+        Raises:
+            UsageError: another algorithm's checkpoint, or one of other spaces or another network.
+        """
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise UsageError(f"init_from={path!r} can't be read: {error.strerror or error}") from error
+        if checkpoint.get("algorithm") not in [cls.__name__ for cls in type(self).__mro__]:
+            self._check_algorithm(checkpoint)
+        for name in ("observation_space", "action_space"):
+            trained = space_from_dict(checkpoint["hyper_parameters"][name])
+            check_same_space(name, trained, getattr(self, name), f"init_from={path!r}", self.source.env_name)
+        try:
+            self.load_state_dict(checkpoint["state_dict"])
+        except RuntimeError as error:
+            raise UsageError(f"init_from={path!r} holds another network: {' '.join(str(error).split())}") from error
+        self._load_statistics(checkpoint)
+
+    def _check_resumable(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other spaces; in a ``fit`` also one of another environment, seed or datamodule."""
+        for name in ("observation_space", "action_space"):
+            saved, here = checkpoint["hyper_parameters"].get(name), self.hparams[name]
+            if saved != here:
+                raise UsageError(f"the checkpoint is of another environment, {checkpoint['env_id']}: its {name} is "
+                                 f"{space_brief(saved)}, here it is {space_brief(here)}")  # fmt: skip
+        if not self.is_fitting:
+            return
+        source = self.source
+        # Lightning files a datamodule's state under its class's name and ignores what it does not find.
+        name = type(source).__qualname__
+        if name not in checkpoint:
+            stored = ", ".join(key for key in checkpoint if key.endswith("DataModule")) or "none"
+            raise UsageError(f"the checkpoint has no state of {name}; it has that of {stored}, so training could not "
+                             "resume where it was")  # fmt: skip
+        if checkpoint["env_id"] != source.env_name:
+            raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
+                             f"this run is on {source.env_name}; a run resumes only where it was (init_from takes the "
+                             "weights alone)")  # fmt: skip
+        seed = checkpoint["datamodule_hyper_parameters"]["seed"]
+        if seed != source.seed:
+            raise UsageError(f"seed={source.seed} differs from the checkpoint's {seed}; its random streams resume "
+                             "where they were, so give the same")  # fmt: skip
+
+    def _load_statistics(self, checkpoint: dict[str, Any]) -> None:
+        self.observation_statistics = statistics_to_arrays(checkpoint.get("observation_statistics"))
+        self.normalizer_state = checkpoint.get("normalizer_state")
+
+    def _check_algorithm(self, checkpoint: dict[str, Any]) -> None:
+        saved, here = checkpoint.get("algorithm"), type(self).__name__
+        if saved != here:
+            raise UsageError(f"the checkpoint holds {saved or 'no control algorithm'}, not {here}; load it with that "
+                             "class")  # fmt: skip
+
+
+def statistics_to_tensors(tree: Statistics) -> Any:
+    """Statistics as a checkpoint may hold them: lists of tensors and numbers."""
+    return tree_map(lambda s: s and [torch.from_numpy(s[0].copy()), torch.from_numpy(s[1].copy()), s[2]], tree)
+
+
+def statistics_to_arrays(tree: Any) -> Statistics:
+    """The inverse of :func:`statistics_to_tensors`."""
+    return tree_map(lambda s: s and (s[0].cpu().numpy(), s[1].cpu().numpy(), s[2]), tree)

@@ -1,0 +1,204 @@
+"""What an algorithm and its experience expect of each other.
+
+An algorithm (a LightningModule) is a :class:`Learner` to its datamodule; a datamodule is an :class:`ExperienceSource`
+to its algorithm. Neither imports the other: both import this file, and mypy checks both sides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+#: Running statistics of observations as :func:`rl_modules.common.spaces.normalize` takes them: (mean, standard
+#: deviation, bound), nested like the observation; None: not normalised.
+Statistics = Any
+
+
+@dataclass(frozen=True)
+class Experience:
+    """How an algorithm wants its experience; a datamodule's defaults follow from it.
+
+    Args:
+        kind: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.
+        n_steps: transitions per environment and rollout, by default.
+        batch_size: transitions per minibatch, by default; None: the whole rollout.
+        n_epochs: passes over each rollout, by default.
+        whole_rollouts: true where the update holds only for the policy that acted, so that a rollout is learned from
+            once and whole. Other settings are then refused.
+    """
+
+    kind: Literal["rollouts", "replay"]
+    n_steps: int = 256
+    batch_size: int | None = 64
+    n_epochs: int = 10
+    whole_rollouts: bool = False
+
+
+#: PPO: shuffled minibatches, several passes.
+MINIBATCHES = Experience("rollouts")
+#: REINFORCE, TRPO: one update from each whole rollout.
+WHOLE_ROLLOUTS = Experience("rollouts", batch_size=None, n_epochs=1, whole_rollouts=True)
+#: A2C: the same with rollouts of five steps.
+SHORT_ROLLOUTS = Experience("rollouts", n_steps=5, batch_size=None, n_epochs=1, whole_rollouts=True)
+#: Tables: an update after every step.
+EVERY_STEP = Experience("rollouts", n_steps=1, batch_size=None, n_epochs=1, whole_rollouts=True)
+#: DQN: minibatches from a replay buffer.
+REPLAY = Experience("replay", batch_size=32)
+
+
+class Rollout(TypedDict, total=False):
+    """``n_steps`` transitions of N environments, time-major. Every valid row is a real transition.
+
+    ``act`` may return further fields; they are stored beside these, [T, N, …].
+    """
+
+    observation: Any
+    """s_t, [T, N, *obs], normalised where the datamodule normalises; Dict and Tuple spaces: nested dictionaries."""
+    action: Tensor
+    """a_t as sampled, [T, N, *act]; a Box action is clipped only on its way into the environment."""
+    reward: Tensor
+    """r_t, [T, N] float32, scaled where the datamodule scales."""
+    terminated: Tensor
+    """The episode ended in a terminal state, [T, N] bool."""
+    truncated: Tensor
+    """The episode was cut off, [T, N] bool."""
+    valid: Tensor
+    """False in the reset rows of a ``next_step`` vector environment, which are no transitions, [T, N] bool."""
+    next_observation: Any
+    """The true successor of s_t, [T, N, *obs]: at an episode's end its final observation."""
+    value: Tensor
+    """V(s_t), [T, N] float32, where ``act`` returns ``value``."""
+    next_value: Tensor
+    """V of the true successor, [T, N] float32, where ``act`` returns ``value``."""
+    log_prob: Tensor
+    """log π(a_t|s_t) in nats, [T, N] float32, where ``act`` returns it."""
+
+
+class Minibatch(TypedDict, total=False):
+    """What ``training_step`` reads: what ``prepare`` returned, flat over time and environments, B rows."""
+
+    observation: Any
+    """[B, *obs]."""
+    action: Tensor
+    """[B, *act]."""
+    log_prob: Tensor
+    """log π_old(a|s) in nats, [B] float32."""
+    value: Tensor
+    """V_old(s), [B] float32."""
+    advantage: Tensor
+    """A(s, a), [B] float32, not yet whitened."""
+    returns: Tensor
+    """The value function's target, [B] float32."""
+
+
+class Replayed(TypedDict, total=False):
+    """M transitions drawn from the replay buffer, each over up to n steps."""
+
+    observation: Any
+    """[M, *obs]."""
+    action: Tensor
+    """[M, *act]."""
+    reward: Tensor
+    """r_t … r_{t+n-1}, [M, n] float32; 0 after the last that counts."""
+    n_steps: Tensor
+    """How many rewards count, [M] int64."""
+    terminated: Tensor
+    """Whether next_observation is terminal, [M] bool."""
+    next_observation: Any
+    """The state n_steps later, [M, *obs]."""
+    index: Tensor
+    """Rows in the buffer, [M] int64; with prioritised replay only."""
+    weight: Tensor
+    """Importance weights, [M] float32; with prioritised replay only."""
+
+
+class Learner(Protocol):
+    """What a datamodule asks of its algorithm."""
+
+    experience: Experience
+    #: Statistics that the observations given to ``act`` are normalised with; the datamodule sets them.
+    observation_statistics: Statistics
+    #: State of the normalisers that the weights were trained with, for a warm start; None: not normalised.
+    normalizer_state: dict[str, Any] | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+
+    @property
+    def discount(self) -> float | None:
+        """γ; None: the algorithm has none."""
+
+    def modules(self) -> Any:
+        """The network's parts, as :class:`torch.nn.Module` gives them."""
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """``action`` [N, *act] for observations [N, *obs], and whatever else is to be stored with the transition."""
+
+    def prepare(self, rollout: Any) -> dict[str, Any]:
+        """What the loss needs of a rollout; called once per rollout."""
+
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+    ) -> tuple[np.ndarray, Any]:
+        """Actions in NumPy for raw observations: Stable-Baselines3's signature."""
+
+
+class ReplayLearner(Learner, Protocol):
+    """What a datamodule with prioritised replay asks besides."""
+
+    #: |δ| of the last minibatch, [B]; None before the first.
+    td_error: Tensor | None
+
+
+class ExperienceSource(Protocol):
+    """What an algorithm asks of its datamodule."""
+
+    #: The environment's name in messages and checkpoints.
+    env_name: str
+    #: The run's seed, from which weights are drawn.
+    seed: int
+    #: Transitions so far and in all, over all environments and ranks.
+    num_timesteps: int
+    total_timesteps: int
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """Space of one observation."""
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """Space of one action."""
+
+    @property
+    def ranks_differ_in_size(self) -> bool:
+        """Whether ranks may hold different numbers of transitions in a minibatch."""
+
+    def metrics_over_ranks(self) -> dict[str, float]:
+        """``rollout/*`` and ``time/*``; all ranks call it together."""
+
+    @property
+    def partial_return(self) -> float:
+        """Mean return so far of the running episodes: stands in for the mean return before the first has ended."""
+
+    def transition_model(self) -> Any:
+        """The environment's own transition table (:mod:`datamodules.envs.model`); None where it has none."""
+
+
+class RolloutSource(ExperienceSource, Protocol):
+    """What an on-policy algorithm asks besides."""
+
+    @property
+    def rollout(self) -> dict[str, Any]:
+        """The prepared rollout whose minibatches are being handed out, flat over its valid rows."""
+
+    @property
+    def rollout_is_used_up(self) -> bool:
+        """True from the last minibatch of a rollout on, until the next is collected."""
+
+
+Act = Callable[[Any, torch.Generator], dict[str, Tensor]]
