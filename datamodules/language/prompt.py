@@ -218,7 +218,7 @@ class PromptDataModule(LanguageDataModule):
         return rollout
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
-        """Completions of the next prompts of the stream; see DESIGN's rollout for the role of each field.
+        """Completions of the next prompts of the stream; see docs/architecture.md for the role of each field.
 
         Returns:
             ``tokens`` [B, T] right-padded, ``prompt_length``, ``length`` [B], ``finished`` [B] bool, ``log_prob``

@@ -1,0 +1,57 @@
+"""Every control algorithm as the conformance suite runs it: small, with its defaults where there are some."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import rl_modules
+from datamodules import ReplayDataModule, RolloutDataModule
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm with data small enough for a second or two.
+
+    Args:
+        name: the class in ``rl_modules``.
+        env_id: where it trains.
+        other_env_id: another environment of the same spaces; None: there is none.
+        foreign_env_id: an environment of other spaces that the algorithm could act in.
+        model: the module's arguments.
+        data: the datamodule's.
+        has_gradient: false for tables.
+    """
+
+    name: str
+    env_id: str = "CartPole-v1"
+    other_env_id: str | None = "tests.conformance.envs:make_short_cartpole"
+    foreign_env_id: str = "Acrobot-v1"
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    replays: bool = False
+    has_gradient: bool = True
+
+    def make_model(self, **arguments: Any) -> Any:
+        return getattr(rl_modules, self.name)(**{**self.model, **arguments})
+
+    def make_data(self, env_id: Any = None, **arguments: Any) -> Any:
+        kind: Callable[..., Any] = ReplayDataModule if self.replays else RolloutDataModule
+        defaults = {"eval_freq": 0, "n_eval_episodes": 2, "n_test_episodes": 2, "total_timesteps": 256}
+        return kind(self.env_id if env_id is None else env_id, **{**defaults, **self.data, **arguments})
+
+
+ON_POLICY = {"n_envs": 4, "n_steps": 16}
+REPLAY = {"n_envs": 2, "buffer_size": 1000, "learning_starts": 32, "train_freq": 4, "batch_size": 8}
+MAZE = {"env_id": "Maze-v0", "other_env_id": "tests.conformance.envs:make_short_maze", "foreign_env_id": "FrozenLake-v1",
+        "data": {"n_envs": 2, "total_timesteps": 64}, "has_gradient": False}  # fmt: skip
+
+CASES = [
+    Case("PPO", data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
+    Case("A2C", data={"n_envs": 4}),
+    Case("REINFORCE", model={"psi": "baseline"}, data=ON_POLICY),
+    Case("TRPO", model={"n_critic_updates": 2, "batch_size": 32}, data=ON_POLICY),
+    Case("DQN", model={"target_update_interval": 20}, data=REPLAY, replays=True),
+    Case("MonteCarlo", **MAZE),
+    Case("SARSA", **MAZE),
+    Case("QLearning", **MAZE),
+]

@@ -1,0 +1,564 @@
+"""What a stranger does next, for every control algorithm: a second fit, another environment, a subclass, callbacks."""
+
+import copy
+import pickle
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger
+
+from rl_modules.common.errors import UsageError
+from tests.conformance.control import CASES, Case
+from tests.training import fit
+
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_gradient = pytest.mark.parametrize("case", [c for c in CASES if c.has_gradient], ids=lambda case: case.name)
+
+
+class Rows:
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def logger(self, folder: Path) -> CSVLogger:
+        logger = CSVLogger(folder)
+        logger.log_metrics = lambda metrics, step=None: self.rows.append((step, dict(metrics)))  # type: ignore[method-assign,misc,assignment]
+        return logger
+
+    def curve(self, name: str) -> dict[int, float]:
+        return {step: metrics[name] for step, metrics in self.rows if name in metrics}
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(one[name], other[name]) for name in one)
+
+
+# -------------------------------------------------------------------- fits
+
+
+@each
+def test_the_datamodules_defaults_fit_the_algorithm(case: Case) -> None:
+    kept = {k: v for k, v in case.data.items() if k in ("n_envs", "buffer_size", "learning_starts", "total_timesteps")}
+    data = type(case.make_data())(case.env_id, eval_freq=0, **{"total_timesteps": 64, **kept})
+    fit(case.make_model(), data)
+    assert data.num_timesteps >= 64
+
+
+@each
+def test_a_second_fit_learns_like_the_first(case: Case) -> None:
+    model = case.make_model()
+    fit(model, case.make_data())
+    first = weights(model)
+    data = case.make_data()
+    fit(model, data)
+    assert data.num_timesteps >= data.total_timesteps
+    assert differ(first, weights(model))
+
+
+@each
+def test_a_second_fit_with_the_same_trainer_and_more_transitions(case: Case, make_trainer: Any) -> None:
+    model, trainer = case.make_model(), make_trainer()
+    trainer.fit(model, datamodule=case.make_data())
+    trainer.should_stop = False
+    more = case.make_data(total_timesteps=512 if case.has_gradient else 128)
+    trainer.fit(model, datamodule=more)
+    assert more.num_timesteps >= more.total_timesteps
+
+
+@each
+def test_a_second_fit_may_have_another_number_of_environments(case: Case) -> None:
+    model = case.make_model()
+    fit(model, case.make_data())
+    data = case.make_data(n_envs=3, **({"batch_size": "auto"} if case.name == "PPO" else {}))
+    fit(model, data)
+    assert data.num_timesteps >= data.total_timesteps
+
+
+@each
+def test_scheduled_values_begin_anew(case: Case) -> None:
+    schedules = {"PPO": {"clip_range": "lin_0.2", "learning_rate": "lin_0.001"}, "A2C": {"learning_rate": "lin_0.001"},
+                 "REINFORCE": {"learning_rate": "lin_0.001"}, "TRPO": {"target_kl": "lin_0.01"},
+                 "DQN": {"learning_rate": "lin_0.001"}}.get(case.name, {"learning_rate": "lin_0.5"})  # fmt: skip
+    seen: list[dict[str, float]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            names = ("clip_range", "target_kl", "exploration_rate", "epsilon", "step_size")
+            now = {name: float(getattr(module, name)) for name in names if hasattr(module, name)}
+            now["lr"] = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0
+            seen.append(now)
+
+    model = case.make_model(**schedules)
+    fit(model, case.make_data(), callbacks=[Watch()])
+    first, last = seen[0], seen[-1]
+    assert first != last
+    seen.clear()
+    fit(model, case.make_data(), callbacks=[Watch()])
+    assert seen[0] == first
+
+
+def test_the_target_network_moves_in_a_second_fit() -> None:
+    case = next(case for case in CASES if case.name == "DQN")
+    moves = 0
+
+    class Counted(type(case.make_model())):  # type: ignore[misc]
+        def update_target(self) -> None:
+            nonlocal moves
+            before = self._target_updates
+            super().update_target()
+            moves += self._target_updates > before
+
+    model = Counted(target_update_interval=20)
+    counts = []
+    for _ in range(2):
+        moves = 0
+        fit(model, case.make_data())
+        counts.append(moves)
+    assert counts[0] == counts[1] >= 8
+
+
+@each
+def test_another_environment_of_the_same_spaces(case: Case) -> None:
+    model = case.make_model()
+    fit(model, case.make_data())
+    data = case.make_data(case.other_env_id)
+    trainer = fit(model, data)
+    assert data.num_timesteps >= data.total_timesteps
+    assert "test/mean_reward" in trainer.test(model, datamodule=data, verbose=False)[0]
+
+
+@each
+def test_another_space_is_answered_with_both(case: Case) -> None:
+    model = case.make_model()
+    fit(model, case.make_data())
+    before = weights(model)
+    with pytest.raises(UsageError, match=r"was trained with the \w+_space .*, but .* has"):
+        fit(model, case.make_data(case.foreign_env_id))
+    assert not differ(before, weights(model))
+
+
+@each
+def test_a_loaded_checkpoint_is_a_warm_start(case: Case, tmp_path: Path) -> None:
+    model = case.make_model()
+    fit(model, case.make_data()).save_checkpoint(tmp_path / "a.ckpt")
+    loaded = type(model).load_from_checkpoint(tmp_path / "a.ckpt")
+    assert not differ(weights(model), weights(loaded))
+    data = case.make_data(case.other_env_id)
+    fit(loaded, data)
+    assert data.num_timesteps >= data.total_timesteps
+    assert differ(weights(model), weights(loaded))
+
+
+@each
+def test_init_from_takes_the_weights_and_nothing_else(case: Case, tmp_path: Path) -> None:
+    model = case.make_model()
+    fit(model, case.make_data()).save_checkpoint(tmp_path / "a.ckpt")
+    trained = weights(model)
+    started: list[dict[str, torch.Tensor]] = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            started.append(weights(module))
+            assert trainer.datamodule.num_timesteps == 0
+
+    fit(case.make_model(init_from=str(tmp_path / "a.ckpt")), case.make_data(case.other_env_id), callbacks=[Watch()])
+    assert not differ(trained, started[0])
+    with pytest.raises(UsageError, match="has"):
+        fit(case.make_model(init_from=str(tmp_path / "a.ckpt")), case.make_data(case.foreign_env_id))
+    with pytest.raises(UsageError, match="init_from='nowhere.ckpt' can't be read"):
+        fit(case.make_model(init_from="nowhere.ckpt"), case.make_data())
+
+
+def test_a_warm_start_carries_the_normalisers_statistics(tmp_path: Path) -> None:
+    case = CASES[0]
+    normal = {"norm_obs": True, "norm_reward": True}
+    model, data = case.make_model(), case.make_data(**normal)
+    fit(model, data).save_checkpoint(tmp_path / "a.ckpt")
+    trained = data.collector.normalizers.of_observations.running
+    for init in ("load", "init_from"):
+        if init == "load":
+            start = type(model).load_from_checkpoint(tmp_path / "a.ckpt")
+        else:
+            start = case.make_model(init_from=str(tmp_path / "a.ckpt"))
+        again = case.make_data(**normal)
+        fit(start, again)
+        count = again.collector.normalizers.of_observations.running.count
+        # Four environments: a step's observations each, and the first.
+        assert count == pytest.approx(trained.count + 256 + 4, abs=1e-3)
+        assert again.collector.normalizers.of_rewards.running.count > 2 * 256 - 1
+    anew = case.make_data(**normal, warm_start_statistics=False)
+    fit(type(model).load_from_checkpoint(tmp_path / "a.ckpt"), anew)
+    assert anew.collector.normalizers.of_observations.running.count == pytest.approx(256 + 4, abs=1e-3)
+
+
+def test_a_failed_fit_leaves_the_statistics_it_trained_with() -> None:
+    case = CASES[0]
+    model, data = case.make_model(), case.make_data(norm_obs=True)
+
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                raise KeyError("something else")
+
+    with pytest.raises(KeyError):
+        fit(model, data, callbacks=[Fails()])
+    mean = data.collector.normalizers.of_observations.running.mean
+    np.testing.assert_array_equal(model.observation_statistics[0], mean)
+    raw = np.array([0.3, 1.0, -0.1, 0.5], np.float32)
+    normalised = data.collector.normalizers.observation(raw)
+    observed: list[Any] = []
+    inner, model.act = model.act, lambda o, **k: (observed.append(o), inner(o, **k))[1]
+    model.predict(raw)
+    np.testing.assert_array_equal(observed[0][0].numpy(), normalised)
+
+
+# -------------------------------------------------------------------- metrics and callbacks
+
+
+@each
+def test_a_subclass_records_in_half_of_its_updates(case: Case, tmp_path: Path) -> None:
+    base = type(case.make_model())
+
+    class Mine(base):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.record(every=float(batch_idx))
+            if batch_idx % 2 == 0:
+                self.record(mine=torch.tensor(2.0), other=torch.tensor(float(batch_idx)))
+            self.log("logged", 3.0)
+            return super().training_step(batch, batch_idx)
+
+    rows = Rows()
+    model, data = Mine(**case.model), case.make_data()
+    fit(model, data, logger=rows.logger(tmp_path))
+    plain = Rows()
+    fit(case.make_model(), case.make_data(), logger=plain.logger(tmp_path))
+    assert set(rows.curve("train/mine").values()) == {2.0}
+    assert set(rows.curve("logged").values()) == {3.0}
+    # On the transitions axis, like every other curve.
+    assert rows.curve("logged").keys() == rows.curve("train/mine").keys() <= rows.curve("time/total_timesteps").keys()
+    assert all(step == value for step, value in rows.curve("time/total_timesteps").items())
+    ours = {name for _, metrics in plain.rows for name in metrics if name.startswith("train/")}
+    for name in ours:
+        assert rows.curve(name) == plain.curve(name), name
+
+
+@each
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_callbacks_that_monitor(case: Case, log_every: int, tmp_path: Path) -> None:
+    callbacks = [
+        EarlyStopping("rollout/ep_rew_mean", mode="max", patience=50),
+        ModelCheckpoint(tmp_path, monitor="rollout/ep_rew_mean", mode="max", save_top_k=1),
+        Timer(interval="epoch"),
+    ]
+    small = {} if case.replays else {"rollouts_per_epoch": 1}
+    data = case.make_data(**small)
+    trainer = fit(case.make_model(log_every=log_every), data, callbacks=callbacks, enable_checkpointing=True)
+    assert data.num_timesteps >= data.total_timesteps
+    assert np.isfinite(trainer.callback_metrics["rollout/ep_rew_mean"])
+    assert Path(callbacks[1].best_model_path).is_file()
+
+
+@each_gradient
+def test_learning_rate_monitor_and_csv_share_the_transitions_axis(case: Case, tmp_path: Path) -> None:
+    rows = Rows()
+    model = case.make_model(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
+    small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 1}
+    fit(model, case.make_data(**small), logger=rows.logger(tmp_path), callbacks=[LearningRateMonitor()])
+    monitored = next(name for _, metrics in rows.rows for name in metrics if name.startswith("lr-"))
+    epochs = [0, *rows.curve("time/total_timesteps")]
+    assert list(rows.curve(monitored)) == epochs[: len(rows.curve(monitored))]
+    assert len(rows.curve(monitored)) > 2
+
+
+@each_gradient
+def test_stochastic_weight_averaging(case: Case) -> None:
+    if case.name == "TRPO":
+        pytest.skip("its step is not the optimizer's")
+    small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 1}
+    data = case.make_data(**small)
+    fit(case.make_model(), data, max_epochs=4, callbacks=[StochasticWeightAveraging(1e-3, swa_epoch_start=2)])
+    assert data.num_timesteps > 0
+
+
+@each
+@pytest.mark.parametrize(
+    "arguments",
+    [{"fast_dev_run": 2}, {"limit_train_batches": 2, "max_epochs": 2}, {"max_steps": 3}, {"max_time": "00:00:00:20"},
+     {"overfit_batches": 1, "max_epochs": 2}, {"reload_dataloaders_every_n_epochs": 1},
+     {"detect_anomaly": True, "max_steps": 2}, {"accumulate_grad_batches": 2, "max_epochs": 2},
+     {"gradient_clip_val": 0.1, "max_epochs": 2}],
+    ids=lambda arguments: next(iter(arguments)),
+)  # fmt: skip
+def test_trainer_arguments(case: Case, arguments: dict[str, Any]) -> None:
+    if "accumulate_grad_batches" in arguments or "gradient_clip_val" in arguments:
+        if case.name == "TRPO" or not case.has_gradient:
+            pytest.skip("Lightning refuses it under manual optimization, in a sentence of its own")
+    model, data = case.make_model(), case.make_data()
+    fit(model, data, **arguments)
+    fit(model, case.make_data(), **arguments)
+    assert data.num_timesteps > 0
+
+
+@each
+@pytest.mark.parametrize("given", [{"check_val_every_n_epoch": 3}, {"val_check_interval": 2}])
+def test_validation_cadence_given_to_the_trainer_is_kept(case: Case, given: dict[str, Any], make_trainer: Any) -> None:
+    trainer = make_trainer(max_epochs=3, **given)
+    small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 2}
+    epochs: list[int] = []
+
+    class Watch(L.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            epochs.append(trainer.current_epoch)
+
+    trainer.callbacks.append(Watch())
+    trainer.fit(case.make_model(), datamodule=case.make_data(eval_freq=64, total_timesteps=10_000, **small))
+    if "check_val_every_n_epoch" in given:
+        assert epochs == [2]
+    else:
+        assert epochs.count(0) >= 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@each
+def test_precisions(case: Case, precision: str) -> None:
+    model, data = case.make_model(), case.make_data(**({} if case.replays else {"rollouts_per_epoch": 1}))
+    fit(model, data, precision=precision)
+    assert data.num_timesteps >= data.total_timesteps
+    expected = torch.float64 if precision == "64-true" or not case.has_gradient else torch.float32
+    assert {value.dtype for value in model.state_dict().values() if value.is_floating_point()} == {expected}
+    action, _ = model.predict(data.setup("test") or data.observation_space.sample())
+    assert np.shape(action) == ()
+
+
+@each
+def test_an_interrupted_fit_can_be_followed_by_another(case: Case) -> None:
+    class Interrupt(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    model = case.make_model()
+    # Lightning ends the process after Ctrl-C.
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(model, case.make_data(), callbacks=[Interrupt()])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    data = case.make_data()
+    fit(model, data)
+    assert data.num_timesteps >= data.total_timesteps
+
+
+@each
+def test_the_module_is_copied_and_pickled(case: Case) -> None:
+    model, data = case.make_model(), case.make_data()
+    fit(model, data)
+    model.trainer = None
+    data.setup("test")
+    observation = np.stack([data.observation_space.sample() for _ in range(8)])
+    expected, _ = model.predict(observation, deterministic=True)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        np.testing.assert_array_equal(again.predict(observation, deterministic=True)[0], expected)
+        fit(again, case.make_data())
+    assert not differ(weights(model), weights(copy.deepcopy(model)))
+
+
+@each_gradient
+def test_forward_is_the_deterministic_policy_and_can_be_exported(case: Case) -> None:
+    model, data = case.make_model(), case.make_data()
+    fit(model, data)
+    data.setup("test")
+    observation = torch.from_numpy(np.stack([data.observation_space.sample() for _ in range(8)]))
+    expected, _ = model.predict(observation.numpy(), deterministic=True)
+    np.testing.assert_array_equal(model(observation).numpy(), expected)
+    exported = torch.export.export(model.eval(), (observation,))
+    np.testing.assert_array_equal(exported.module()(observation).numpy(), expected)
+
+
+@pytest.mark.slow
+@each_gradient
+def test_a_compiled_module_trains(case: Case) -> None:
+    data = case.make_data()
+    fit(torch.compile(case.make_model()), data)
+    assert data.num_timesteps >= data.total_timesteps
+
+
+# -------------------------------------------------------------------- environments
+
+
+@pytest.mark.parametrize("env_id", ["tests.conformance.envs:make_counting", "callable", "instance"])
+@pytest.mark.parametrize("name", ["PPO", "DQN"])
+def test_a_vector_that_the_user_made(env_id: str, name: str) -> None:
+    from tests.conformance.envs import make_counting
+
+    case = next(case for case in CASES if case.name == name)
+    given: Any = {"callable": make_counting, "instance": make_counting(3)}.get(env_id, env_id)
+    arguments = {**case.data, "total_timesteps": 120, "eval_freq": 0, "n_eval_episodes": 4}
+    arguments.pop("batch_size", None)
+    data = type(case.make_data())(given, **arguments)
+    model = case.make_model()
+    trainer = fit(model, data)
+    assert data.n_envs == 3
+    assert data.num_timesteps >= 120
+    assert set(data.collector.episodes.lengths) == {5}
+    if env_id == "instance":
+        with pytest.raises(UsageError, match="can't be evaluated meanwhile"):
+            trainer.validate(model, datamodule=data, verbose=False)
+    else:
+        assert trainer.validate(model, datamodule=data, verbose=False)[0]["eval/mean_ep_length"] == 5.0
+
+
+def test_an_environment_that_returns_one_buffer_has_true_final_observations() -> None:
+    from datamodules.collector import Collector
+    from datamodules.envs.vector import make_vector_env
+    from tests.conformance.envs import Buffered
+
+    for mode in ("same_step", "next_step", "disabled"):
+        envs = make_vector_env(Buffered, 2, "sync", mode)
+        rollout = Collector(envs, [1, 2], 3, "test").collect(
+            lambda o, g: {"action": torch.zeros(2, dtype=torch.int64)}, 9, torch.device("cpu")
+        )
+        over = rollout["truncated"]
+        assert over.any()
+        assert (rollout["next_observation"][over] == 4.0).all(), mode
+
+
+@pytest.mark.parametrize("mode", ["next_step", "disabled"])
+def test_final_observations_are_normalised_as_they_were_seen(mode: str) -> None:
+    from datamodules.collector import Collector
+    from datamodules.envs.vector import make_vector_env
+    from datamodules.normalization import Normalizers, ObservationNormalizer
+    from tests.conformance.envs import Drift
+
+    def valid_rows(mode: str, n_steps: int) -> dict[str, torch.Tensor]:
+        envs = make_vector_env(Drift, 1, "sync", mode)
+        collector = Collector(envs, [4], 3, "test", Normalizers(ObservationNormalizer(Drift.observation_space)))
+        rollout = collector.collect(
+            lambda o, g: {"action": torch.zeros(1, dtype=torch.int64)}, n_steps, torch.device("cpu")
+        )
+        return {name: rollout[name][rollout["valid"]] for name in ("observation", "next_observation", "truncated")}  # type: ignore[literal-required]
+
+    one, other = valid_rows("same_step", 24), valid_rows(mode, 40)
+    assert one["truncated"].sum() > 3
+    for name in one:
+        assert torch.equal(one[name], other[name][:24]), name
+
+
+def test_an_evaluation_that_never_ends_is_cut_and_says_so() -> None:
+    from tests.conformance.envs import Endless
+
+    case = CASES[0]
+    data = case.make_data(Endless, eval_max_steps=50)
+    model = case.make_model()
+    trainer = fit(model, data)
+    started_s = time.monotonic()
+    with pytest.warns(UserWarning, match="2 evaluation episodes were cut after eval_max_steps=50"):
+        result = trainer.test(model, datamodule=data, verbose=False)[0]
+    assert result["test/mean_ep_length"] == 50
+    assert time.monotonic() - started_s < 60
+
+
+# -------------------------------------------------------------------- arguments
+
+
+@each
+def test_numpy_numbers_are_stored_as_plain_ones(case: Case, tmp_path: Path) -> None:
+    model = case.make_model(gamma=np.float64(0.97), **({"net_arch": [np.int64(8)]} if case.has_gradient else {}))
+    data = case.make_data(n_envs=np.int64(case.data["n_envs"]), seed=np.int32(3))
+    fit(model, data).save_checkpoint(tmp_path / "a.ckpt")
+    again = type(model).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert again.hparams["gamma"] == 0.97
+    assert type(again.hparams["gamma"]) is float
+
+
+@each_gradient
+def test_weights_that_are_no_numbers_stop_the_run_in_python(case: Case, tmp_path: Path) -> None:
+    base = type(case.make_model())
+
+    class Diverges(base):  # type: ignore[misc,valid-type]
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            with torch.no_grad():
+                next(self.network.parameters()).fill_(float("nan"))
+
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+    with pytest.raises(UsageError, match=r"the parameter network\.\S+ is NaN or infinite|NaN"):
+        fit(Diverges(**case.model), case.make_data(), callbacks=[saver], enable_checkpointing=True)
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("net_arch", [{"pi": [32]}, {"pi": [8], "vf": [8], "q": [8]}, [64, -1], [0], 64, "64"])
+def test_a_wrong_net_arch_is_named(net_arch: Any) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"net_arch={net_arch}")):
+        fit(CASES[0].make_model(net_arch=net_arch), CASES[0].make_data())
+
+
+def test_an_environment_instance_is_answered_with_what_to_give() -> None:
+    import gymnasium as gym
+
+    from datamodules import RolloutDataModule
+
+    with pytest.raises(UsageError, match=r"is one environment.*RolloutDataModule\('CartPole-v1'\)"):
+        RolloutDataModule(gym.make("CartPole-v1"))
+
+
+def test_a_policy_from_torch_distributions_trains() -> None:
+    from rl_modules import PPO
+
+    class Mine(PPO):
+        def build_network(self) -> None:
+            super().build_network()
+            inner = self.network.forward
+            self.network.forward = lambda o: (  # type: ignore[method-assign]
+                torch.distributions.Categorical(logits=inner(o)[0].log_p), inner(o)[1]
+            )  # fmt: skip
+
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # private randomness: the global generator changes nothing
+        model = Mine()
+        fit(model, CASES[0].make_data())
+        runs.append(weights(model))
+    assert not differ(*runs)
+
+
+def test_the_reward_normaliser_discounts_by_the_algorithms_gamma() -> None:
+    case = CASES[0]
+    data = case.make_data(norm_reward=True)
+    fit(case.make_model(gamma=0.9), data)
+    assert data.collector.normalizers.of_rewards.gamma == 0.9
+
+
+def test_learning_rate_finder() -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    case = CASES[0]
+    trainer = L.Trainer(max_epochs=-1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                        enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    model, data = case.make_model(learning_rate=1e-3), case.make_data(total_timesteps=100_000)
+    finder = Tuner(trainer).lr_find(model, datamodule=data, num_training=20, update_attr=True)
+    assert finder is not None
+    assert len(finder.results["loss"]) >= 10
+
+
+def test_a_simple_profiler_reports(tmp_path: Path) -> None:
+    from lightning.pytorch.profilers import SimpleProfiler
+
+    fit(CASES[0].make_model(), CASES[0].make_data(), profiler=SimpleProfiler(tmp_path, "profile"))
+    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
