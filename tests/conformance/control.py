@@ -42,8 +42,9 @@ class Case:
 
 ON_POLICY = {"n_envs": 4, "n_steps": 16}
 REPLAY = {"n_envs": 2, "buffer_size": 1000, "learning_starts": 32, "train_freq": 4, "batch_size": 8}
-MAZE = {"env_id": "Maze-v0", "other_env_id": "tests.conformance.envs:make_short_maze", "foreign_env_id": "FrozenLake-v1",
-        "data": {"n_envs": 2, "total_timesteps": 64}, "has_gradient": False}  # fmt: skip
+MAZE = {"env_id": "Maze-v0", "other_env_id": "tests.conformance.envs:make_short_maze",
+        "foreign_env_id": "FrozenLake-v1", "data": {"n_envs": 2, "total_timesteps": 64},
+        "has_gradient": False}  # fmt: skip
 
 CASES = [
     Case("PPO", data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
