@@ -167,7 +167,7 @@ class PromptDataModule(LanguageDataModule):
             raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
                              f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
         return Demonstrations(
-            self.encode_prompts([record["prompt"] for record in records]),
+            self.encode_prompts([record["prompt"] for record in records], records),
             self.encode_completions([record["completion"] for record in records]),
             self.ptx_batch_size,
             self.seed,

@@ -251,3 +251,22 @@ def test_export_refuses_other_checkpoints_and_full_folders(rl, trained):
     code, _, err = rl("export", "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--output", ".")
     assert code == 1
     assert "exists already" in err
+
+
+def test_rows_that_are_left_out_are_reported_during_fit(rl, caplog):
+    pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no" * (1 + i % 3)} for i in range(8)]
+    pairs += [{"prompt": "same?", "chosen": "a", "rejected": "a"}] * 2 + [
+        {"prompt": "x" * 90, "chosen": "a", "rejected": "b"}
+    ]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config = {**CONFIG, "model": {"class_path": "RewardModel", "init_args": {"model_config": TINY}},
+              "data": {"class_path": "PreferenceDataModule", "init_args": {
+                  "path": "pairs.jsonl", "batch_size": 4, "max_length": 64, "overlong": "drop"}}}  # fmt: skip
+    Path("pairs.yaml").write_text(yaml.safe_dump(config))
+    code, _, err = rl("fit", "--config", "pairs.yaml", "--trainer.max_steps", "1")
+    assert code == 0, err
+    said = [record.message for record in caplog.records if "left out" in record.message]
+    assert said == [
+        "pairs.jsonl: 1 of 11 pairs left out, they are longer than 64 tokens",
+        "pairs.jsonl: 2 of 11 pairs left out, they have chosen equal to rejected",
+    ]
