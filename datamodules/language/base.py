@@ -11,6 +11,7 @@ from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.tasks import make_task
+from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -118,6 +119,7 @@ class LanguageDataModule(L.LightningDataModule):
         self.task = None if task is None else make_task(task, **{"seed": seed, **(task_kwargs or {})})
         specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
         self.rewards = RewardFunctions([load_reward_func(spec, self.task) for spec in specs], reward_time_limit_s)
+        self.rewards.trainer_state = TrainerState()
         self.train_records: list[Record] = []
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
@@ -227,6 +229,11 @@ class LanguageDataModule(L.LightningDataModule):
             self._permutations = {k: v for k, v in self._permutations.items() if k == epoch - 1} | {epoch: order}
         return self._permutations[epoch][offset]
 
+    @property
+    def epochs_seen(self) -> float:
+        """Passes over the training records so far, which a datamodule that counts records knows."""
+        return 0.0
+
     # ---------------------------------------------------------------- evaluation
 
     @property
@@ -313,6 +320,7 @@ class LanguageDataModule(L.LightningDataModule):
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
+        self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
         rewards = self.rewards(repeated, texts, ids)
         correct = None
         if len(self.rewards):

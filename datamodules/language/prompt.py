@@ -99,6 +99,10 @@ class PromptDataModule(LanguageDataModule):
             self.drawn = self.generation = self._position = 0
             self._fields = None
 
+    @property
+    def epochs_seen(self) -> float:
+        return self.drawn / max(1, len(self.train_records))
+
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:

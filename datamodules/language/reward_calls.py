@@ -10,10 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
 
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
-_NOT_PASSED = frozenset({"prompt", "completion", "completion_ids", "prompt_ids"})
+_NOT_PASSED = frozenset(
+    {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
+)
+#: What is passed that has no value per completion.
+_SHARED = frozenset({"trainer_state"})
 
 
 class RewardFunctions:
@@ -34,6 +39,8 @@ class RewardFunctions:
             raise UsageError(f"the reward functions' time limit of {time_limit_s} s must be positive")
         self.funcs = list(funcs)
         self.time_limit_s = time_limit_s
+        #: Passed as ``trainer_state``, as TRL does; None: not passed.
+        self.trainer_state: TrainerState | None = None
         #: One name per function, all different, for metrics.
         self.names = _distinct([function_name(func) for func in self.funcs])
 
@@ -69,6 +76,8 @@ class RewardFunctions:
             "completion_ids": completion_ids,
             **columns_of(records),
         }
+        if self.trainer_state is not None:
+            given["trainer_state"] = self.trainer_state
         rewards = torch.full((len(records), len(self.funcs)), math.nan)
         for j, (func, name) in enumerate(zip(self.funcs, self.names, strict=True)):
             values = self._scores(func, name, given, len(records))
@@ -116,7 +125,7 @@ class RewardFunctions:
     def _first_failing(self, func: Callable[..., Any], arguments: dict[str, Any], n: int) -> int | None:
         """The first sample that fails on its own, found by calling the function on one after the other."""
         for i in range(n):
-            one = {key: value if value is None else [value[i]] for key, value in arguments.items()}
+            one = {key: value if value is None or key in _SHARED else [value[i]] for key, value in arguments.items()}
             try:
                 self._call(func, one)
             except (Exception, SystemExit):
@@ -150,7 +159,7 @@ def _accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dic
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
         if needed and parameter.name not in given:
-            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids")]
+            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids", *_SHARED)]
             raise UsageError(f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
                              f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
