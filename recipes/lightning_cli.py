@@ -221,6 +221,9 @@ class RLCLI(LightningCLI):
             raise cause or UsageError(" ".join(str(error).split())) from error
         except MisconfigurationException as error:
             raise UsageError(" ".join(str(error).split())) from error
+        if self.checkpoint is not None and self.checkpoint.get("algorithm") == type(self.model).__name__:
+            # Tokenizer and architecture come from the checkpoint: their directory may be gone.
+            self.model.hparams["description"] = self.checkpoint["hyper_parameters"]["description"]
         self._check_environment()
 
     def _check_environment(self) -> None:

@@ -23,7 +23,8 @@ Rollout = dict[str, Any]
 class JudgedPolicy(LanguagePolicy):
     """A policy beside a reference to stay near and a reward model, either of which may be missing.
 
-    Both are in a checkpoint, which therefore loads and goes on without the directories that they came from.
+    A checkpoint has the path and a digest of both; with ``save_frozen_weights`` it holds their weights, and then loads
+    and resumes without the directories that they came from.
     """
 
     #: Mean score of demonstrations, which rewards are measured from.
@@ -60,9 +61,7 @@ class JudgedPolicy(LanguagePolicy):
         hp: Any = self.hparams
         self.register_buffer("reward_offset", torch.zeros(()))
         if hp.description is not None:
-            # Their weights are in the checkpoint.
-            self.reward_model = self._described("reward_config", "score")
-            self.reference = self._described("reference_config", "causal")
+            self._build_described(config)
             return
         if hp.reward_model_name_or_path is not None:
             self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
@@ -70,6 +69,32 @@ class JudgedPolicy(LanguagePolicy):
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
         elif self.wants_reference and hp.lora is None:
             self.reference = frozen(copy.deepcopy(self.model))
+
+    def _build_described(self, config: Any) -> None:
+        """Reference and reward model of a checkpoint: read again, or built for the weights that it brings."""
+        hp: Any = self.hparams
+        judge, reference = self.frozen_source("reward_model."), self.frozen_source("reference.")
+        if judge is not None:
+            self.reward_model = frozen(self._read_reward_model(judge))
+        else:
+            self.reward_model = self._described("reward_config", "score")
+        if reference is None:
+            self.reference = self._described("reference_config", "causal")
+        elif hp.ref_model_name_or_path is not None:
+            self.reference = frozen(self._read_reference(reference))
+        else:
+            self.reference = frozen(make_model(config, reference, "causal", hp.torch_dtype, hp.attn_implementation))
+
+    def frozen_arguments(self) -> dict[str, str]:
+        hp: Any = self.hparams
+        arguments = super().frozen_arguments()
+        if self.reward_model is not None:
+            arguments["reward_model."] = "reward_model_name_or_path"
+        if self.reference is not None:
+            name = "ref_model_name_or_path" if hp.ref_model_name_or_path is not None else "model_name_or_path"
+            if hp[name] is not None:  # else a copy of new weights
+                arguments["reference."] = name
+        return arguments
 
     def train(self, mode: bool = True) -> "JudgedPolicy":
         super().train(mode)

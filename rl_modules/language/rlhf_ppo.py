@@ -151,6 +151,12 @@ class RLHFPPO(JudgedPolicy):
         else:
             self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, hp.lora)
 
+    def frozen_arguments(self) -> dict[str, str]:
+        arguments = super().frozen_arguments()
+        if self.value_model is not None and self.hparams["lora"] is not None:
+            arguments["value_model."] = "reward_model_name_or_path"
+        return arguments
+
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
         if self.value_head is not None:

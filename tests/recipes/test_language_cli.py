@@ -165,6 +165,27 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
         assert torch.equal(resumed["state_dict"][name], value)
 
 
+def test_a_run_whose_source_directory_is_gone_resumes_exactly(rl, trained):
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    assert rl("export", "--ckpt_path", checkpoint, "--output", "start")[0] == 0
+    settings = ["fit", "--config", "tiny.yaml", "--model.model_config", "null", "--model.model_name_or_path", "start",
+                "--model.lr_scheduler_type", "constant", "--seed_everything", "5"]  # fmt: skip
+    assert rl(*settings)[0] == 0
+    assert rl(*settings, "--trainer.max_steps", "3")[0] == 0
+    Path("start").rename("elsewhere")
+    code, out, err = rl(*settings, "--resume")
+    assert code == 0, err
+    assert "going on from" in out and "description" not in out
+    whole, resumed = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)
+                      for i in range(2))  # fmt: skip
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value)
+    code, out, err = rl("test", *settings[1:5], "--model.model_name_or_path", "start", "--ckpt_path", "last")
+    assert code == 0 and "eval/pass@1" in out, err
+    code, _, err = rl(*settings)
+    assert code == 1 and "'start' can't be loaded" in err
+
+
 def test_progress_bar_counts_optimizer_steps(monkeypatch, capsys, make_trainer):
     from datamodules import InstructionDataModule
     from recipes.language import StepProgressBar

@@ -402,7 +402,7 @@ def test_runs_resume_exactly_between_generations_with_a_reward_model_whose_direc
     judge.export(tmp_path / "judge")
 
     def make():
-        return grpo(reward_model_name_or_path=str(tmp_path / "judge"), beta=0.1)
+        return grpo(reward_model_name_or_path=str(tmp_path / "judge"), beta=0.1, save_frozen_weights=True)
 
     assert_resumes_exactly(make, addition, tmp_path, epochs=3)
     (tmp_path / "judge").rename(tmp_path / "elsewhere")
