@@ -114,7 +114,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     def of_one(name: str) -> bytes:
         tensor = tensors[name].detach().cpu().contiguous()
         sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return sha.digest()
 
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run

@@ -149,6 +149,10 @@ class GRPO(JudgedPolicy):
     def wants_reference(self) -> bool:
         return self.beta > 0
 
+    @property
+    def reference_is_frozen(self) -> bool:
+        return not self.hparams["sync_ref_model"]
+
     def build_model(self, config: Any, source: str | None) -> None:
         super().build_model(config, source)
         if self.hparams["sync_ref_model"]:

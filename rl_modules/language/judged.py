@@ -42,6 +42,11 @@ class JudgedPolicy(LanguagePolicy):
         """Whether anything asks for the reference's log-probabilities."""
         return True
 
+    @property
+    def reference_is_frozen(self) -> bool:
+        """Whether the reference keeps the weights that it was read with; else checkpoints must hold them."""
+        return True
+
     # ---------------------------------------------------------------- models
 
     def describe(self, config: Any) -> dict[str, Any]:
@@ -90,7 +95,7 @@ class JudgedPolicy(LanguagePolicy):
         arguments = super().frozen_arguments()
         if self.reward_model is not None:
             arguments["reward_model."] = "reward_model_name_or_path"
-        if self.reference is not None:
+        if self.reference is not None and self.reference_is_frozen:
             name = "ref_model_name_or_path" if hp.ref_model_name_or_path is not None else "model_name_or_path"
             if hp[name] is not None:  # else a copy of new weights
                 arguments["reference."] = name

@@ -67,6 +67,9 @@ CASES = {
     "grpo other reference": (
         lambda p: GRPO(p["policy"], beta=0.1, ref_model_name_or_path=p["other"], **SAMPLING), prompts,
         {"model", "reward_offset"}),
+    "grpo moving reference": (
+        lambda p: GRPO(p["policy"], beta=0.1, ref_model_name_or_path=p["other"], sync_ref_model=True,
+                       ref_model_sync_steps=1, **SAMPLING), prompts, {"model", "reference", "reward_offset"}),
     "grpo lora": (lambda p: GRPO(p["policy"], beta=0.1, lora=LORA, **SAMPLING), prompts, {"model", "reward_offset"}),
     "ppo": (lambda p: RLHFPPO(p["policy"], p["judge"], **SAMPLING), ppo_prompts,
             {"model", "value_model", "reward_offset"}),
@@ -78,7 +81,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_frozen_weights_are_left_out_and_runs_resume_exactly(case, paths, tmp_path):
     make, data, parts = CASES[case]
-    assert_resumes_exactly(lambda: make(paths), data, tmp_path, epochs=2)
+    epochs = 3 if "moving" in case else 2  # the reference moves before a step, from the second on
+    assert_resumes_exactly(lambda: make(paths), data, tmp_path, epochs=epochs)
     checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
     assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == parts
     if "lora" in case:
@@ -87,7 +91,7 @@ def test_frozen_weights_are_left_out_and_runs_resume_exactly(case, paths, tmp_pa
         assert len(checkpoint["optimizer_states"][0]["state"]) < len(kept) + 1
     loaded = type(make(paths)).load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
     again = make(paths)
-    fit(again, data(), max_epochs=2)
+    fit(again, data(), max_epochs=epochs)
     state = again.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
