@@ -133,13 +133,14 @@ class Policy:
         Messages, the system prompt among them, where the policy reads its prompts through the chat template; else the
         text, which is meant to be read with ``chat_template=false``.
         """
-        encoder, prompt = self.data.encoder, record["prompt"]
-        if isinstance(prompt, str) and not encoder.chats:
+        encoder = self.data.encoder
+        prompt = encoder.as_read(record["prompt"])
+        if isinstance(prompt, str):
             return {"prompt": prompt}
         variables = {**encoder.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
         tools = record.get("tools")
         return {
-            "prompt": encoder.messages(prompt),
+            "prompt": prompt,
             **({"chat_template_kwargs": variables} if variables else {}),
             **({"tools": tools} if tools else {}),
         }

@@ -311,7 +311,8 @@ class LanguageDataModule(L.LightningDataModule):
             num_generations: completions per prompt.
 
         Returns:
-            ``prompts`` and ``texts`` (lists of P·K strings), ``rewards`` [P·K, F] (NaN: not applicable),
+            ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
+            chat template), ``rewards`` [P·K, F] (NaN: not applicable),
             ``reward_names``, ``correct`` [P, K] bool (None where there is no reward function to tell), ``answers`` (P
             lists of K), ``length`` and ``finished`` [P·K].
         """
@@ -330,6 +331,7 @@ class LanguageDataModule(L.LightningDataModule):
         k = num_generations
         return {
             "prompts": [_as_text(record["prompt"]) for record in repeated],
+            "asked": [self.encoder.as_read(record["prompt"]) for record in repeated],
             "texts": texts,
             "rewards": rewards,
             "reward_names": self.rewards.names,

@@ -85,6 +85,10 @@ class TextEncoder:
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
+    def as_read(self, prompt: str | Messages) -> str | Messages:
+        """A prompt as the text, or as the messages that the chat template gets."""
+        return prompt if isinstance(prompt, str) and not self.chats else self.messages(prompt)
+
     # ---------------------------------------------------------------- conversations
 
     def conversation(
