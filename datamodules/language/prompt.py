@@ -76,7 +76,7 @@ class PromptDataModule(LanguageDataModule):
         self.generation = 0
         self._position = 0
         self._fields: dict[str, Tensor] | None = None
-        self._order = torch.empty(0, dtype=torch.long)
+        self._order = torch.empty(0, dtype=torch.int64)
         self._shuffler = torch.Generator()
         self._written_at = -1
         self._told_of_lacking = False
@@ -250,7 +250,8 @@ class PromptDataModule(LanguageDataModule):
         assert self.trainer is not None
         if self._world_size == 1:
             return missing
-        return int(self.trainer.strategy.reduce(torch.tensor(float(missing)), reduce_op="max"))
+        value = torch.tensor(missing, dtype=torch.int64, device=self.trainer.strategy.root_device)
+        return int(self.trainer.strategy.reduce(value, reduce_op="max"))
 
     @property
     def _pad_id(self) -> int:

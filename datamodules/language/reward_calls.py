@@ -69,7 +69,7 @@ class RewardFunctions:
             "completion_ids": completion_ids,
             **columns_of(records),
         }
-        rewards = torch.full((len(records), len(self.funcs)), math.nan)
+        rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
         for j, (func, name) in enumerate(zip(self.funcs, self.names, strict=True)):
             values = self._scores(func, name, given, len(records))
             rewards[:, j] = torch.tensor(values, dtype=torch.float32)

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,13 @@ from rl_modules.language.scoring import completion_log_probs, completion_positio
 def frozen(model: Any) -> Any:
     """The same model, without gradient and in evaluation mode."""
     return model.requires_grad_(False).eval()
+
+
+def with_weights_in(model: Any, dtype: torch.dtype) -> Any:
+    """The same model with its parameters in a dtype; buffers such as rotary frequencies keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def without_dropout(config: Any) -> Any:
@@ -53,7 +61,7 @@ class HeadOnPolicy(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
+        self.linear = nn.Linear(hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 

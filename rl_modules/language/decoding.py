@@ -39,10 +39,14 @@ class Prompts:
         listed = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(listed))}
         width = max(map(len, place))
-        tokens = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place])
-        length = torch.tensor([len(prompt) for prompt in place])
+        tokens = torch.tensor(
+            [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place], dtype=torch.int64
+        )
+        length = torch.tensor([len(prompt) for prompt in place], dtype=torch.int64)
         mask = torch.arange(width) >= width - length.unsqueeze(-1)
-        source = torch.tensor([place[prompt] for prompt in listed]).repeat_interleave(num_generations)
+        source = torch.tensor([place[prompt] for prompt in listed], dtype=torch.int64).repeat_interleave(
+            num_generations
+        )
         return cls(tokens.to(device), mask.to(device), length.to(device), source.to(device))
 
     @property
@@ -70,8 +74,8 @@ class Record:
     def __init__(self, limit: Tensor, stops: Tensor, pad_token_id: int) -> None:
         shape = (len(limit), int(limit.max()))
         self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
-        self.tokens = torch.full(shape, pad_token_id, device=limit.device)
-        self.log_prob = torch.zeros(shape, device=limit.device)
+        self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
+        self.log_prob = torch.zeros(shape, dtype=torch.float32, device=limit.device)
         self.length = torch.zeros_like(limit)
         self.finished = torch.zeros_like(limit, dtype=torch.bool)
 
@@ -219,6 +223,6 @@ def _forward(model: Any, cache: RowCache) -> Callable[[Tensor, Tensor, Tensor | 
 
 
 def _any_rank(value: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(value), device=device)
+    flag = torch.tensor(int(value), dtype=torch.int64, device=device)
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
     return bool(flag)

@@ -36,8 +36,9 @@ class GRPO(JudgedPolicy):
     ``repetition_penalty``) or decoding rounds otherwise than training (16 bits), those of one more forward pass.
     Without a KL, completions whose advantage is 0 are in the normalisers but never go through the model.
 
-    Names and defaults are TRL's. Departures from it: ``dapo`` divides by the tokens of the optimizer step (TRL: by an
-    equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of sampling.
+    Names and defaults are those of TRL 1.16. Departures from it: ``dapo`` divides by the tokens of the optimizer step
+    (TRL: by an equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of
+    sampling.
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.
@@ -88,7 +89,7 @@ class GRPO(JudgedPolicy):
         scale_rewards: str = "group",
         importance_sampling_level: str = "token",
         kl_estimator: str = "k3",
-        use_bias_correction_kl: bool = False,
+        use_bias_correction_kl: bool = True,
         reward_weights: list[float] | None = None,
         reward_model_name_or_path: str | None = None,
         ref_model_name_or_path: str | None = None,
@@ -102,7 +103,7 @@ class GRPO(JudgedPolicy):
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
-        max_completion_length: int = 256,
+        max_completion_length: int = 512,
         local_rollout_forward_batch_size: int = 64,
         completions_steps: int = 100,
         learning_rate: float = 1e-6,
@@ -303,8 +304,8 @@ class GRPO(JudgedPolicy):
         """
         values = torch.where(mask, entropy, torch.nan)
         if self._world_size > 1:
-            width = self.trainer.strategy.reduce(torch.tensor(float(values.shape[1])), reduce_op="max")
-            values = self.gathered(torch.nn.functional.pad(values, (0, int(width) - values.shape[1]), value=torch.nan))
+            width = self.most_over_ranks(values.shape[1])
+            values = self.gathered(torch.nn.functional.pad(values, (0, width - values.shape[1]), value=torch.nan))
         threshold = values.flatten().nanquantile(1 - self.top_entropy_quantile)
         chosen = mask & (entropy >= threshold)
         return torch.where(chosen, advantage if advantage.ndim == 2 else advantage.unsqueeze(1), 0.0)
@@ -350,7 +351,7 @@ class GRPO(JudgedPolicy):
             "completions/clipped_ratio": 1 - finished.mean(),
         }
         if "missing" in rollout:
-            metrics["dynamic_sampling/missing"] = torch.tensor(rollout["missing"], device=length.device)
+            metrics["dynamic_sampling/missing"] = rollout["missing"]
         self.record(**metrics)
         ended = length[finished.bool()]
         if len(ended):

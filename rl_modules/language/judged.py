@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
-from rl_modules.language.critics import check_same_tokens, frozen
+from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
@@ -58,7 +58,7 @@ class JudgedPolicy(LanguagePolicy):
         """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams
-        self.register_buffer("reward_offset", torch.zeros(()))
+        self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
         if hp.description is not None:
             # Their weights are in the checkpoint.
             self.reward_model = self._described("reward_config", "score")
@@ -127,6 +127,13 @@ class JudgedPolicy(LanguagePolicy):
     def _world_size(self) -> int:
         return self.trainer.world_size if self._trainer is not None else 1
 
+    def most_over_ranks(self, number: int) -> int:
+        """The largest of the ranks' numbers; the collective runs on the strategy's device."""
+        if self._world_size == 1:
+            return number
+        value = torch.tensor(number, dtype=torch.int64, device=self.trainer.strategy.root_device)
+        return int(self.trainer.strategy.reduce(value, reduce_op="max"))
+
     def gathered(self, x: Tensor) -> Tensor:
         """The rows of all ranks, [ranks · b, …]."""
         if self._world_size == 1:
@@ -140,7 +147,7 @@ class JudgedPolicy(LanguagePolicy):
         except UsageError as error:
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
         self.reward_offset.fill_(found.offset)
-        return found.model.to(self.model.dtype)
+        return with_weights_in(found.model, self.model.dtype)
 
     def _read_reference(self, path: str) -> Any:
         hp: Any = self.hparams

@@ -29,8 +29,9 @@ class RLHFPPO(JudgedPolicy):
     value model starts as a copy of the reward model. Policy, reference, reward and value model are all in a checkpoint,
     which therefore loads and goes on without the directories that they came from.
 
-    Names and defaults are those of TRL's PPO, whose ``kl_coef`` is ``beta`` here as in GRPO. Departures from it: the
-    score stands on the last token of the completion (TRL: one place behind it), and whitening is over all ranks.
+    Names and defaults are those of TRL's PPO, but for two names that are GRPO's here: ``beta`` is TRL's ``kl_coef``,
+    and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score stands
+    on the last token of the completion (TRL: one place behind it), and whitening is over all ranks.
 
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
@@ -149,7 +150,7 @@ class RLHFPPO(JudgedPolicy):
         if hp.value_head_on_policy:
             self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
         else:
-            self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, hp.lora)
+            self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, self.lora)
 
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -279,9 +280,7 @@ class RLHFPPO(JudgedPolicy):
 
     def whiten(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         """``F.masked_whiten`` over the completions of all ranks, [B, L]."""
-        width = x.shape[1]
-        if self._world_size > 1:
-            width = int(self.trainer.strategy.reduce(torch.tensor(float(width)), reduce_op="max"))
+        width = self.most_over_ranks(x.shape[1])
         everyone = [self.gathered(torch.nn.functional.pad(y, (0, width - x.shape[1]))) for y in (x, mask)]
         own = slice(self.global_rank * len(x), (self.global_rank + 1) * len(x))
         return F.masked_whiten(everyone[0], everyone[1], shift_mean)[own, : x.shape[1]]
@@ -299,7 +298,7 @@ class RLHFPPO(JudgedPolicy):
         score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
         non_score = -self.beta * paid
         explained = F.explained_variance(rollout["value"][mask], returns[mask])
-        metrics = {
+        metrics: dict[str, Tensor | float] = {
             "objective/kl": kl.mean(),
             "objective/entropy": entropy.mean(),
             "objective/non_score_reward": non_score.mean(),
@@ -311,7 +310,7 @@ class RLHFPPO(JudgedPolicy):
             "completions/min_length": length.min(),
             "completions/max_length": length.max(),
             "completions/clipped_ratio": 1 - finished.mean(),
-            "beta": torch.tensor(self.beta, device=kl.device),
+            "beta": self.beta,
         }
         for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
             if len(scored := column[~column.isnan()]):

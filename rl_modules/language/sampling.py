@@ -108,7 +108,7 @@ def sample(
     batch = Prompts.of(prompts, num_generations, pad_token_id, device)
     limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
     draws = uniforms(seeds, int(limit.max())).to(limit.device)
-    record = Record(limit, torch.tensor(stops, device=limit.device), pad_token_id)
+    record = Record(limit, torch.tensor(stops, dtype=torch.int64, device=limit.device), pad_token_id)
     kind = SharedPromptCache if can_share_prompts(transformers_model(model), limit.device) else RowCache
     cache = kind.for_model(config, longest=int((batch.length[batch.source] + limit).max()))
     with torch.no_grad(), eval_mode(model):
