@@ -10,7 +10,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
-from rl_modules.language.scoring import completion_log_probs, completion_mask
+from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, repeated_share
 
 _CHOICES = {
@@ -263,7 +263,7 @@ class GRPO(JudgedPolicy):
             and repeated_share(*text[1:], group) >= WORTHWHILE
         ):
             return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
-        return completion_log_probs(self.model, *text, self.temperature, entropy)
+        return completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """This micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning divides.

@@ -11,7 +11,14 @@ from rl_modules.language.critics import HeadOnPolicy, value_model_from
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
-from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
+from rl_modules.language.scoring import (
+    Extent,
+    completion_log_probs,
+    completion_mask,
+    extent_in,
+    extent_of,
+    token_values,
+)
 from rl_modules.language.sharding import shard
 
 
@@ -207,21 +214,24 @@ class RLHFPPO(JudgedPolicy):
         return {"log_prob": log_prob, "ref_log_prob": ref_log_prob, "value": value, "entropy": entropy}
 
     def policy_and_value(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False
-    ) -> tuple[Tensor, Tensor, Any]:
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
+        extent: Extent | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
         """Log π and V of the completions' tokens, and the entropies where asked for, [b, L] each."""
         text = (tokens, prompt_length, length)
+        extent = extent_of(prompt_length, length) if extent is None else extent
         if self.value_head is not None:
-            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy)
+            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy, extent)
         else:
-            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy)
-            value = token_values(self.value_model, *text) - self.reward_offset
-        return log_prob, torch.where(completion_mask(length), value, 0.0), spread
+            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy, extent)
+            value = token_values(self.value_model, *text, extent[2]) - self.reward_offset
+        return log_prob, torch.where(completion_mask(length, extent[2]), value, 0.0), spread
 
     # ---------------------------------------------------------------- optimization
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        log_prob, value, _ = self.policy_and_value(batch["tokens"], batch["prompt_length"], batch["length"])
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        log_prob, value, _ = self.policy_and_value(*text, extent=extent_in(batch))
         if batch["on_policy"]:
             # The same weights: all that could differ from the stored ones is the rounding of another batch size.
             batch = {**batch, "log_prob": log_prob.detach()}
