@@ -48,6 +48,8 @@ class LanguageDataModule(L.LightningDataModule):
             ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one tells
             whether a completion is right: it is where it reaches ``correct_threshold``.
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
+        reward_workers: reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of
+            whole prompts. For functions that wait for a service or a process, and may be called from several threads.
         correct_threshold: least value of the first reward function that counts as right.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
@@ -85,6 +87,7 @@ class LanguageDataModule(L.LightningDataModule):
         batch_size: int = 64,
         reward_funcs: list[str | dict[str, Any]] | None = None,
         reward_time_limit_s: float | None = None,
+        reward_workers: int = 1,
         correct_threshold: float = 1.0,
         eval_steps: int = 0,
         eval_num_generations: int = 1,
@@ -112,7 +115,8 @@ class LanguageDataModule(L.LightningDataModule):
             raise UsageError(f"overlong={overlong!r} must be error or drop")
         self.task = None if task is None else make_task(task, **{"seed": seed, **(task_kwargs or {})})
         specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
-        self.rewards = RewardFunctions([load_reward_func(spec, self.task) for spec in specs], reward_time_limit_s)
+        funcs = [load_reward_func(spec, self.task) for spec in specs]
+        self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
         self.train_records: list[Record] = []
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
@@ -323,7 +327,8 @@ class LanguageDataModule(L.LightningDataModule):
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
-        rewards = self.rewards(repeated, texts, ids)
+        # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
+        rewards = self.rewards(repeated, texts, ids).to(written.tokens.device)
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)

@@ -210,9 +210,10 @@ class PromptDataModule(LanguageDataModule):
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
+        self.rewards.take_failures()  # an evaluation's
         rollout = self._round(n_prompts)
         if not self.dynamic_sampling:
-            return rollout
+            return {**rollout, "failed": self.rewards.take_failures()}
         lacking = n_prompts - sum(self._with_signal(rollout))
         for _ in range(self.dynamic_sampling):
             # Every rank draws as many, or they would not meet again.
@@ -229,8 +230,7 @@ class PromptDataModule(LanguageDataModule):
             self._told_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
-        rollout["missing"] = lacking / n_prompts
-        return rollout
+        return {**rollout, "missing": lacking / n_prompts, "failed": self.rewards.take_failures()}
 
     def _with_signal(self, rollout: dict[str, Any]) -> list[bool]:
         flags: list[bool] = has_signal(rollout["reward"], self.num_generations).tolist()
@@ -260,7 +260,6 @@ class PromptDataModule(LanguageDataModule):
             "num_generations": n_each,
             "generation": self.generation,
         }
-        rollout["rewards"] = rollout["rewards"].to(written.tokens.device)
         rollout["reward"] = module.rewards(rollout)
         return rollout
 

@@ -103,11 +103,11 @@ class _Live:
         """The prompts' masks, with ``new`` tokens more, none of them padding; (n, S + new)."""
         return None if self.mask is None else torch.nn.functional.pad(self.mask, (0, new), value=True)
 
-    def drop(self, done: Tensor, cache: RowCache) -> None:
+    def drop(self, done: list[bool], cache: RowCache) -> None:
         """Move rows from the end into the places of those that are done: few rows move, each at most once a step."""
-        left = len(done) - int(done.sum())
-        holes = done[:left].nonzero().squeeze(-1)
-        movers = (~done[left:]).nonzero().squeeze(-1) + left
+        left = len(done) - sum(done)
+        moves = [[i for i in range(left) if done[i]], [i for i in range(left, len(done)) if not done[i]]]
+        holes, movers = torch.tensor(moves, dtype=torch.int64).to(self.row.device, non_blocking=True)
         for name, lines in vars(self).items():
             if lines is not None:
                 lines[holes] = lines[movers]
@@ -146,8 +146,9 @@ def decode(
             live.position = live.position + 1
             if live.seen is not None:
                 live.seen.scatter_(-1, live.token.unsqueeze(-1), True)
-            done = record.add(step, live.row, live.token, log_prob)
-            if bool(done.any()):
+            # The one wait for the device per token: how many rows are left decides the next shapes.
+            done = record.add(step, live.row, live.token, log_prob).tolist()
+            if any(done):
                 live.drop(done, cache)
             if not len(live.row):
                 break

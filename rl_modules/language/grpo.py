@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
+from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, repeated_share
 
@@ -353,17 +353,16 @@ class GRPO(JudgedPolicy):
         if "missing" in rollout:
             metrics["dynamic_sampling/missing"] = rollout["missing"]
         self.record(**metrics)
-        ended = length[finished.bool()]
-        if len(ended):
-            self.record(**{"completions/mean_terminated_length": ended.mean(),
-                           "completions/min_terminated_length": ended.min(),
-                           "completions/max_terminated_length": ended.max()})  # fmt: skip
-        named = [("reward", "reward_std", reward)]
-        for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
-            named.append((f"rewards/{name}/mean", f"rewards/{name}/std", column))
-        for mean, std, column in named:
-            if len(scored := column[~column.isnan()]):
-                self.record(**{mean: scored.mean(), std: scored.std(correction=min(1, len(scored) - 1))})
+        ended = finished > 0
+        self.record(ended.any().float(), **{
+            "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
+            "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
+            "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
+        })  # fmt: skip
+        n, mean, std = moments(reward)
+        self.record((n > 0).float(), reward=mean, reward_std=std)
+        names = [f"rewards/{name}" for name in rollout["reward_names"]]
+        self.record_rewards(names, table[:, len(columns) :], rollout)
         self.num_tokens += int((length + prompt_length).sum())
         step = self.trainer.global_step
         if self.completions_steps and step >= self._table_due_at:

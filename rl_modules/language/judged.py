@@ -107,19 +107,38 @@ class JudgedPolicy(LanguagePolicy):
         Returns:
             The same tensors for all rows; what is narrower than the longest completion is filled with 0.
         """
-        total = rollout["prompt_length"] + rollout["length"]
+        lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
+        total, length = lengths.tolist()
+        order = sorted(range(len(total)), key=total.__getitem__)
         results: dict[str, Tensor] = {}
-        for rows in total.argsort(stable=True).split(self.forward_rows):
-            tokens = rollout["tokens"][rows, : int(total[rows].max())]
+        for rows in torch.tensor(order, dtype=torch.int64).to(lengths.device).split(self.forward_rows):
+            longest = total[order[len(rows) - 1]]
+            order = order[len(rows) :]
+            tokens = rollout["tokens"][rows, :longest]
             for name, value in compute(tokens, rollout["prompt_length"][rows], rollout["length"][rows]).items():
                 if name not in results:
-                    width = (int(rollout["length"].max()),) * (value.ndim - 1)
+                    width = (max(length),) * (value.ndim - 1)
                     results[name] = value.new_zeros((len(total), *width))
                 if value.ndim == 1:
                     results[name][rows] = value
                 else:
                     results[name][rows, : value.shape[1]] = value
         return results
+
+    def record_rewards(self, names: list[str], rewards: Tensor, rollout: Rollout, std: bool = True) -> None:
+        """Record the mean (and standard deviation) of each reward over the completions that it applies to.
+
+        Args:
+            names: F.
+            rewards: of all ranks' completions, [B, F]; NaN: does not apply.
+            rollout: with ``failed``, the number of this rank's completions that each function raised on.
+            std: also record the standard deviations.
+        """
+        for name, column in zip(names, rewards.unbind(1), strict=True):
+            n, mean, deviation = moments(column)
+            self.record((n > 0).float(), **{f"{name}/mean": mean, **({f"{name}/std": deviation} if std else {})})
+        for name, count in rollout.get("failed", {}).items():
+            self.record(**{f"rewards/{name}/failed": count * self._world_size})
 
     # ---------------------------------------------------------------- helpers
 
@@ -167,6 +186,15 @@ class JudgedPolicy(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many numbers are no NaN, their mean, and their standard deviation (0 of a single one); scalars."""
+    counts = ~x.isnan()
+    n = counts.sum()
+    mean = torch.where(counts, x, 0.0).sum() / n.clamp(min=1)
+    squares = torch.where(counts, (x - mean).square(), 0.0).sum()
+    return n, mean, (squares / (n - 1).clamp(min=1)).sqrt()
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:

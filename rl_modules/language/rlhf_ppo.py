@@ -322,10 +322,9 @@ class RLHFPPO(JudgedPolicy):
             "completions/clipped_ratio": 1 - finished.mean(),
             "beta": self.beta,
         }
-        for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
-            if len(scored := column[~column.isnan()]):
-                metrics[f"rewards/{name}/mean"] = scored.mean()
         self.record(**metrics)
+        names = [f"rewards/{name}" for name in rollout["reward_names"]]
+        self.record_rewards(names, table[:, len(columns) :], rollout, std=False)
         self.num_tokens += int((length + prompt_length).sum())
         if self.target_kl is not None:
             self.beta = F.proportional_kl_coefficient(self.beta, kl.mean(), self.target_kl, self.kl_gain)
