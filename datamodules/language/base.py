@@ -13,6 +13,7 @@ from datamodules.language.tasks import make_task
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.hyperparameters import make_plain
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -99,6 +100,7 @@ class LanguageDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
+        make_plain(self)
         hp: Any = self.hparams
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
@@ -107,14 +109,14 @@ class LanguageDataModule(L.LightningDataModule):
                             ("eval_steps", 0), ("seed", 0), ("eval_temperature", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
-        self.seed = seed
-        self.batch_size = batch_size
+        self.seed: int = hp.seed
+        self.batch_size: int = hp.batch_size
         if task_kwargs and task is None:
             raise UsageError(f"task_kwargs={task_kwargs} are settings of a task, but none is given")
         if overlong not in ("error", "drop"):
             raise UsageError(f"overlong={overlong!r} must be error or drop")
-        self.task = None if task is None else make_task(task, **{"seed": seed, **(task_kwargs or {})})
-        specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
+        self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
+        specs: list[Any] = list(hp.reward_funcs or (self.task.reward_funcs if self.task is not None else []))
         funcs = [load_reward_func(spec, self.task) for spec in specs]
         self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
         self.train_records: list[Record] = []

@@ -55,23 +55,23 @@ class PromptDataModule(LanguageDataModule):
                             ("dynamic_sampling", 0), ("ptx_batch_size", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
-        self.num_generations = num_generations
-        self.generation_size = self.batch_size * steps_per_generation
+        self.num_generations: int = hp.num_generations
+        self.generation_size: int = self.batch_size * hp.steps_per_generation
         if self.generation_size % num_generations:
             raise UsageError(
                 f"num_generations={num_generations} does not divide batch_size*steps_per_generation="
                 f"{self.generation_size}; {num_generations * max(1, round(self.batch_size / num_generations))} is a "
                 "batch_size that fits"
             )
-        self.steps_per_generation = steps_per_generation
-        self.num_iterations = num_iterations
+        self.steps_per_generation: int = hp.steps_per_generation
+        self.num_iterations: int = hp.num_iterations
         if dynamic_sampling and num_generations == 1:
             raise UsageError(f"dynamic_sampling={dynamic_sampling} replaces groups whose rewards are all equal, which "
                              "groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
         if ptx_path is not None and not ptx_batch_size:
             raise UsageError(f"ptx_path={ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
-        self.dynamic_sampling = dynamic_sampling
-        self.ptx_batch_size, self.ptx_path = ptx_batch_size, ptx_path
+        self.dynamic_sampling: int = hp.dynamic_sampling
+        self.ptx_batch_size, self.ptx_path = hp.ptx_batch_size, hp.ptx_path
         self.demonstrations: Demonstrations | None = None
         self.drawn = 0  # prompts taken from the stream so far, over all ranks
         self.generation = 0

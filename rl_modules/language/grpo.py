@@ -133,18 +133,22 @@ class GRPO(JudgedPolicy):
             raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
                              "adapters; set one of them only")  # fmt: skip
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
-        self.beta, self.epsilon, self.epsilon_high, self.delta = beta, epsilon, epsilon_high, delta
+        self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
-        self.reward_weights = reward_weights
-        self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, top_entropy_quantile
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
-        self.forward_rows = local_rollout_forward_batch_size
-        self.completions_steps = completions_steps
+        self.reward_weights = hp.reward_weights
+        self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, hp.top_entropy_quantile
+        self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
+        self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
+        self.forward_rows = hp.local_rollout_forward_batch_size
+        self.completions_steps = hp.completions_steps
         self._table_due_at = 0
         self._synced_at = 0
+
+    def reset_run(self) -> None:
+        super().reset_run()
+        self._table_due_at = self._synced_at = 0
 
     @property
     def wants_reference(self) -> bool:

@@ -133,19 +133,25 @@ class RLHFPPO(JudgedPolicy):
             raise UsageError(f"kl_estimator={kl_estimator!r} must be k1 or k3")
         if target_kl is not None and beta == 0:
             raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
-        self.beta = beta
-        self.target_kl, self.kl_gain, self.kl_estimator = target_kl, kl_gain, kl_estimator
-        self.gamma, self.lam = gamma, lam
-        self.cliprange, self.cliprange_value, self.vf_coef = cliprange, cliprange_value, vf_coef
+        self.beta: float = hp.beta
+        self.target_kl, self.kl_gain, self.kl_estimator = hp.target_kl, hp.kl_gain, kl_estimator
+        self.gamma, self.lam = hp.gamma, hp.lam
+        self.cliprange, self.cliprange_value, self.vf_coef = hp.cliprange, hp.cliprange_value, hp.vf_coef
         self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards
-        self.missing_eos_penalty = missing_eos_penalty
-        self.ptx_coef = ptx_coef
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
-        self.forward_rows = local_rollout_forward_batch_size
-        self.completions_steps = completions_steps
+        self.missing_eos_penalty = hp.missing_eos_penalty
+        self.ptx_coef = hp.ptx_coef
+        self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
+        self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
+        self.forward_rows = hp.local_rollout_forward_batch_size
+        self.completions_steps = hp.completions_steps
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
+        self._table_due_at = 0
+
+    def reset_run(self) -> None:
+        """Also the adapted β, which starts from its hyperparameter again."""
+        super().reset_run()
+        self.beta = self.hparams["beta"]
         self._table_due_at = 0
 
     # ---------------------------------------------------------------- models
