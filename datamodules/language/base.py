@@ -330,7 +330,7 @@ class LanguageDataModule(L.LightningDataModule):
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
-        rewards = self.rewards(repeated, texts, ids).to(written.tokens.device)
+        rewards = self.rewards(repeated, texts, ids).to(written.tokens.device, non_blocking=True)
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)

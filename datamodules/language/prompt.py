@@ -143,10 +143,10 @@ class PromptDataModule(LanguageDataModule):
         size = self.batch_size // n_micro
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
         learned = [lengths.kept(part) for part in parts]
-        # One copy of all row numbers: each copy from the host waits for the device.
         sizes = [len(part) for part in [*parts, *learned]]
         numbers = [row for part in [*parts, *learned] for row in part]
-        on_device = torch.tensor(numbers, dtype=torch.int64).to(fields["tokens"].device).split(sizes)
+        on_device = torch.tensor(numbers, dtype=torch.int64)
+        on_device = on_device.to(fields["tokens"].device, non_blocking=True).split(sizes)
         # Tokens that count, of the whole step and of each part: averaged over ranks, as their gradients will be.
         tokens = torch.stack([fields["mask"][part].sum() for part in on_device[:n_micro]]).float()
         if self._world_size > 1:

@@ -47,7 +47,7 @@ class Prompts:
         source = torch.tensor([place[prompt] for prompt in listed], dtype=torch.int64).repeat_interleave(
             num_generations
         )
-        return cls(tokens.to(device), mask.to(device), length.to(device), source.to(device))
+        return cls(*(x.to(device, non_blocking=True) for x in (tokens, mask, length, source)))
 
     @property
     def positions(self) -> Tensor:

@@ -111,7 +111,9 @@ class JudgedPolicy(LanguagePolicy):
         total, length = lengths.tolist()
         order = sorted(range(len(total)), key=total.__getitem__)
         results: dict[str, Tensor] = {}
-        for rows in torch.tensor(order, dtype=torch.int64).to(lengths.device).split(self.forward_rows):
+        for rows in (
+            torch.tensor(order, dtype=torch.int64).to(lengths.device, non_blocking=True).split(self.forward_rows)
+        ):
             longest = total[order[len(rows) - 1]]
             order = order[len(rows) :]
             tokens = rollout["tokens"][rows, :longest]
