@@ -18,7 +18,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.decoding import transformers_model
 from rl_modules.language.hyperparameters import make_plain
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
-from rl_modules.language.precision import adopt_precision, float32_by_default, require_float32_masters
+from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
@@ -167,6 +167,7 @@ class LanguageModule(L.LightningModule):
                 self._build()
         if self._trainer is None:
             return
+        convert_frozen(self)
         if self._fitting:
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             self.reset_run()

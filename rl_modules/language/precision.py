@@ -69,6 +69,12 @@ def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
     trainer.strategy.precision_plugin = ours
 
 
+def convert_frozen(module: L.LightningModule) -> None:
+    """Store a module's frozen weights in the trainer's 16 bits, before they may be split over ranks."""
+    if isinstance(plugin := module.trainer.precision_plugin, FrozenHalfPrecision):
+        plugin.convert_module(module)
+
+
 def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: str, learning_rate: float) -> None:
     """Refuse to train weights that are stored in 16 bits; called when a fit begins.
 

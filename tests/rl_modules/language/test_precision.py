@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
@@ -17,6 +18,7 @@ from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
+from tests.ranks import on_ranks
 from tests.training import fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -247,3 +249,25 @@ def test_frozen_models_evaluate_in_any_precision(precision: Any, folder: Path) -
     assert {p.dtype for p in module.model.parameters()} == {
         torch.bfloat16 if precision == "bf16-true" else torch.float32
     }
+
+
+def train_sharded(folder: Path, precision: Any, **model: Any) -> dict[str, Any]:
+    module, data = case("grpo", folder, **model)
+    module.logging_steps = 100
+    trainer = fit(module, data, max_steps=2, precision=precision, strategy=ModelParallelStrategy(), devices=2,
+                  limit_val_batches=0)  # fmt: skip
+    kinds = {"trained": True, "frozen": False}
+    return {"steps": trainer.global_step, "finite": all(bool(p.isfinite().all()) for p in module.parameters()),
+            **{kind: sorted({str(p.dtype) for p in module.parameters() if p.requires_grad == flag})
+               for kind, flag in kinds.items()}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "model", "frozen"), [
+    ("bf16-mixed", {}, "torch.float32"),
+    ("bf16-true", {"lora": LORA}, "torch.bfloat16"),
+])  # fmt: skip
+def test_sharded_weights_have_the_precision_of_whole_ones(precision: str, model: Any, frozen: str, folder: Path,
+                                                          tmp_path: Path) -> None:  # fmt: skip
+    """Masters of trained weights are float32 on every rank; frozen ones are converted before they are split."""
+    for rank in on_ranks(lambda: train_sharded(folder, precision, **model), tmp_path):
+        assert rank == {"steps": 2, "finite": True, "trained": ["torch.float32"], "frozen": [frozen]}
