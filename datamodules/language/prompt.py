@@ -195,7 +195,7 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- generation
 
     def _new_generation(self) -> dict[str, Tensor]:
-        """Write, judge, let the module prepare."""
+        """Samples and scores completions, and has the module prepare them for training."""
         assert self.trainer is not None
         module = self.policy
         training = module.training

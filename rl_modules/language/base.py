@@ -1,4 +1,4 @@
-"""What every language algorithm shares: the model and its tokenizer, the optimizer, metrics, checkpoints."""
+"""Base classes of the language algorithms: model and tokenizer, optimizer, metrics, checkpoints, evaluation."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -198,7 +198,7 @@ class LanguageModule(L.LightningModule):
             transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
 
     def describe(self, config: Any) -> dict[str, Any]:
-        """What a checkpoint needs to build the models again, as plain data.
+        """Describes the models as plain data, from which a checkpoint builds them again.
 
         Args:
             config: of the model.
@@ -284,7 +284,7 @@ class LanguageModule(L.LightningModule):
             self.write_metrics()
 
     def write_metrics(self) -> None:
-        """One point of every training curve, over the optimizer step, with the means over all ranks."""
+        """Logs one point of every training curve: means since the last point, over all ranks."""
         step = self._logged_at = self.trainer.global_step
         names = self._names_over_ranks()
         metrics: dict[str, float] = {}
@@ -324,7 +324,7 @@ class LanguageModule(L.LightningModule):
         return metrics
 
     def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
-        """Remember means over one batch of an evaluation, for callbacks to monitor and as a curve over the step.
+        """Adds the means over one evaluation batch to the evaluation's, for callbacks and as a curve over the step.
 
         Args:
             metrics: scalars by name, ``eval/…``.

@@ -192,11 +192,12 @@ class GRPO(JudgedPolicy):
         return F.combine_rewards(rollout["rewards"], weights)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
+        """Computes advantages and masks of a scored rollout.
 
         Returns:
-            tokens [B, T]; prompt_length, length, group and advantage [B]; mask, log_prob and, if β > 0, ref_log_prob
-            [B, L]; keep [B] bool where rows without advantage need no forward pass.
+            The fields that :meth:`training_step` reads: tokens [B, T]; prompt_length, length, group and advantage [B];
+            mask, log_prob and, if β > 0, ref_log_prob [B, L]; keep [B] bool where rows without advantage need no
+            forward pass.
         """
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         if self.mask_truncated_completions:
@@ -216,7 +217,7 @@ class GRPO(JudgedPolicy):
         return fields
 
     def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """What needs a forward pass per generation, [b, L] each: log π and entropy, and log π_ref."""
+        """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
         result: dict[str, Any] = {}
         if self.rescores:
@@ -237,7 +238,7 @@ class GRPO(JudgedPolicy):
 
     @property
     def rounds_differently(self) -> bool:
-        """Whether decoding token by token and training have visibly different log-probabilities, and it matters."""
+        """Whether log-probabilities of decoding and of training differ by their rounding, and a ratio would show it."""
         updates = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
         return updates > 1 and not exact
@@ -332,7 +333,7 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- diagnostics
 
     def record_generation(self, rollout: Rollout, fields: dict[str, Tensor], entropy: Tensor | None) -> None:
-        """What a generation earned and how long it is, over all ranks.
+        """Records rewards and lengths of a generation, over all ranks.
 
         Args:
             rollout: with ``reward``.
@@ -389,7 +390,7 @@ class GRPO(JudgedPolicy):
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
-        """The loss, how often a clip is active, and the KL to the reference."""
+        """Records the loss, the fractions of clipped ratios, and the KL to the reference."""
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
         weight, counts = batch["micro_tokens"], mask

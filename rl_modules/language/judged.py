@@ -1,4 +1,4 @@
-"""What algorithms with experience of their own share: frozen models beside the policy, and passes over a generation."""
+"""Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class JudgedPolicy(LanguagePolicy):
 
     @property
     def wants_reference(self) -> bool:
-        """Whether anything asks for the reference's log-probabilities."""
+        """Whether the loss or the rewards need the reference's log-probabilities."""
         return True
 
     # ---------------------------------------------------------------- models
@@ -98,7 +98,7 @@ class JudgedPolicy(LanguagePolicy):
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Run a forward pass over a generation in parts of rows of similar length.
+        """Runs a forward pass over a generation, in parts of rows of similar length.
 
         Args:
             rollout: tokens, prompt_length, length.

@@ -188,10 +188,11 @@ class RLHFPPO(JudgedPolicy):
         return score - self.missing_eos_penalty * (~rollout["finished"]).float()
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
+        """Computes token rewards, advantages and returns of a scored rollout.
 
         Returns:
-            tokens [B, T], prompt_length and length [B]; mask, log_prob, value, advantage and returns [B, L].
+            The fields that :meth:`training_step` reads: tokens [B, T], prompt_length and length [B]; mask, log_prob,
+            value, advantage and returns [B, L].
         """
         unscored = rollout["reward"].isnan()
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1]) & ~unscored.unsqueeze(1)
@@ -304,7 +305,7 @@ class RLHFPPO(JudgedPolicy):
     # ---------------------------------------------------------------- diagnostics, the price of KL
 
     def record_generation(self, rollout: Rollout, returns: Tensor) -> None:
-        """What a generation earned and how far it is from the reference; adapts β to that."""
+        """Records rewards, lengths and the KL to the reference of a generation; adapts β to that KL."""
         mask = rollout["mask"]
         log_prob, ref_log_prob = rollout["log_prob"], rollout["ref_log_prob"]
         paid = F.kl_estimate(log_prob, ref_log_prob, self.kl_estimator)
@@ -352,7 +353,7 @@ class RLHFPPO(JudgedPolicy):
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,
                          batch: dict[str, Any]) -> None:  # fmt: skip
-        """What an update does: losses, ratios, and how often either clip is active."""
+        """Records losses, ratios, and the fractions that either clip is active on."""
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
         ratio = log_ratio.exp()
