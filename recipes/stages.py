@@ -153,8 +153,11 @@ def load_policy(config: str, arguments: dict[str, str]) -> Policy:
         config: an ``rl`` config.
         arguments: options beside it.
     """
+    from rl_modules.language.precision import adopt_precision
+
     cli = instantiate(config, arguments)
     trainer = cli.trainer
+    adopt_precision(trainer, cli.model.hparams["lora"] is not None)
     cli.model.configure_model()
     module = trainer.precision_plugin.convert_module(cli.model).to(trainer.strategy.root_device).eval()
     trainer.strategy.connect(module)

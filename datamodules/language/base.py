@@ -15,6 +15,7 @@ from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.hyperparameters import make_plain
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -53,6 +54,8 @@ class LanguageDataModule(L.LightningDataModule):
             ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one tells
             whether a completion is right: it is where it reaches ``correct_threshold``.
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
+        reward_workers: reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of
+            whole prompts. For functions that wait for a service or a process, and may be called from several threads.
         correct_threshold: least value of the first reward function that counts as right.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
@@ -91,6 +94,7 @@ class LanguageDataModule(L.LightningDataModule):
         batch_size: int = 64,
         reward_funcs: list[str | dict[str, Any]] | None = None,
         reward_time_limit_s: float | None = None,
+        reward_workers: int = 1,
         correct_threshold: float = 1.0,
         eval_steps: int = 0,
         eval_num_generations: int = 1,
@@ -102,6 +106,7 @@ class LanguageDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
+        make_plain(self)
         hp: Any = self.hparams
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
@@ -110,15 +115,16 @@ class LanguageDataModule(L.LightningDataModule):
                             ("eval_steps", 0), ("seed", 0), ("eval_temperature", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
-        self.seed = seed
-        self.batch_size = batch_size
+        self.seed: int = hp.seed
+        self.batch_size: int = hp.batch_size
         if task_kwargs and task is None:
             raise UsageError(f"task_kwargs={task_kwargs} are settings of a task, but none is given")
         if overlong not in ("error", "drop"):
             raise UsageError(f"overlong={overlong!r} must be error or drop")
-        self.task = None if task is None else make_task(task, **{"seed": seed, **(task_kwargs or {})})
-        specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
-        self.rewards = RewardFunctions([load_reward_func(spec, self.task) for spec in specs], reward_time_limit_s)
+        self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
+        specs: list[Any] = list(hp.reward_funcs or (self.task.reward_funcs if self.task is not None else []))
+        funcs = [load_reward_func(spec, self.task) for spec in specs]
+        self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
         self.rewards.trainer_state = TrainerState()
         self.train_records: list[Record] = []
         self.eval_records: list[Record] = []
@@ -322,7 +328,8 @@ class LanguageDataModule(L.LightningDataModule):
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
-        rewards = self.rewards(repeated, texts, ids)
+        # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
+        rewards = self.rewards(repeated, texts, ids).to(written.tokens.device, non_blocking=True)
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)

@@ -1,4 +1,4 @@
-"""What algorithms with experience of their own share: frozen models beside the policy, and passes over a generation."""
+"""Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
-from rl_modules.language.critics import check_same_tokens, frozen
+from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.rereading import encode_again, same_tokens
 from rl_modules.language.reward_model import load_reward_model
@@ -52,7 +52,7 @@ class JudgedPolicy(LanguagePolicy):
 
     @property
     def wants_reference(self) -> bool:
-        """Whether anything asks for the reference's log-probabilities."""
+        """Whether the loss or the rewards need the reference's log-probabilities."""
         return True
 
     @property
@@ -78,7 +78,7 @@ class JudgedPolicy(LanguagePolicy):
         """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams
-        self.register_buffer("reward_offset", torch.zeros(()))
+        self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
         if hp.description is not None:
             self._build_described(config)
             return
@@ -162,7 +162,7 @@ class JudgedPolicy(LanguagePolicy):
         return scores - self.reward_offset
 
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Run a forward pass over a generation in parts of rows of similar length.
+        """Runs a forward pass over a generation, in parts of rows of similar length.
 
         Args:
             rollout: tokens, prompt_length, length.
@@ -171,13 +171,19 @@ class JudgedPolicy(LanguagePolicy):
         Returns:
             The same tensors for all rows; what is narrower than the longest completion is filled with 0.
         """
-        total = rollout["prompt_length"] + rollout["length"]
+        lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
+        total, length = lengths.tolist()
+        order = sorted(range(len(total)), key=total.__getitem__)
         results: dict[str, Tensor] = {}
-        for rows in total.argsort(stable=True).split(self.forward_rows):
-            tokens = rollout["tokens"][rows, : int(total[rows].max())]
+        for rows in (
+            torch.tensor(order, dtype=torch.int64).to(lengths.device, non_blocking=True).split(self.forward_rows)
+        ):
+            longest = total[order[len(rows) - 1]]
+            order = order[len(rows) :]
+            tokens = rollout["tokens"][rows, :longest]
             for name, value in compute(tokens, rollout["prompt_length"][rows], rollout["length"][rows]).items():
                 if name not in results:
-                    width = (int(rollout["length"].max()),) * (value.ndim - 1)
+                    width = (max(length),) * (value.ndim - 1)
                     results[name] = value.new_zeros((len(total), *width))
                 if value.ndim == 1:
                     results[name][rows] = value
@@ -185,11 +191,33 @@ class JudgedPolicy(LanguagePolicy):
                     results[name][rows, : value.shape[1]] = value
         return results
 
+    def record_rewards(self, names: list[str], rewards: Tensor, rollout: Rollout, std: bool = True) -> None:
+        """Record the mean (and standard deviation) of each reward over the completions that it applies to.
+
+        Args:
+            names: F.
+            rewards: of all ranks' completions, [B, F]; NaN: does not apply.
+            rollout: with ``failed``, the number of this rank's completions that each function raised on.
+            std: also record the standard deviations.
+        """
+        for name, column in zip(names, rewards.unbind(1), strict=True):
+            n, mean, deviation = moments(column)
+            self.record((n > 0).float(), **{f"{name}/mean": mean, **({f"{name}/std": deviation} if std else {})})
+        for name, count in rollout.get("failed", {}).items():
+            self.record(**{f"rewards/{name}/failed": count * self._world_size})
+
     # ---------------------------------------------------------------- helpers
 
     @property
     def _world_size(self) -> int:
         return self.trainer.world_size if self._trainer is not None else 1
+
+    def most_over_ranks(self, number: int) -> int:
+        """The largest of the ranks' numbers; the collective runs on the strategy's device."""
+        if self._world_size == 1:
+            return number
+        value = torch.tensor(number, dtype=torch.int64, device=self.trainer.strategy.root_device)
+        return int(self.trainer.strategy.reduce(value, reduce_op="max"))
 
     def gathered(self, x: Tensor) -> Tensor:
         """The rows of all ranks, [ranks · b, …]."""
@@ -205,7 +233,7 @@ class JudgedPolicy(LanguagePolicy):
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
         self.reward_tokenizer = None if same_tokens(found.tokenizer, self.tokenizer) else found.tokenizer
         self.reward_offset.fill_(found.offset)
-        return found.model.to(self.model.dtype)
+        return with_weights_in(found.model, self.model.dtype)
 
     def _read_reference(self, path: str) -> Any:
         hp: Any = self.hparams
@@ -225,6 +253,15 @@ class JudgedPolicy(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many numbers are no NaN, their mean, and their standard deviation (0 of a single one); scalars."""
+    counts = ~x.isnan()
+    n = counts.sum()
+    mean = torch.where(counts, x, 0.0).sum() / n.clamp(min=1)
+    squares = torch.where(counts, (x - mean).square(), 0.0).sum()
+    return n, mean, (squares / (n - 1).clamp(min=1)).sqrt()
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:

@@ -152,6 +152,28 @@ def test_asked_for_they_are_kept_and_the_directories_may_go(case, paths, tmp_pat
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_resumed_run_may_choose_anew_and_stays_exact(at_first, paths, tmp_path):
+    def module(keep):
+        return GRPO(paths["policy"], beta=0.1, lora=LORA, reward_model_name_or_path=paths["judge"],
+                    save_frozen_weights=keep, **SAMPLING)  # fmt: skip
+
+    def state(keep, epochs, **more):
+        fit(made := module(keep), prompts(), max_epochs=epochs, precision="bf16-true", **more).save_checkpoint(
+            tmp_path / "last.ckpt"
+        )
+        return made.state_dict()
+
+    whole = state(True, 2)
+    state(at_first, 1)
+    shutil.move(tmp_path / "last.ckpt", tmp_path / "part.ckpt")
+    resumed = state(not at_first, 2, ckpt_path=tmp_path / "part.ckpt")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+    # Once they were written they are written on: the directory may have changed.
+    kept = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys()
+    assert kept == whole.keys()
+
+
 def test_a_policy_is_exported_without_its_judges(paths, tmp_path):
     module = CASES["ppo"][0](paths)
     fit(module, ppo_prompts(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
