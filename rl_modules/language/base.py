@@ -28,7 +28,7 @@ from rl_modules.language.hyperparameters import make_plain
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.sampling import Completions, sample
-from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
+from rl_modules.language.sharding import adopt, gathered_once, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
@@ -543,7 +543,7 @@ class LanguagePolicy(LanguageModule):
         }
         # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
         precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
-        with precision:
+        with precision, gathered_once(self.model):
             return sample(
                 self.model, prompts, num_generations=num_generations, seeds=seeds,
                 eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
