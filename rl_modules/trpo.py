@@ -293,7 +293,7 @@ class TRPO(ActorCriticModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam at 1e-3 with eps 1e-5, for the critic."""
-        return torch.optim.Adam(parameters, lr=1e-3, eps=1e-5, fused=True)
+        return self.adam(parameters, lr=1e-3, eps=1e-5)
 
     def trainable_parameters(self) -> Iterable:
         """The critic's: the policy moves by steps of its own."""
