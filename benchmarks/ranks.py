@@ -27,7 +27,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from recipes.checkpoints import Checkpoints
+from recipes.callbacks.checkpoints import Checkpoints
 
 #: Epochs before the clock starts.
 WARM_UP = 2

@@ -16,7 +16,7 @@ from torch import Tensor
 import rl_modules
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
-from recipes.pictures import action_directions, draw_values
+from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 
@@ -99,7 +99,7 @@ def solve(
 
 def _load(path: str) -> tuple[Any, dict[str, Any]]:
     if not Path(path).is_file():
-        raise UsageError(f"ckpt_path={path!r} is no file")
+        raise UsageError(f"ckpt_path={path!r} is not a file")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     name = saved.get("algorithm")
     if name not in ("MonteCarlo", "SARSA", "QLearning"):

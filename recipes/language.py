@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 
 import rl_modules
-from recipes import resume
-from recipes.callbacks import EpisodeWriter, TransitionProgressBar
+from recipes.callbacks.episode_writer import EpisodeWriter
+from recipes.callbacks.progress import TransitionProgressBar
+from recipes.cli import resume
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Metrics that the progress bar shows where there are any, the first two found.
@@ -138,7 +139,7 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
     if ckpt_path is None or output is None:
         raise UsageError("export takes --ckpt_path PATH and --output FOLDER")
     if not Path(ckpt_path).is_file():
-        raise UsageError(f"ckpt_path={ckpt_path!r} is no file; give the path of a .ckpt file")
+        raise UsageError(f"ckpt_path={ckpt_path!r} is not a file; give the path of a .ckpt file")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")

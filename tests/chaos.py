@@ -221,7 +221,7 @@ def is_mid_epoch(checkpoint: Path) -> bool:
 
 def compare(whole: Path, survivor: Path) -> list[str]:
     """What differs between two finished runs; nothing, if all is well."""
-    from recipes import curves
+    from recipes.callbacks import curves
 
     one, other = (next(iter(sorted(folder.glob("logs/*/*/checkpoints")))) for folder in (whole, survivor))
     found = [f"runs: {len(list(survivor.glob('logs/*/*')))}"] if len(list(survivor.glob("logs/*/*"))) != 1 else []
@@ -278,7 +278,7 @@ def import_everything(arguments: Sequence[str]) -> None:
     from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
     import datamodules
-    import recipes.lightning_cli  # noqa: F401
+    import recipes.cli.lightning_cli  # noqa: F401
     import rl_modules
 
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import torch
 from recipes.cli import main
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
 from rl_modules.common.errors import UsageError
-from tests.recipes.test_checkpoints import ppo_data, replay, whole
+from tests.recipes.callbacks.test_checkpoints import ppo_data, replay, whole
 from tests.training import fit
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from recipes import resume
-from recipes.checkpoints import AtomicCheckpointIO, Checkpoints
-from recipes.signals import Stopped, StopRequests
+from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.signals import Stopped, StopRequests
+from recipes.cli import resume
 from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO, MonteCarlo, QLearning
 from rl_modules.common.errors import UsageError
 from tests.training import assert_equal_checkpoints, fit, rollouts
@@ -129,9 +130,9 @@ def test_writing_takes_no_larger_share_than_allowed(tmp_path: Path, monkeypatch:
         def on_train_batch_end(self, *args: Any) -> None:
             clock[0] += 1.0  # a batch 1 s
 
-    monkeypatch.setattr("recipes.checkpoints.time.monotonic", monotonic)
-    monkeypatch.setattr("recipes.checkpoints.AtomicCheckpointIO", Slow)
-    monkeypatch.setattr("recipes.checkpoints.Checkpoints._rotate", lambda *args: None)
+    monkeypatch.setattr("recipes.callbacks.checkpoints.time.monotonic", monotonic)
+    monkeypatch.setattr("recipes.callbacks.checkpoints.AtomicCheckpointIO", Slow)
+    monkeypatch.setattr("recipes.callbacks.checkpoints.Checkpoints._rotate", lambda *args: None)
     fit(PPO(), ppo_data(total_timesteps=320), **saving(tmp_path, Tick(), max_share=0.1))
     pauses = [b - a - 2.0 for a, b in zip(written, written[1:-1], strict=False)]
     assert pauses == [18.0] * len(pauses) and len(pauses) >= 2
@@ -174,7 +175,7 @@ def test_a_small_disk_in_earnest(tmp_path: Path) -> None:
     try:
         # Two checkpoints fit, a third does not.
         with pytest.raises(UsageError, match=r"last checkpoint can't be written.*No space left.*is untouched"), \
-                pytest.warns(UserWarning, match="Training goes on"):  # fmt: skip
+                pytest.warns(UserWarning, match="Training continues"):  # fmt: skip
             fit(PPO(), ppo_data(), **saving(tmp_path))
         kept = resume.read(tmp_path / "checkpoints/last.ckpt")
         assert kept["RolloutDataModule"]["num_timesteps"] < 128
@@ -229,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(pair: Path, da
         assert not torch.equal(torch.load(last, weights_only=True)["weights"], torch.arange(1000.0))  # torch is silent
     else:
         last.write_text("" if damage == "empty" else "hello")
-    with pytest.raises(UsageError, match=r"last.ckpt is damaged: it.* whole: go on .* --ckpt_path previous"):
+    with pytest.raises(UsageError, match=r"last.ckpt is damaged: it.* whole: resume .* --ckpt_path previous"):
         resume.read(last)
     flip(pair / "previous.ckpt", weights_at(pair / "previous.ckpt"))
     with pytest.raises(UsageError, match="no earlier one is whole"):
@@ -247,7 +248,7 @@ def test_code_in_a_checkpoint_is_refused_and_never_run(tmp_path: Path, monkeypat
     with pytest.raises(UsageError, match=r"evil.ckpt holds code, \w+.system, .* never run"):
         resume.read(tmp_path / "evil.ckpt")
     (tmp_path / "plain.ckpt").write_bytes(pickle.dumps(Code()))
-    with pytest.raises(UsageError, match="no checkpoint at all"):
+    with pytest.raises(UsageError, match="not a checkpoint at all"):
         resume.read(tmp_path / "plain.ckpt")
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Code()))
