@@ -168,7 +168,12 @@ class RLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         if not self.records:
-            super()._run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            except (MisconfigurationException, ValueError) as error:
+                if isinstance(error, UsageError) or not _is_lightnings(error):
+                    raise
+                raise UsageError(" ".join(str(error).split())) from error
             return
         checkpoint = self._get(self.config, "ckpt_path")
         if checkpoint is None:
@@ -213,3 +218,11 @@ class RLCLI(LightningCLI):
             return {}, True
         finally:
             self.trainer.loggers = loggers
+
+
+def _is_lightnings(error: BaseException) -> bool:
+    """Whether Lightning raised an error, which then is about the Trainer's arguments, and no code of a run did."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning.")

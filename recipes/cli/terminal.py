@@ -5,8 +5,6 @@ import os
 import sys
 import warnings
 
-#: Lightning's logger of the main process, through which profilers report too.
-_RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 #: Warnings that do not concern the person at the terminal, as regular expressions.
 _HIDDEN = (
     ".*LightningCLI's args parameter is intended.*",  # sys.argv stays, because Lightning starts other ranks with it
@@ -24,24 +22,15 @@ _HIDDEN = (
 )
 
 
-class _ReportsOnly(logging.Filter):
-    """Passes warnings, errors and the report of a profiler that the user asked for."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or "Profiler Report" in record.getMessage()
-
-
 def quiet() -> None:
     """Hides the libraries' messages that are not for the person at the terminal, and shows the datamodules' own."""
     if not (ours := logging.getLogger("datamodules")).handlers:
         ours.addHandler(logging.StreamHandler())
         ours.setLevel(logging.INFO)
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logger = logging.getLogger(_RANK_ZERO)
-    logger.setLevel(logging.INFO)
-    if not any(isinstance(known, _ReportsOnly) for known in logger.filters):
-        logger.addFilter(_ReportsOnly())
+    # The report of a profiler that the user asked for.
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     for message in _HIDDEN:
         warnings.filterwarnings("ignore", message)
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, are taken between batches, and never hold a number that is none."""
+"""Checkpoints are whole or not there, are taken between batches, and are resumed exactly."""
 
 import os
 import pickle
@@ -300,58 +300,6 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     finally:
         requests.restore()
     assert signal.getsignal(signal.SIGINT) == before
-
-
-# -------------------------------------------------------------------- no number
-
-
-class Broken(PPO):
-    """Its loss, or a gradient, is NaN in the step ``at``."""
-
-    def __init__(self, what: str, at: int = 5, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.what, self.at = what, at
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if self.what == "loss" and self.global_step == self.at else loss
-
-    def on_after_backward(self) -> None:
-        if self.what == "gradient" and self.global_step == self.at:
-            next(iter(self.parameters())).grad[0] = float("inf")
-
-
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_loss_or_gradient_that_is_no_number_stops_the_run(what: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=rf"{what}.* of optimizer step 6 \(epoch 0\) is (nan|inf).*bad_batch.pt.*last good"
-    ):
-        fit(Broken(what), ppo_data(), **saving(tmp_path))
-    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
-    assert last["global_step"] == 5
-    assert all(torch.isfinite(value).all() for value in last["state_dict"].values())
-    saved = torch.load(tmp_path / "checkpoints/bad_batch.pt", weights_only=True)
-    assert saved["batch"]["observation"].shape == (8, 4)
-    assert saved["step"] == 6
-
-
-def test_a_critic_whose_loss_is_no_number_stops_trpo(tmp_path: Path) -> None:
-    class BrokenCritic(TRPO):
-        def value_loss(self, value: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-            return super().value_loss(value, batch) * (float("nan") if self.current_epoch == 3 else 1.0)
-
-    with pytest.raises(UsageError, match=r"the loss of optimizer step \d+ \(epoch 3\) is nan.*last good checkpoint"):
-        fit(BrokenCritic(batch_size=8, n_critic_updates=2), whole(), **saving(tmp_path))
-    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
-    assert last["RolloutDataModule"]["num_timesteps"] == 3 * 16
-    assert all(torch.isfinite(value).all() for value in last["state_dict"].values())
-
-
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
-    # Nothing is clipped, so that the gradient's norm is unknown and the loss of its own step still finite.
-    with pytest.raises(UsageError, match=r"after step 6 the parameter network\S+ is NaN.*last good checkpoint"):
-        fit(Broken("gradient", max_grad_norm=None), ppo_data(), **saving(tmp_path))
-    assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 5
 
 
 # -------------------------------------------------------------------- optimizers' settings
