@@ -187,7 +187,7 @@ class Checkpoints(ModelCheckpoint):
         last, coming = folder / "last.ckpt", folder / "next.ckpt"
         began_s = time.monotonic()
         try:
-            trainer.save_checkpoint(coming)
+            trainer.save_checkpoint(coming, weights_only=False)
             if trainer.is_global_zero:
                 self._rotate(trainer, folder, coming)
             self._saved_at, self.last_path = _position(trainer), last
