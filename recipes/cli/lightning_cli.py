@@ -112,7 +112,15 @@ class RLCLI(LightningCLI):
             raise cause or UsageError(" ".join(str(error).split())) from error
         except MisconfigurationException as error:
             raise UsageError(" ".join(str(error).split())) from error
+        self._take_description()
         self._check_environment()
+
+    def _take_description(self) -> None:
+        """Takes a language model's architecture and tokenizer from the checkpoint: their directory may be gone."""
+        saved = self.checkpoint or {}
+        description = (saved.get("hyper_parameters") or {}).get("description")
+        if description is not None and saved.get("algorithm") == type(self.model).__name__:
+            self.model.hparams["description"] = description
 
     def _check_environment(self) -> None:
         """Raises for environments, spaces and model names that can't work, before anything is written."""
