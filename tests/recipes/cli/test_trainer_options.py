@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.cli import main
+from recipes.callbacks import Checkpoints
+from recipes.cli import main, summary
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=0",
@@ -146,11 +148,12 @@ def own_project(folder: Path) -> None:
     """A project whose packages have the names of this one's."""
     (folder / "datamodules").mkdir()
     (folder / "datamodules/__init__.py").write_text("raise RuntimeError('the wrong package')\n")
+    (folder / "configs").mkdir()
+    (folder / "configs/mine.yaml").write_text("model: PPO\n")
     (folder / "my_policy.py").write_text("from rl_modules import PPO\n\n\nclass MyPPO(PPO):\n    pass\n")
 
 
-@pytest.mark.parametrize("start", [["-c", "from recipes.cli import main; main()"], ["-m", "recipes"],
-                                   ["-m", "recipes.ppo"]])  # fmt: skip
+@pytest.mark.parametrize("start", [["-c", "from recipes.cli import main; main()"], ["-m", "recipes"]])
 def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start: list[str], tmp_path: Path) -> None:
     own_project(tmp_path)
     done = subprocess.run(
@@ -161,6 +164,18 @@ def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start:
     assert done.stdout.startswith("MyPPO on CartPole-v1")
     note = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert len(note) == 1 and str(tmp_path / "datamodules") in note[0]
+    # A folder without Python files, such as one of YAML configs, hides nothing.
+    assert str(tmp_path / "configs") not in note[0]
+
+
+# -------------------------------------------------------------------- the summary
+
+
+def test_the_summary_names_the_checkpoint_that_the_weights_came_from(capsys: pytest.CaptureFixture) -> None:
+    trainer: Any = SimpleNamespace(checkpoint_callback=Checkpoints(), loggers=[])
+    for origin, shown in (("start.ckpt", ["started from     start.ckpt"]), (None, [])):
+        summary.print_summary(trainer, SimpleNamespace(hparams={"init_from": origin}), {}, exports=False)
+        assert [line for line in capsys.readouterr().out.splitlines() if "started" in line] == shown
 
 
 # -------------------------------------------------------------------- Ctrl-C after training
