@@ -18,7 +18,7 @@ from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
 from recipes.callbacks.transition_axis import log_over_transitions
 from recipes.cli import resume, runs, summary
-from recipes.cli.parser import RLParser, add_arguments, import_named
+from recipes.cli.parser import RLParser, accepts, add_arguments, import_named
 from recipes.cli.sentences import which_class
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
@@ -79,7 +79,7 @@ class RLCLI(LightningCLI):
             return
         seed = int(torch.seed() % 2**31) if seed is True else int(seed)
         L.seed_everything(seed, workers=True, verbose=False)
-        if config.get("data") is not None and "seed" in config["data"]["init_args"]:
+        if config.get("data") is not None and accepts(config["data"]["class_path"], "seed"):
             config["data"]["init_args"]["seed"] = seed
 
     def before_instantiate_classes(self) -> None:

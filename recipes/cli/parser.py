@@ -1,6 +1,8 @@
 """The argument parser, and the classes that its short names mean."""
 
 import re
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -70,3 +72,10 @@ def import_named(args: list[str]) -> None:
                     if name in words:
                         raise UsageError(f"{name} needs {error.name}, which is not installed: pip install "
                                          "'lightning-rl-recipes[language]'") from error  # fmt: skip
+
+
+def accepts(class_path: str, name: str) -> bool:
+    """Whether a class or one of its bases takes an argument of that name."""
+    module, _, class_name = class_path.rpartition(".")
+    bases = getattr(import_module(module), class_name).__mro__
+    return any(name in signature(base.__init__).parameters for base in bases if "__init__" in vars(base))
