@@ -73,7 +73,7 @@ def solve(
     agent, saved = (None, {}) if ckpt_path is None else _load(ckpt_path)
     if env_id is None:
         if agent is None:
-            raise UsageError("no environment is given; name one with --env_id or --ckpt_path")
+            raise UsageError("no environment is named; give --env_id or --ckpt_path")
         env_id = saved["env_id"]
     same = env_id == saved.get("env_id")
     settings = dict(saved.get("datamodule_hyper_parameters", {})) if same else {}
@@ -121,7 +121,7 @@ def _report(env_id: str, model: TransitionModel, q: Tensor, gamma: float, agent:
     limit = "no time limit" if model.horizon is None else f"at most {model.horizon} steps an episode"
     print(f"{env_id}: {model.states} states, {q.shape[1]} actions, {limit}; γ = {gamma:g}")
     one_hot = torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
-    print(f"expected return   {_return(model.optimal_return())} of the best policy, which knows the time that is left")
+    print(f"expected return   {_return(model.optimal_return())} at best, by a policy that knows the time left")
     print(f"                  {_return(_expected_return(model, one_hot))} of the policy that is greedy in Q*")
     tables = {"V* and the best action": q}
     if agent is not None:
