@@ -13,11 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.config_record import ConfigRecord
-from recipes.callbacks.episode_writer import EpisodeWriter
-from recipes.callbacks.progress import TransitionProgressBar
-from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
+from recipes.callbacks.recorder import record_episodes
 from recipes.callbacks.transition_axis import log_over_transitions
-from recipes.cli import resume, runs, summary
+from recipes.cli import resume, runs, summary, trainer_settings
 from recipes.cli.parser import RLParser, accepts, add_arguments, import_named
 from recipes.cli.sentences import which_class
 from rl_modules.base import ControlModule
@@ -134,30 +132,17 @@ class RLCLI(LightningCLI):
             assert model.max_length  # loads the tokenizer and the model's config, and compares them
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
-        if self.command == "predict":
-            output = self._get(self.config, "output")
-            if self.records and not self._controls:
-                raise UsageError(f"record films episodes of an environment, which {type(self.model).__name__} has not; "
-                                 "`rl predict` writes its completions to a file")  # fmt: skip
-            if not self.records and self._controls:
-                callbacks.append(EpisodeWriter(output or "episodes.csv"))
-            elif not self.records:
-                callbacks.append(language.CompletionWriter(output or "completions.csv"))
-            config["logger"] = False
-        if self.command in ("validate", "test"):
-            config["logger"] = False
         if self.command == "fit":
-            if self._get(self.config, "record_every") and not self._controls:
-                raise UsageError("record_every films episodes of an environment; leave it out for a language model")
-            if self._get(self.config, "record_every"):
-                callbacks.append(EpisodeRecorder(self._get(self.config, "record_every")))
-            # Lightning calls every callback about ten times per batch, so only useful ones are added.
-            shows = config.get("enable_progress_bar") is not False and sys.stderr.isatty()
-            config["enable_progress_bar"] = shows
-            bar = TransitionProgressBar if self._controls else language.StepProgressBar
-            callbacks += [bar()] if shows else []
-        elif config.get("enable_progress_bar") is None:
-            config["enable_progress_bar"] = False
+            record_every = self._get(self.config, "record_every")
+            callbacks += trainer_settings.settings_for_fit(config, record_every, self._controls)
+        else:
+            trainer_settings.settings_for_evaluation(config)
+        if self.records and not self._controls:
+            raise UsageError(f"record films episodes of an environment, which {type(self.model).__name__} has not; "
+                             "`rl predict` writes its completions to a file")  # fmt: skip
+        if self.command == "predict" and not self.records:
+            output = self._get(self.config, "output")
+            callbacks.append(trainer_settings.prediction_writer(output, self._controls))
         trainer = super()._instantiate_trainer(config, callbacks)
         precision = str(config.get("precision"))
         if precision in ("16", "16-mixed") and trainer.precision != "16-mixed":

@@ -111,6 +111,15 @@ def test_the_simple_profiler_prints_its_report(tmp_path: Path) -> None:
     assert "run_training_batch" in done.stdout + done.stderr
 
 
+# -------------------------------------------------------------------- progress
+
+
+def test_a_progress_bar_of_the_user_takes_the_place_of_ours(rl: Any) -> None:
+    code, out, err = rl("fit", *RUN, "--trainer.callbacks+=TQDMProgressBar")
+    assert code == 0, err
+    assert "Epoch 0" in out + err
+
+
 # -------------------------------------------------------------------- seeds
 
 
