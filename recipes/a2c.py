@@ -17,10 +17,7 @@ from rl_modules import A2C
 def main(total_timesteps: int = 500_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     torch.set_num_threads(1)  # one thread is fastest for networks this small
-    data = RolloutDataModule(
-        "CartPole-v1", n_envs=8, n_steps=5, batch_size=None, n_epochs=1, rollouts_per_epoch=100,
-        total_timesteps=total_timesteps,
-    )  # fmt: skip
+    data = RolloutDataModule("CartPole-v1", n_envs=8, total_timesteps=total_timesteps)
     model = A2C()
     trainer = L.Trainer(
         max_epochs=-1,  # total_timesteps ends the training

@@ -18,7 +18,7 @@ def main(total_timesteps: int = 300_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     torch.set_num_threads(1)  # one thread is fastest for a table
     data = RolloutDataModule(
-        "FrozenLake-v1", n_envs=32, n_steps=32, batch_size=None, n_epochs=1, rollouts_per_epoch=10,
+        "FrozenLake-v1", n_envs=32, n_steps=32, rollouts_per_epoch=10,
         total_timesteps=total_timesteps, eval_freq=30_000,
     )  # fmt: skip
     model = QLearning(gamma=0.99, learning_rate="lin_0.1", exploration_fraction=0.5, exploration_final_eps=0.1)

@@ -17,9 +17,7 @@ from rl_modules import REINFORCE
 def main(total_timesteps: int = 300_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     torch.set_num_threads(1)  # one thread is fastest for networks this small
-    data = RolloutDataModule(
-        "CartPole-v1", n_envs=8, n_steps=256, batch_size=None, n_epochs=1, total_timesteps=total_timesteps
-    )
+    data = RolloutDataModule("CartPole-v1", n_envs=8, n_steps=256, total_timesteps=total_timesteps)
     model = REINFORCE(psi="reward_to_go", normalize_advantage=True, learning_rate=3e-3)
     trainer = L.Trainer(
         max_epochs=-1,  # total_timesteps ends the training

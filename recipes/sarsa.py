@@ -18,7 +18,7 @@ def main(total_timesteps: int = 20_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     torch.set_num_threads(1)  # one thread is fastest for a table
     data = RolloutDataModule(
-        "CliffWalking-v1", n_envs=4, n_steps=4, batch_size=None, n_epochs=1, rollouts_per_epoch=50,
+        "CliffWalking-v1", n_envs=4, n_steps=4, rollouts_per_epoch=50,
         total_timesteps=total_timesteps, eval_freq=2000,
         env_kwargs={"max_episode_steps": 200},  # CliffWalking has no time limit of its own
     )  # fmt: skip

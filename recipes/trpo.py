@@ -17,9 +17,7 @@ from rl_modules import TRPO
 def main(total_timesteps: int = 100_000) -> float:
     """Trains for ``total_timesteps`` transitions; returns the policy's mean return over the test episodes."""
     torch.set_num_threads(1)  # one thread is fastest for networks this small
-    data = RolloutDataModule(
-        "CartPole-v1", n_envs=2, n_steps=512, batch_size=None, n_epochs=1, total_timesteps=total_timesteps
-    )
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=512, total_timesteps=total_timesteps)
     model = TRPO(target_kl=0.02, gae_lambda=0.98, cg_damping=1e-3, n_critic_updates=20, batch_size=512)
     trainer = L.Trainer(
         max_epochs=-1,  # total_timesteps ends the training

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.callbacks import Checkpoints
-from recipes.cli import main, summary
+from recipes.cli import main
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=0",
@@ -180,11 +178,17 @@ def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start:
 # -------------------------------------------------------------------- the summary
 
 
-def test_the_summary_names_the_checkpoint_that_the_weights_came_from(capsys: pytest.CaptureFixture) -> None:
-    trainer: Any = SimpleNamespace(checkpoint_callback=Checkpoints(), loggers=[])
-    for origin, shown in (("start.ckpt", ["started from     start.ckpt"]), (None, [])):
-        summary.print_summary(trainer, SimpleNamespace(hparams={"init_from": origin}), {}, exports=False)
-        assert [line for line in capsys.readouterr().out.splitlines() if "started" in line] == shown
+def test_a_warm_start_from_the_shell_is_a_new_run_that_names_its_origin(rl: Any, tmp_path: Path) -> None:
+    code, out, err = rl("fit", *RUN)
+    assert code == 0, err
+    assert "started from" not in out
+    last = "logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt"
+    code, out, err = rl("fit", *RUN, "--model.init_from", last, "--data.total_timesteps=256")
+    assert code == 0, err
+    assert f"started from        {last}\n" in out
+    assert "transitions         256 in" in out
+    code, out, err = rl("fit", *RUN, "--model.init_from", "none.ckpt")
+    assert code == 1 and "init_from" in err and "none.ckpt" in err
 
 
 # -------------------------------------------------------------------- Ctrl-C after training
