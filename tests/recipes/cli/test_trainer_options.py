@@ -98,6 +98,21 @@ def test_learning_rate_monitor_logs_over_transitions(rl: Any, tmp_path: Path) ->
     assert {step: theirs[step] for step in (512, 768)} == pytest.approx({step: ours[step] for step in (512, 768)})
 
 
+# -------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("options", [
+    ["--trainer.check_val_every_n_epoch=2"],
+    ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=4"],
+    ["--data.eval_freq=512"],
+])  # fmt: skip
+def test_evaluations_come_as_often_as_the_user_says(rl: Any, tmp_path: Path, options: list[str]) -> None:
+    # Two minibatches per epoch of 256 transitions.
+    code, _, err = rl("fit", *RUN, *CSV, "--data.eval_freq=256", "--data.n_eval_episodes=1", *options)
+    assert code == 0, err
+    assert [row["step"] for row in csv_rows(tmp_path) if row["eval/mean_reward"]] == ["512", "1024"]
+
+
 # -------------------------------------------------------------------- profiler
 
 
