@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.bare import bare_ppo
+from rl_modules.common.contract import Rollout
 from tests.training import mean_return
 
 ROOT = Path(__file__).parents[1]
@@ -45,3 +46,10 @@ def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_architecture_page_lists_every_field_of_a_rollout():
+    section = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## A rollout's fields")[1]
+    table = "\n".join(line.split("|")[1] for line in section.split("\n## ")[0].splitlines() if line.startswith("| `"))
+    assert set(Rollout.__annotations__) - set(re.findall(r"`(\w+)`", table)) == {"log_prob"}  # named as an example
+    assert "`log_prob`" in section
