@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,6 +18,7 @@ from recipes.callbacks.finite_check import FiniteCheck
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.rank_agreement import RankAgreement
 from recipes.callbacks.signals import Stopped, StopRequests
+from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
 from rl_modules.common.errors import UsageError
 
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
@@ -113,7 +113,7 @@ class Checkpoints(ModelCheckpoint):
         self._between_batches = hasattr(loader, "before_next")
         if self._between_batches:
             loader.before_next = lambda: self._safe_point(trainer)
-        self.requests.install(*_requeue_signals(trainer))
+        self.requests.install(*requeue_signals(trainer))
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         if self.requests.is_installed and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             # Lightning broadcasts before every batch whether rank 0 received SIGTERM; `requests` handles it instead.
@@ -139,12 +139,7 @@ class Checkpoints(ModelCheckpoint):
         self.requests.restore()
         if _position(trainer) != self._saved_at and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_last(trainer, is_final=True)
-        if _requeue_signals(trainer):
-            # In a SLURM job Lightning would load the newest of these even for the evaluation after training.
-            if trainer.is_global_zero:
-                for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"):
-                    path.unlink()
-            trainer.strategy.barrier("hpc checkpoints removed")
+        remove_requeue_checkpoints(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.requests.restore()
@@ -171,7 +166,7 @@ class Checkpoints(ModelCheckpoint):
             self._stop(trainer, stop)
 
     def _stop(self, trainer: L.Trainer, signum: int) -> None:
-        requeue = self.requests.previous_handler(signum) if signum in _requeue_signals(trainer) else None
+        requeue = self.requests.previous_handler(signum) if signum in requeue_signals(trainer) else None
         if requeue is not None:
             requeue(signum, None)
         raise Stopped(signum, self.last_path)
@@ -236,11 +231,3 @@ class Checkpoints(ModelCheckpoint):
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:
     # Tabular agents take no optimizer steps: the epoch and the batch change where `global_step` does not.
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
-
-
-def _requeue_signals(trainer: L.Trainer) -> tuple[int, ...]:
-    """Returns the signal on which Lightning saves and requeues a SLURM job."""
-    environment = trainer._accelerator_connector.cluster_environment
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
-        return (int(environment.requeue_signal),)
-    return ()

@@ -1,4 +1,4 @@
-"""Pipelines: what is done is skipped, what was stopped goes on, results of two pipelines are never mixed."""
+"""Pipelines skip completed stages, resume stopped ones, and never mix the results of two pipelines."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_the_table_has_a_row_per_stage(tmp_path, capsys):
     assert "| grpo | 0.500 | 7.000 |" in capsys.readouterr().out
 
 
-def test_curves_of_stages_stand_one_behind_the_other():
+def test_curves_of_stages_are_drawn_one_after_the_other():
     points = {
         "one": {"loss": [(0, 1.0), (100, 0.0)]},
         "two": {"loss": [(0, 1.0), (100, 1.0)], "kl": [(50, 2.0), (60, 3.0)]},

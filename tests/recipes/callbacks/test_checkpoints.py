@@ -107,7 +107,7 @@ def test_a_run_killed_between_and_within_epochs_ends_where_the_whole_one_does(al
     assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", last)
 
 
-def test_checkpoints_stand_behind_whole_optimizer_steps(tmp_path: Path) -> None:
+def test_checkpoints_come_after_whole_optimizer_steps(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(PPO(), ppo_data(), accumulate_grad_batches=4, **saving(tmp_path, KillAfter(7)))
     checkpoint = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)

@@ -93,8 +93,8 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert chaos.compare(tmp_path / "whole", tmp_path) == []
 
 
-def test_points_behind_the_checkpoint_do_not_come_twice(rl: Any, stopped: Path) -> None:
-    # As if the run had gone on after its last checkpoint, and been killed then.
+def test_points_after_the_checkpoint_do_not_come_twice(rl: Any, stopped: Path) -> None:
+    # As if the run had trained past its last checkpoint before it was killed.
     early = Path("early.ckpt")
     shutil.copy(stopped / "checkpoints/last.ckpt", early)
     rl("fit", *RUN, "--resume")
