@@ -1,11 +1,11 @@
-"""The one kind of loader that Lightning neither prefetches nor runs ahead of time."""
+"""A loader that Lightning does not prefetch from."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 
 class LazyLoader:
-    """A sized iterable whose batches are made when they are asked for.
+    """A sized iterable that makes each batch on demand.
 
     Lightning prefetches one batch of an iterable without a length, which for experience means acting with the policy
     before its last update.

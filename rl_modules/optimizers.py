@@ -1,7 +1,7 @@
 """Optimizers and gradient clipping for small networks.
 
-torch's own are general: they sort parameters by device and dtype at every step and open a profiler's scope. For a network
-of a few layers that takes as long as the arithmetic; ``python -m benchmarks.optimizers`` measures what it costs a run.
+torch's own are general: they sort parameters by device and dtype at every step and open a profiler's scope. For a
+network of a few layers that takes as long as the arithmetic; ``python -m benchmarks.optimizers`` measures the cost.
 """
 
 import functools

@@ -51,7 +51,7 @@ class TRPO(ActorCriticModule):
         batch_size: transitions per minibatch of the critic; the last one takes what is left.
         normalize_advantage: whiten the advantages of each rollout.
         net_arch: hidden widths of policy and value network, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and
-            none behind a convolutional encoder.
+            none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
