@@ -109,15 +109,22 @@ class Checkpoints(ModelCheckpoint):
         self._pause_s = min(FIRST_AFTER_S, self.interval_s)
         self._due_s = time.monotonic() + self._pause_s
         self._saved_at = _position(trainer)
-        loader: Any = trainer.train_dataloader
-        self._between_batches = hasattr(loader, "before_next")
-        if self._between_batches:
-            loader.before_next = lambda: self._safe_point(trainer)
+        self._watch_loader(trainer)
         self.requests.install(*requeue_signals(trainer))
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         if self.requests.is_installed and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             # Lightning broadcasts before every batch whether rank 0 received SIGTERM; `requests` handles it instead.
             epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # With reload_dataloaders_every_n_epochs this epoch has another loader.
+        self._watch_loader(trainer)
+
+    def _watch_loader(self, trainer: L.Trainer) -> None:
+        loader: Any = trainer.train_dataloader
+        self._between_batches = hasattr(loader, "before_next")
+        if self._between_batches:
+            loader.before_next = lambda: self._safe_point(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
