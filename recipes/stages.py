@@ -78,7 +78,7 @@ def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
         config: an ``rl`` config.
         arguments: options beside it.
     """
-    from recipes.lightning_cli import RLCLI
+    from recipes.cli.lightning_cli import RLCLI
 
     with contextlib.redirect_stdout(io.StringIO()):
         cli = RLCLI("test", rl_words(config, arguments))
@@ -88,7 +88,7 @@ def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
 
 def instantiate(config: str, arguments: dict[str, str]) -> Any:
     """Module (``.model``) and datamodule (``.datamodule``) of a config, without running anything."""
-    from recipes.lightning_cli import RLCLI
+    from recipes.cli.lightning_cli import RLCLI
 
     class Instances(RLCLI):
         def _run_subcommand(self, subcommand: str) -> None:

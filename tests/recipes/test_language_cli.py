@@ -155,7 +155,7 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
     code, out, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--trainer.max_steps", "5",
                         "--model.lr_scheduler_type", "constant", "--resume")  # fmt: skip
     assert code == 0, err
-    assert "going on from" in out
+    assert "resuming from" in out
     assert "description" not in out
     code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--model.lr_scheduler_type", "constant")
     assert code == 0, err
@@ -233,7 +233,7 @@ def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
         (["record", "--config", "tiny.yaml", "--ckpt_path", "tiny.yaml"], "damaged|record films episodes"),
         (["predict", "--config", "tiny.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
         (["export"], "export takes --ckpt_path PATH and --output FOLDER"),
-        (["export", "--ckpt_path", "none.ckpt", "--output", "x"], "ckpt_path='none.ckpt' is no file"),
+        (["export", "--ckpt_path", "none.ckpt", "--output", "x"], "ckpt_path='none.ckpt' is not a file"),
         (["export", "--ckpt", "x"], "export takes --ckpt_path PATH.*got '--ckpt'"),
     ],
 )  # fmt: skip

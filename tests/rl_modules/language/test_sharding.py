@@ -15,10 +15,10 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from recipes.checkpoints import Checkpoints
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.signals import Stopped
 from recipes.cli import main
-from recipes.resume import damage_of, read
-from recipes.signals import Stopped
+from recipes.cli.resume import damage_of, read
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sharding import adopt
@@ -285,5 +285,5 @@ def test_products_are_not_split() -> None:
 
 
 def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder, as sharding writes elsewhere"):
+    with pytest.raises(UsageError, match="is a folder, as Lightning.s sharded strategies write it"):
         read(tmp_path)

@@ -1,4 +1,4 @@
-"""Videos of whole episodes, through Gymnasium's own recording."""
+"""Videos of whole episodes, recorded by Gymnasium's ``RecordVideo``."""
 
 import importlib.util
 import os
@@ -22,13 +22,13 @@ from rl_modules.common.seeding import stream_seed
 def record_episodes(
     policy: Predicts, data: ControlDataModule, folder: Path, n_episodes: int = 1, prefix: str = "episode"
 ) -> list[Path]:
-    """Play episodes with rendering and keep each as an mp4 with its return in the file name.
+    """Plays episodes and writes each to an mp4 file with its return in the file name.
 
     Args:
-        policy: acts deterministically where ``data.eval_deterministic``.
-        data: says which environment, its wrappers, and the seed.
-        folder: where the files go; made if need be.
-        n_episodes: how many.
+        policy: acts deterministically where ``data.eval_deterministic`` is set.
+        data: names the environment, its wrappers and the seed.
+        folder: of the files; created if it does not exist.
+        n_episodes: number of episodes, ≥ 1.
         prefix: beginning of the file names.
 
     Returns:
@@ -48,7 +48,7 @@ def record_episodes(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")
         for episode in range(n_episodes):
-            # A wrapper per episode: each file is closed, and can be named, when its episode is over.
+            # One wrapper per episode: the file is closed, and can be renamed, as soon as its episode has ended.
             name = f"{prefix}-{episode}"
             recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
             total = _play(policy, recorder, episode_seed(stream, episode), data.eval_deterministic)
@@ -62,17 +62,17 @@ def record_episodes(
 def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool) -> float:
     observation, _ = env.reset(seed=seed)
     state: Any = None
-    total, over = 0.0, False
-    while not over:
+    total, has_ended = 0.0, False
+    while not has_ended:
         action, state = policy.predict(observation, state=state, deterministic=deterministic)
         observation, reward, terminated, truncated, _ = env.step(action)
         total += float(reward)
-        over = terminated or truncated
+        has_ended = terminated or truncated
     return total
 
 
 class EpisodeRecorder(Callback):
-    """Records an episode every so many transitions of training, into ``videos`` beside the curves.
+    """Records one episode every ``every`` training transitions, into ``videos`` in the run's folder.
 
     Args:
         every: transitions between two recordings, ≥ 1.

@@ -1,6 +1,6 @@
-"""Settings of optimizers and schedulers that were changed between a checkpoint and its continuation.
+"""Optimizer and scheduler settings of a resumed run that differ from the checkpoint's.
 
-A checkpoint's optimizer state holds the settings too, and loading it would undo what the command line says.
+A checkpoint's optimizer state contains the settings, so that loading it would undo what the command line says.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from rl_modules.common.errors import UsageError
 
 
 def settings_of(trainer: L.Trainer) -> dict[str, Any]:
-    """The settings of newly made optimizers and schedulers, as a checkpoint may hold them."""
+    """Returns the settings of newly created optimizers and schedulers, as plain data for a checkpoint."""
     return {
         "optimizers": [
             {"class": type(optimizer).__name__, "groups": [_plain(group) for group in optimizer.param_groups]}
@@ -26,15 +26,15 @@ def settings_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def apply_changes(trainer: L.Trainer, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Put settings that differ from those of the checkpoint's run over its state, and print them.
+    """Applies and prints the settings that differ from those of the checkpoint's run.
 
     Args:
-        trainer: its optimizers and schedulers have the checkpoint's state.
+        trainer: its optimizers and schedulers have loaded the checkpoint's state.
         saved: :func:`settings_of` the run that wrote the checkpoint.
-        now: the same of this run.
+        now: :func:`settings_of` this run.
 
     Raises:
-        UsageError: another optimizer or scheduler, whose state would mean something else.
+        UsageError: the class of an optimizer or scheduler differs, so that its state can't be used.
     """
     for kind in ("optimizers", "lr_schedulers"):
         before, after = ([part["class"] for part in settings[kind]] for settings in (saved, now))
@@ -51,35 +51,35 @@ def apply_changes(trainer: L.Trainer, saved: dict[str, Any], now: dict[str, Any]
         if "initial_lr" in changed:
             changed["lr"] = changed.pop("initial_lr")
         for name, values in changed.items():
-            # A module's own argument has been named already.
+            # `resume.changes` has printed the module's own arguments.
             if trainer.lightning_module.hparams.get({"lr": "learning_rate"}.get(name, name)) is None:
-                _say(f"optimizer.{name}", *values)
+                _print_change(f"optimizer.{name}", *values)
     for config, old, new in zip(trainer.lr_scheduler_configs, saved["lr_schedulers"], now["lr_schedulers"],
                                 strict=True):  # fmt: skip
         scheduler: Any = config.scheduler
         for name, value in new.items():
             if name in old and value != old[name]:
                 setattr(scheduler, name, value)
-                _say(f"lr_scheduler.{name}", old[name], value)
+                _print_change(f"lr_scheduler.{name}", old[name], value)
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in scheduler.optimizer.param_groups]
 
 
 def _set(group: dict[str, Any], name: str, before: Any, value: Any) -> None:
     if name == "initial_lr":
-        # Where a schedule has brought the rate down, it is as far down from the new one.
+        # A rate that a schedule has decayed keeps its ratio to the initial rate.
         group["lr"] = group["lr"] * value / before if before else value
     if not (name == "lr" and "initial_lr" in group):
         group[name] = tuple(value) if isinstance(value, list) else value
 
 
 @rank_zero_only
-def _say(name: str, before: Any, after: Any) -> None:
+def _print_change(name: str, before: Any, after: Any) -> None:
     print(f"{name}: {before} → {after}")
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """The numbers, strings and booleans among settings, and tuples of them such as Adam's betas, as lists."""
+    """Returns the numbers, strings and booleans among settings, and tuples of them (Adam's betas) as lists."""
     kept: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple) and all(isinstance(x, int | float) for x in value):

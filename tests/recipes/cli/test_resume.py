@@ -1,4 +1,4 @@
-"""``rl fit --resume``: the same run goes on in the same folder, with one curve."""
+"""``rl fit --resume``: the run resumes in the same folder, with one curve."""
 
 import os
 import random
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import curves
-from recipes.cli import _resume_command, main
+from recipes.callbacks import curves
+from recipes.cli import main
+from recipes.cli.command import _resume_command
 from tests import chaos
 from tests.training import assert_equal_checkpoints
 
@@ -80,7 +81,7 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert steps(stopped, "train/loss") == [256, 512]
     code, out, err = rl("fit", *RUN, "--resume")
     assert code == 0, err
-    assert f"going on from {stopped}/checkpoints/last.ckpt (768 transitions)" in out
+    assert f"resuming from {stopped}/checkpoints/last.ckpt (768 transitions)" in out
     assert "→" not in out
     assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
     assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
@@ -92,8 +93,8 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert chaos.compare(tmp_path / "whole", tmp_path) == []
 
 
-def test_points_behind_the_checkpoint_do_not_come_twice(rl: Any, stopped: Path) -> None:
-    # As if the run had gone on after its last checkpoint, and been killed then.
+def test_points_after_the_checkpoint_do_not_come_twice(rl: Any, stopped: Path) -> None:
+    # As if the run had trained past its last checkpoint before it was killed.
     early = Path("early.ckpt")
     shutil.copy(stopped / "checkpoints/last.ckpt", early)
     rl("fit", *RUN, "--resume")
@@ -158,7 +159,7 @@ def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
     (FOLDER / "version_2").mkdir()
     code, out, err = rl("fit", *RUN, "--ckpt_path", "last")
     assert code == 0, err
-    assert f"going on from {FOLDER}/version_10/checkpoints/last.ckpt" in out
+    assert f"resuming from {FOLDER}/version_10/checkpoints/last.ckpt" in out
     assert steps(FOLDER / "version_10", "train/loss") == [256, 512, 768, 1024]
     code, out, err = rl("validate", *RUN, "--ckpt_path", "best")
     assert code == 0, err
@@ -174,11 +175,11 @@ def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
 def test_without_a_checkpoint_a_run_begins(rl: Any, how: list[str]) -> None:
     code, out, err = rl("fit", *RUN, *how)
     assert code == 0, err
-    assert "going on" not in out
+    assert "resuming" not in out
     shutil.rmtree(FOLDER / "version_0/checkpoints")
     code, out, err = rl("fit", *RUN, *how)
     assert code == 0, err
-    assert "version_0 has no checkpoint yet: its run begins again" in out
+    assert "version_0 has no checkpoint yet: its run starts again" in out
     assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
     assert steps(FOLDER / "version_0", "train/loss") == [256, 512, 768, 1024]
 
@@ -227,7 +228,7 @@ def test_the_command_that_goes_on_is_printed(rl: Any, monkeypatch: pytest.Monkey
     code, _, err = rl("fit", *RUN, "--model.clip_range", "0.1")
     assert code == 130
     assert err.splitlines()[-1].strip() == f"rl fit {' '.join(RUN)} --model.clip_range 0.1 --resume"
-    assert "stopped by SIGINT; everything is in logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt" in err
+    assert "stopped by SIGINT; the run is saved in logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt" in err
 
 
 def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint() -> None:
@@ -282,7 +283,7 @@ def test_slurm_hands_the_job_back_and_it_goes_on(tmp_path: Path, monkeypatch: py
     time.sleep(0.01)
     again = chaos.Run(chaos.CASES["ppo"], tmp_path / "job", forks=True, resume=False)
     again.finish()
-    assert f"going on from logs/PPO-CartPole-v1/{folder.name}/" in again.output.read_text()
+    assert f"resuming from logs/PPO-CartPole-v1/{folder.name}/" in again.output.read_text()
     for name in slurm:
         monkeypatch.delenv(f"SLURM_{name}")
     chaos.Run(chaos.CASES["ppo"], tmp_path / "whole", forks=True).finish()

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from datamodules import RolloutDataModule
+from recipes.callbacks import record_episodes
 from recipes.cli import main
-from recipes.record import record_episodes
 from rl_modules.common.errors import UsageError
 from tests.datamodules.test_rollout import Follows
 

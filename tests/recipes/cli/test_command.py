@@ -86,13 +86,13 @@ def test_a_control_task_pays_for_no_language_model(tmp_path):
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m recipes list | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    done = subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[3], capture_output=True, text=True,
                           check=False)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -184,8 +184,8 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
     ("arguments", "message"),
     [
         (["fitt"], "unknown command 'fitt'"),
-        (["fit"], "nothing says which model to use; give --config"),
-        (["fit", "--model", "PPO"], "nothing says which data to use; give --config"),
+        (["fit"], "no model is given; name one with --config"),
+        (["fit", "--model", "PPO"], "no data is given; name one with --config"),
         (["fit", "--config", "ppo/cartpoel.yaml"], "'ppo/cartpoel.yaml' .* did you mean ppo/cartpole.yaml"),
         (
             ["fit", "--config", "ppo/cartpole.yaml", "--model.gama", "1"],
@@ -204,8 +204,8 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
         (["fit", "--config", "ppo/cartpole.yaml", "--data.batch_size", "100"], "batch_size=100 does not divide"),
         (["fit", "--config", "ppo/cartpole.yaml", "--model.gamma", "7"], "gamma=7.0 must lie in"),
         (["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "CartPol-v1"], "did you mean CartPole-v1"),
-        (["fit", "--config", "ppo/cartpole.yaml", "--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is no file"),
-        (["fit", "--model", "PPO", "--data.env_id", "CartPole-v1"], "say which class with --data CLASS"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is not a file"),
+        (["fit", "--model", "PPO", "--data.env_id", "CartPole-v1"], "name the class with --data CLASS"),
         (["predict", "--config", "ppo/cartpole.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
         (
             ["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "tests.datamodules.envs:Odd"],

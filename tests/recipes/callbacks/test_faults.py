@@ -8,7 +8,7 @@ import pytest
 
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
-from tests.recipes.test_checkpoints import ppo_data, saving
+from tests.recipes.callbacks.test_checkpoints import ppo_data, saving
 from tests.training import assert_equal_checkpoints, fit
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard's files when a run goes on: what was written after the checkpoint will be written again."""
+"""TensorBoard's event files of a resumed run: points written after the checkpoint are removed, for they come again."""
 
 import struct
 from pathlib import Path
@@ -11,9 +11,9 @@ PATTERN = "events.out.tfevents.*"
 
 
 def lengths(trainer: L.Trainer) -> dict[str, int]:
-    """How long every event file is now, in bytes by file name; kept in a checkpoint.
+    """Returns the length of every event file in bytes, by file name; a checkpoint stores it.
 
-    Everything logged so far is written out first, so that the files end with a whole record.
+    Flushes the loggers first, so that the files end with a whole record.
     """
     if not trainer.is_global_zero:
         return {}
@@ -26,11 +26,11 @@ def lengths(trainer: L.Trainer) -> dict[str, int]:
 
 
 def cut(folder: Path, kept: dict[str, int]) -> None:
-    """Take from a run's event files what was logged after a checkpoint.
+    """Removes what was logged after a checkpoint from a run's event files.
 
     Args:
-        folder: where the event files are.
-        kept: what :func:`lengths` returned when the checkpoint was written; files that are not in it go.
+        folder: of the event files.
+        kept: what :func:`lengths` returned when the checkpoint was written. Files that it does not name are deleted.
     """
     for path in folder.glob(PATTERN):
         if path.name not in kept:
@@ -41,7 +41,7 @@ def cut(folder: Path, kept: dict[str, int]) -> None:
 
 
 def _whole_records(path: Path, limit: int) -> int:
-    """Bytes up to ``limit`` that are whole records; a machine that lost power may have written half of one."""
+    """Returns the length of the whole records up to ``limit``; a power cut may leave half a record."""
     end = 0
     with path.open("rb") as file:
         size = min(limit, path.stat().st_size)
@@ -56,7 +56,7 @@ def _whole_records(path: Path, limit: int) -> int:
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar of a run as TensorBoard reads it: (step, value) by tag, in the order of the files."""
+    """Returns every scalar curve of a run as TensorBoard reads it: (step, value) by tag, in file order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()

@@ -1,14 +1,9 @@
-"""What a table has learned about a grid world, as a picture: values as colours, the greedy policy as arrows."""
+"""Draws the action values of a grid world: state values as colours, the greedy policy as arrows."""
 
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -20,43 +15,8 @@ _CELL = 72
 _OVERSAMPLING = 2
 
 
-class ValuePictures(Callback):
-    """Draws the table before and after training: ``values_before.png``, ``values_after.png`` and TensorBoard.
-
-    For the tabular agents on grid worlds (Maze, FrozenLake, CliffWalking); says so and draws nothing elsewhere.
-    """
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.datamodule.num_timesteps == 0:  # type: ignore[attr-defined]
-            self._draw(trainer, pl_module, "before")
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._draw(trainer, pl_module, "after")
-
-    @rank_zero_only
-    def _draw(self, trainer: L.Trainer, pl_module: Any, when: str) -> None:
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        model = datamodule.transition_model()
-        name = type(pl_module).__name__
-        if model is None or model.cells is None or not hasattr(pl_module, "greedy_policy"):
-            rank_zero_warn(
-                f"ValuePictures draws tables of grid worlds; {name} on {datamodule.env_name} gets no picture"
-            )
-            return
-        achieved, best = model.expected_return(pl_module.greedy_policy()), model.optimal_return()
-        title = (f"{name} on {datamodule.env_name}", f"{datamodule.num_timesteps:,} transitions",
-                 f"greedy return {achieved:.4g} (best {best:.4g})")  # fmt: skip
-        image = draw_values(pl_module.q, model, title)
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"values_{when}.png")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image("values", image, datamodule.num_timesteps, dataformats="HWC")
-
-
 def draw_values(q: Tensor, model: TransitionModel, title: tuple[str, ...] = ()) -> np.ndarray:
-    """A heat map of max_a Q(s, a) with an arrow for every best action.
+    """Draws a heat map of max_a Q(s, a) with an arrow for every best action.
 
     Args:
         q: [S, A], in units of return.
@@ -99,10 +59,11 @@ def draw_values(q: Tensor, model: TransitionModel, title: tuple[str, ...] = ()) 
 
 
 def action_directions(model: TransitionModel) -> list[tuple[int, int]]:
-    """Where each action leads in a grid world: its step in (rows, columns), (0, 0) for nowhere.
+    """Returns each action's direction in a grid world as (rows, columns); (0, 0) is an action that does not move.
 
-    Read off the transitions to neighbouring cells, so that no environment's numbering of actions need be known:
-    slipping to both sides cancels out, and the rare jump (off the cliff to a start next to it) is outweighed.
+    The directions are computed from the transitions to neighbouring cells, so that the environment's numbering of
+    actions is not needed. Slipping to both sides cancels out, and a rare jump (off the cliff to the start next to it)
+    has less weight than the ordinary moves.
     """
     assert model.cells is not None
     columns = len(model.cells[0])
