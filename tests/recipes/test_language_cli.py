@@ -175,7 +175,7 @@ def test_a_run_whose_source_directory_is_gone_resumes_exactly(rl, trained):
     Path("start").rename("elsewhere")
     code, out, err = rl(*settings, "--resume")
     assert code == 0, err
-    assert "going on from" in out and "description" not in out
+    assert "resuming from" in out and "description" not in out
     whole, resumed = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)
                       for i in range(2))  # fmt: skip
     for name, value in whole["state_dict"].items():
