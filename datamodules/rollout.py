@@ -184,7 +184,7 @@ class RolloutDataModule(ControlDataModule):
         """Collect, let the module prepare, and flatten [T, N] to the valid rows."""
         learner: Any = self.learner
         self.before_collecting()
-        with evaluation_mode(learner), torch.no_grad():
+        with evaluation_mode(learner.modules()), torch.no_grad():
             with self.learner_trainer.precision_plugin.forward_context():
                 rollout = self.collector.collect(learner.act, self.n_steps, learner.device)
             valid = rollout["valid"]

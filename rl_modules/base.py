@@ -239,7 +239,7 @@ class ControlModule(CheckpointMixin):
         tensors = tree_map(lambda x: torch.as_tensor(x).to(self.device), arrays)
         if self._predict_generator is None or self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
-        with evaluation_mode(self):
+        with evaluation_mode(self.modules()):
             acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)
         action = to_environment(self.action_space, acted["action"].cpu().numpy())
         return (action[0] if single else action), state
