@@ -18,7 +18,7 @@ import lightning as L
 import torch
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from recipes.checkpoints import Checkpoints
+from recipes.callbacks.checkpoints import Checkpoints
 from rl_modules import DQN, PPO
 
 

@@ -60,7 +60,7 @@ class Setting:
         self.rows, self.length, self.learning_rate, self.reward = rows, length, learning_rate, reward
 
     def ours(self, steps: int, warm_up: int = WARM_UP) -> float:
-        """Seconds of ``steps`` steps behind the first ``warm_up``."""
+        """Returns the seconds of ``steps`` steps after the first ``warm_up``."""
         import lightning as L
 
         from datamodules import PromptDataModule

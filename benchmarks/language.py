@@ -138,7 +138,7 @@ class SFTRound:
         return trainer._total_train_tokens / seconds
 
 
-#: Pairs of the paths task: as they are, and behind an instruction, as people's preferences are.
+#: Pairs of the paths task: as they are, and with an instruction before each, as in people's preferences.
 PREFERENCES: dict[str, dict[str, Any]] = {
     "paths": {"task": "paths", "n_train": 4096},
     "paths_instructed": {

@@ -27,7 +27,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from recipes.checkpoints import Checkpoints
+from recipes.callbacks.checkpoints import Checkpoints
 
 #: Epochs before the clock starts.
 WARM_UP = 2
@@ -70,7 +70,7 @@ def grpo() -> tuple[Any, Any, int]:
     return model, data, 256
 
 
-#: Per algorithm what makes it, what is counted, and how many epochs are timed unless told otherwise.
+#: Per algorithm: its constructor, what is counted, and the default number of timed epochs.
 ALGORITHMS: dict[str, tuple[Callable[[], tuple[Any, Any, int]], str, int]] = {
     "ppo": (ppo, "transitions", 80),
     "ppo_images": (ppo_images, "transitions", 2),
@@ -90,7 +90,7 @@ class Clock(L.Callback):
 
 
 def train(algorithm: str, epochs: int, world_size: int, folder: Path) -> float:
-    """Transitions or completions per second over all ranks, behind the warm-up."""
+    """Transitions or completions per second over all ranks, after the warm-up."""
     clock = Clock()
     model, data, per_epoch = ALGORITHMS[algorithm][0]()
     trainer = L.Trainer(

@@ -293,7 +293,7 @@ def main() -> None:
     run.add_argument("--seeds", type=int, default=5)
     run.add_argument("--jobs", type=int, default=2, help="runs side by side")
     keeper = commands.add_parser("keep", help="take over table and curves of a pipeline's folder")
-    keeper.add_argument("name", help="of the pipeline: r1, rlhf, or with more behind a _")
+    keeper.add_argument("name", help="of the pipeline: r1, rlhf, or with a suffix after _")
     keeper.add_argument("folder", type=Path)
     reporter = commands.add_parser("report", help="write docs/results.md from what is stored")
     reporter.add_argument("--where", default="a machine with two", help="the machine, for the text")

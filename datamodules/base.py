@@ -365,7 +365,7 @@ class ControlDataModule(L.LightningDataModule):
         return self._episodes("test", self.n_test_episodes)
 
     def _episodes(self, purpose: str, n_episodes: int) -> LazyLoader:
-        """One batch of whole episodes, played when asked for: {return, length, seed}, [n_episodes]."""
+        """One batch of whole episodes, played on demand: {return, length, seed}, [n_episodes]."""
 
         def play() -> Iterator[Batch]:
             envs = self._make_vector(min(n_episodes, 50), "sync", "same_step")

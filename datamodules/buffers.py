@@ -1,4 +1,4 @@
-"""What was experienced, kept to be learned from again: the ring buffer and the two ways to draw from it."""
+"""The replay buffer and the two ways to draw from it."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Batch = dict[str, Any]
 
 
 class ReplayBuffer:
-    """One ring of rows per environment, in which the row behind a transition holds its successor.
+    """One ring of rows per environment, in which the row after a transition holds its successor.
 
     A row is an observation and, where an action was taken in it, the rest of the transition. An episode's final
     observation takes a row of its own, in which nobody acted (``valid`` is false), and so does the newest observation.
@@ -62,10 +62,10 @@ class ReplayBuffer:
         valid = rollout["valid"].numpy()
         ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
         taken = valid.astype(np.int64) + ended
-        behind = taken.cumsum(0)
+        written = taken.cumsum(0)
         environment = np.arange(self.n_envs)
         head = self.head.numpy()
-        row = (head + behind - taken) % self.rows
+        row = (head + written - taken) % self.rows
         at = (row * self.n_envs + environment)[valid]
 
         # The successor of every transition but these is the observation of the next one, written anyway.
@@ -77,7 +77,7 @@ class ReplayBuffer:
         _write(self.observation, successor, rollout["next_observation"], closing)
         for name in ("action", "reward", "terminated"):
             _write(getattr(self, name), at, rollout[name], valid)
-        head = (head + behind[-1]) % self.rows
+        head = (head + written[-1]) % self.rows
         blocked = np.concatenate([successor, head * self.n_envs + environment])
         in_use = self.valid.numpy()
         in_use[blocked] = False
@@ -99,14 +99,14 @@ class ReplayBuffer:
             n_steps: n, how many steps lie between observation and next_observation.
 
         Returns:
-            observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 behind the end),
+            observation and next_observation [M, *obs], action [M, *act], reward [M, n] float32 (0 after the end),
             n_steps [M] int64 (how many rewards count), terminated [M] bool (whether next_observation is terminal).
         """
         if n_steps == 1:
             reward, steps, last = self.reward[index, None], torch.ones_like(index), index
         else:
             window = (index[:, None] + torch.arange(n_steps) * self.n_envs) % self.total
-            # Behind an episode's end, and behind the newest transition, stands a row that is not valid.
+            # The row after an episode's end, or after the newest transition, is not valid.
             alive = self.valid[window].cumprod(1)
             reward, steps = torch.where(alive.bool(), self.reward[window], 0.0), alive.sum(1)
             last = (index + (steps - 1) * self.n_envs) % self.total
@@ -146,7 +146,7 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring the rows back; ``state`` comes from a buffer of the same size."""
+        """Restore the rows; ``state`` comes from a buffer of the same size."""
         used = len(state["valid"])
         self.filled = used // self.n_envs
         tree_map(lambda store, x: store[:used].copy_(x), self.observation, state["observation"])
@@ -178,7 +178,7 @@ class UniformSampler:
         return index
 
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The generator's state; ``newest`` is for samplers that know something of each row."""
+        """The generator's state; ``newest`` matters to samplers with a priority per row."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ class PrioritizedSampler:
         self.largest = 1.0
 
     def added(self, transitions: Tensor, blocked: Tensor) -> None:
-        """Take note of what :meth:`ReplayBuffer.add` returned."""
+        """Set the priorities of the rows that :meth:`ReplayBuffer.add` returned."""
         self.tree[blocked.numpy()] = 0.0
         self.tree[transitions.numpy()] = self.largest**self.alpha
 

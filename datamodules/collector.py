@@ -20,7 +20,7 @@ class Collector:
     """Experience from a vector of environments, in order, whatever their way of resetting.
 
     Args:
-        envs: the vector environment; it is reset when the first experience is asked for.
+        envs: the vector environment; it is reset by the first ``collect``.
         streams: one seed per environment.
         generator_seed: seed of the action sampling.
         name: the environment's name, for messages.

@@ -1,11 +1,11 @@
-"""The one kind of loader that Lightning neither prefetches nor runs ahead of time."""
+"""A loader that Lightning does not prefetch from."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 
 class LazyLoader:
-    """A sized iterable whose batches are made when they are asked for.
+    """A sized iterable that makes each batch on demand.
 
     Lightning prefetches one batch of an iterable without a length, which for experience means acting with the policy
     before its last update.
@@ -18,8 +18,7 @@ class LazyLoader:
     def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:
         self._length = length
         self._make_batches = make_batches
-        #: Called whenever a batch is asked for, before it is made: the one moment at which nothing of the last batch is
-        #: left to do, and nothing of the next has begun.
+        #: Called before each batch is made: the one moment at which the last batch is finished and the next not begun.
         self.before_next: Callable[[], None] | None = None
 
     def __len__(self) -> int:

@@ -58,7 +58,7 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: how much of the bias
             the importance weights take back.
         prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
-        checkpoint_buffer_size: newest rows of the buffer that a checkpoint holds; a run that goes on from less than
+        checkpoint_buffer_size: newest rows of the buffer that a checkpoint holds; a run that resumes from less than
             all differs from one that was never stopped. None: all.
         rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions.
         **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of

@@ -1,1 +1,1 @@
-"""What a person runs: the command line, and one short file per recipe."""
+"""Programs to run and to copy: one per algorithm, the pipelines, and the ``rl`` command."""

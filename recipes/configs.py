@@ -1,4 +1,4 @@
-"""The installed configs: found by name, listed, copied. Imports nothing heavy."""
+"""Finds, lists and copies the installed configs. Imports nothing heavy."""
 
 import shutil
 from pathlib import Path
@@ -9,15 +9,15 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def names() -> list[str]:
-    """Every config, as ``recipe/task.yaml``."""
+    """Returns the names of all configs, ``recipe/task.yaml``."""
     return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("*/*.yaml"))
 
 
 def find(name: str) -> Path:
-    """The file behind ``--config name``: a path, or the name of an installed config.
+    """Returns the file that ``--config name`` means: a path, or an installed config.
 
     Raises:
-        UsageError: neither exists.
+        UsageError: neither exists; offers the nearest names.
     """
     if Path(name).is_file():
         return Path(name)
@@ -29,13 +29,13 @@ def find(name: str) -> Path:
 
 
 def describe(name: str) -> str:
-    """A config's one-line description: its first comment line."""
+    """Returns a config's one-line description, its first comment line."""
     with (CONFIGS / name).open(encoding="utf-8") as file:
         return file.readline().lstrip("# ").rstrip()
 
 
 def copy(name: str, target: str) -> Path:
-    """Copy an installed config to ``target``, a file or an existing folder.
+    """Copies an installed config to ``target``, a file or an existing folder.
 
     Raises:
         UsageError: no such config, or the target exists already.

@@ -1,4 +1,4 @@
-"""Exact solutions of small environments, and what an agent has learned beside them.
+"""Solves small environments exactly, and compares what an agent has learned with the solution.
 
 python -m recipes.dynamic_programming --env_id FrozenLake-v1
 python -m recipes.dynamic_programming --ckpt_path logs/QLearning-FrozenLake-v1/version_0/checkpoints/last.ckpt
@@ -16,7 +16,7 @@ from torch import Tensor
 import rl_modules
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
-from recipes.pictures import action_directions, draw_values
+from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 
@@ -25,7 +25,7 @@ _MOST_ROWS = 24
 
 
 def main(args: list[str] | None = None) -> None:
-    """Print V*, the best policy and the best return of an environment.
+    """Prints V*, the best policy and the best return of an environment.
 
     Args:
         args: the command line without the program's name; None: ``sys.argv``.
@@ -35,7 +35,7 @@ def main(args: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m recipes.dynamic_programming", description=__doc__.split("\n")[0])
     parser.add_argument("--env_id", help="environment with a transition table; default: the checkpoint's")
-    parser.add_argument("--ckpt_path", help="checkpoint of MonteCarlo, SARSA or QLearning to show beside the solution")
+    parser.add_argument("--ckpt_path", help="checkpoint of MonteCarlo, SARSA or QLearning to compare with the solution")
     parser.add_argument("--gamma", type=float, help="discount γ; default: the checkpoint's, or 0.99")
     parser.add_argument("--max_episode_steps", type=int, help="time limit; default: the environment's own")
     parser.add_argument("--picture", help="write the solution's value map to this PNG file")
@@ -54,11 +54,11 @@ def solve(
     max_episode_steps: int | None = None,
     picture: str | None = None,
 ) -> Tensor:
-    """Solve an environment by value iteration over its own transition table, and print the solution.
+    """Solves an environment by value iteration over its own transition table, and prints the solution.
 
     Args:
         env_id: Gymnasium id or ``package.module:callable``; None: the checkpoint's.
-        ckpt_path: checkpoint of a tabular agent; its table is printed beside the solution.
+        ckpt_path: checkpoint of a tabular agent; its table is printed after the solution.
         gamma: discount γ, in [0, 1]; None: the checkpoint's, or 0.99.
         max_episode_steps: time limit that returns are computed for; None: the environment's own.
         picture: PNG file for the value map of a grid world.
@@ -67,12 +67,13 @@ def solve(
         Q*, [states, A] float64.
 
     Raises:
-        UsageError: no environment named, no transition table, a checkpoint that does not fit, or γ out of range.
+        UsageError: no environment is named, it has no transition table, the checkpoint is of another environment, or γ
+            is out of range.
     """
     agent, saved = (None, {}) if ckpt_path is None else _load(ckpt_path)
     if env_id is None:
         if agent is None:
-            raise UsageError("nothing says which environment to solve; give --env_id or --ckpt_path")
+            raise UsageError("no environment is named; give --env_id or --ckpt_path")
         env_id = saved["env_id"]
     same = env_id == saved.get("env_id")
     settings = dict(saved.get("datamodule_hyper_parameters", {})) if same else {}
@@ -99,7 +100,7 @@ def solve(
 
 def _load(path: str) -> tuple[Any, dict[str, Any]]:
     if not Path(path).is_file():
-        raise UsageError(f"ckpt_path={path!r} is no file")
+        raise UsageError(f"ckpt_path={path!r} is not a file")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     name = saved.get("algorithm")
     if name not in ("MonteCarlo", "SARSA", "QLearning"):
@@ -120,7 +121,7 @@ def _report(env_id: str, model: TransitionModel, q: Tensor, gamma: float, agent:
     limit = "no time limit" if model.horizon is None else f"at most {model.horizon} steps an episode"
     print(f"{env_id}: {model.states} states, {q.shape[1]} actions, {limit}; γ = {gamma:g}")
     one_hot = torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
-    print(f"expected return   {_return(model.optimal_return())} at best, with an eye on the clock")
+    print(f"expected return   {_return(model.optimal_return())} at best, by a policy that knows the time left")
     print(f"                  {_return(_expected_return(model, one_hot))} of the policy that is greedy in Q*")
     tables = {"V* and the best action": q}
     if agent is not None:
@@ -146,7 +147,7 @@ def _expected_return(model: TransitionModel, policy: Tensor) -> float | None:
 
 
 def _return(value: float | None) -> str:
-    return "without end" if value is None else f"{value:11.4f}"
+    return "  unbounded" if value is None else f"{value:11.4f}"
 
 
 def _table(model: TransitionModel, q: Tensor) -> list[str]:

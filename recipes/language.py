@@ -1,4 +1,4 @@
-"""What the command line does for language modules: progress, the last evaluation, completions to a file, export."""
+"""The command line's part for language modules: progress, final evaluation, completions in a file, export."""
 
 import sys
 import time
@@ -8,34 +8,35 @@ from typing import Any
 import lightning as L
 
 import rl_modules
-from recipes import resume
-from recipes.callbacks import EpisodeWriter, TransitionProgressBar
+from recipes.callbacks.episode_writer import EpisodeWriter
+from recipes.callbacks.progress import TransitionProgressBar
+from recipes.cli import resume
 from rl_modules.common.errors import UsageError, did_you_mean
 
-#: Metrics that the progress bar shows where there are any, the first two found.
+#: Metrics of the progress bar; it shows the first two that a run has.
 SHOWN = ("eval/pass@1", "reward", "eval/accuracy", "accuracy", "loss")
 
 
 class StepProgressBar(TransitionProgressBar):
-    """A bar that counts optimizer steps: share done, steps per second, time left, success and loss.
+    """Shows the share of optimizer steps done, steps per second, the time left, success and loss.
 
     Args:
         refresh_s: seconds between two redraws.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._began = time.monotonic(), trainer.global_step
+        self._started = time.monotonic(), trainer.global_step
         super().on_train_start(trainer, pl_module)
 
     def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
-        """Optimizer steps so far, and at the end; None: there is no end."""
+        """Returns the optimizer steps so far and their total; a total of None means that the run has no end."""
         total = trainer.estimated_stepping_batches
         return trainer.global_step, None if total == float("inf") else int(total)
 
     def notes(self, trainer: L.Trainer) -> tuple[str, str]:
-        """Steps per second, and the last metrics."""
-        began_s, began_at = self._began
-        speed = (trainer.global_step - began_at) / max(time.monotonic() - began_s, 1e-9)
+        """Returns the steps per second and the last metrics, each as text."""
+        started_s, started_at = self._started
+        speed = (trainer.global_step - started_at) / max(time.monotonic() - started_s, 1e-9)
         module: Any = trainer.lightning_module
         latest = {**module.latest_metrics, **trainer.callback_metrics}
         known = [f"{name.removeprefix('eval/')} {float(latest[name]):.3g}" for name in SHOWN if name in latest]
@@ -43,9 +44,9 @@ class StepProgressBar(TransitionProgressBar):
 
 
 class CompletionWriter(EpisodeWriter):
-    """Writes held-out completions, one row each: prompt, completion, length, whether it is right, every reward.
+    """Writes one row per held-out completion: prompt, completion, length, whether it is correct, every reward.
 
-    Of a reward model it writes the held-out pairs: prompt, both answers and their rewards.
+    For a reward model it writes one row per held-out pair: prompt, both answers and their rewards.
 
     Args:
         path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
@@ -57,7 +58,7 @@ class CompletionWriter(EpisodeWriter):
     rows_are = "completions"
 
     def rows(self, predictions: Any) -> list[dict[str, Any]]:
-        """What is written, from the batches that ``predict_step`` returned."""
+        """Returns the rows to write, from the batches that ``predict_step`` returned."""
         rows = []
         for batch in predictions:
             if "chosen_reward" in batch:
@@ -82,14 +83,14 @@ class CompletionWriter(EpisodeWriter):
 
 
 def hide_transformers_bars() -> None:
-    """Files of a model are read and written without a bar of their own; nothing is imported for that."""
+    """Hides transformers' own progress bars for model files, if transformers is imported."""
     library: Any = sys.modules.get("transformers")
     if library is not None:
         library.utils.logging.disable_progress_bar()
 
 
 def task_name(settings: Any) -> str | None:
-    """What a run's folder is called after: the task, the file's or dataset's name; None where there is none of them."""
+    """Returns the name of the task, file or dataset, for the run's folder; None where there is none of them."""
     for key in ("task", "path", "dataset"):
         if settings.get(key):
             return Path(settings[key]).stem if key == "path" else str(settings[key])
@@ -97,7 +98,7 @@ def task_name(settings: Any) -> str | None:
 
 
 def final_metrics(trainer: L.Trainer, model: L.LightningModule, data: Any) -> dict[str, float]:
-    """Evaluate once more, on all held-out records; nothing where the datamodule has none."""
+    """Evaluates on all held-out records; returns ``final/*`` metrics, none if the datamodule has no such records."""
     if not data.can_evaluate:
         return {}
     loggers, trainer.loggers = trainer.loggers, []
@@ -108,7 +109,7 @@ def final_metrics(trainer: L.Trainer, model: L.LightningModule, data: Any) -> di
 
 
 def summary(model: Any, data: Any, final: dict[str, float], steps: int, seconds: float) -> dict[str, str]:
-    """What a run did, a line each."""
+    """Returns the summary of a run, one row per name."""
     first = model.best_metric[0].replace("eval/", "final/")
     order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("final/"), name))
     shown = [f"{name.removeprefix('final/')} {final[name]:.4g}" for name in order]
@@ -121,28 +122,29 @@ def summary(model: Any, data: Any, final: dict[str, float], steps: int, seconds:
 
 
 def export(ckpt_path: str | None, output: str | None, model: str | None = None) -> Path:
-    """Write a checkpoint's model as a Hugging Face directory.
+    """Writes a checkpoint's model as a Hugging Face directory.
 
     Args:
         ckpt_path: the checkpoint.
-        output: the directory, made if need be.
-        model: import path of the algorithm's class, where it is none of ``rl_modules``.
+        output: the directory; created if it does not exist.
+        model: import path of the algorithm's class, if it is not in ``rl_modules``.
 
     Returns:
         The directory.
 
     Raises:
-        UsageError: an argument that is missing, a file that is no checkpoint of a language model, a directory with
-            something in it.
+        UsageError: an argument is missing, the file is not a language model's checkpoint, or the directory is not
+            empty.
     """
     if ckpt_path is None or output is None:
         raise UsageError("export takes --ckpt_path PATH and --output FOLDER")
     if not Path(ckpt_path).is_file():
-        raise UsageError(f"ckpt_path={ckpt_path!r} is no file; give the path of a .ckpt file")
+        raise UsageError(f"ckpt_path={ckpt_path!r} is not a file; give the path of a .ckpt file")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
-    algorithm = resume.read(Path(ckpt_path)).get("algorithm")
+    checkpoint = resume.read(Path(ckpt_path))
+    algorithm = checkpoint.get("algorithm")
     if algorithm is None:
         raise UsageError(f"{ckpt_path} holds no language model; only those are exported")
     if model is None and algorithm not in rl_modules.__all__:
@@ -151,6 +153,27 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
     from datamodules.language.loading import load_object
 
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
-    module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")
+    from rl_modules.language.base import LanguageModule
+    from rl_modules.language.judged import JudgedPolicy
+
+    module: LanguageModule
+    if issubclass(algorithm_class, JudgedPolicy) and algorithm_class.export is LanguageModule.export:
+        module = _policy_alone(checkpoint)
+    else:
+        module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")
     hide_transformers_bars()
     return module.export(folder)
+
+
+def _policy_alone(checkpoint: dict[str, Any]) -> Any:
+    """The policy of a checkpoint; its reward model and reference, which may be elsewhere by now, are not loaded."""
+    from rl_modules.language.base import LanguageModule
+
+    settings = checkpoint["hyper_parameters"]
+    description = settings["description"]
+    frozen = {prefix: source for prefix, source in description["frozen"].items() if prefix == "model."}
+    names = ("model_name_or_path", "lora", "torch_dtype", "attn_implementation")
+    module = LanguageModule(**{name: settings[name] for name in names}, description={**description, "frozen": frozen})
+    module.configure_model()
+    module.load_weights({name: value for name, value in checkpoint["state_dict"].items() if name.startswith("model.")})
+    return module

@@ -1,4 +1,4 @@
-"""Pipelines: stages one after the other, each in a folder of its own, skipped once it is done."""
+"""Pipelines: stages that run in order, each in its own folder. A completed stage is skipped."""
 
 import contextlib
 import json
@@ -13,26 +13,26 @@ from PIL import Image, ImageDraw, ImageFont
 from recipes import configs
 from rl_modules.common.errors import UsageError
 
-#: A stage's own record: what it was run with, and, once it is done, when and how long it took.
+#: File with a stage's settings and, after its completion, the time that it took.
 RECORD = "stage.json"
 _INKS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 class Pipeline:
-    """A folder of stages. A stage that is done is skipped; one that was stopped goes on where it stood.
+    """A folder of stages. A completed stage is skipped, a stopped one resumes.
 
-    ``folder/<stage>/stage.json`` says what a stage was run with. Other settings for a stage that is there already, or
-    an earlier stage that was run again since, are an error: results of two pipelines are never mixed.
+    ``folder/<stage>/stage.json`` records a stage's settings. Other settings for an existing stage, or an earlier stage
+    that ran again since, are an error, so that results of two pipelines are never mixed.
 
     Args:
-        folder: of the whole pipeline, made if need be.
+        folder: of the whole pipeline; created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._began_s = time.monotonic()
-        #: Seconds that each stage took when it was run.
+        #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
 
     def stage(
@@ -43,12 +43,12 @@ class Pipeline:
         settings: Any = None,
         after: Sequence[Path] = (),
     ) -> Path:
-        """Run a stage, unless it is done.
+        """Runs a stage, unless it is completed.
 
         Args:
-            name: its folder's name.
-            run: makes the outputs in the folder it is given; called again after an interruption.
-            outputs: files or folders that it makes there.
+            name: name of its folder.
+            run: writes the outputs into the given folder; called again after an interruption.
+            outputs: files or folders that ``run`` writes.
             settings: plain data on which the outputs depend.
             after: folders of the stages whose outputs it reads.
 
@@ -56,8 +56,8 @@ class Pipeline:
             The stage's folder.
 
         Raises:
-            UsageError: the folder holds the stage with other settings, or of another run of an earlier stage; or the
-                stage has ended without its outputs.
+            UsageError: the folder holds the stage with other settings or from another run of an earlier stage, or the
+                stage ended without its outputs.
         """
         folder = self.folder / name
         wanted = json.loads(
@@ -66,12 +66,12 @@ class Pipeline:
         found = _record(folder)
         if found and {key: found[key] for key in wanted} != wanted:
             what = (
-                "an earlier stage was run again since"
+                "but an earlier stage ran again since"
                 if found["settings"] == wanted["settings"]
-                else "of other settings"
+                else "with other settings"
             )
-            raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run it "
-                             "again, or give the pipeline another one")  # fmt: skip
+            raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run "
+                             "it again, or give the pipeline another folder")  # fmt: skip
         if "done_at" in found and all((folder / output).exists() for output in outputs):
             self.seconds[name] = found["seconds"]
             print(f"{name}: done already, see {folder}")
@@ -88,7 +88,7 @@ class Pipeline:
             _write(folder, {**wanted, "seconds": spent})
         missing = [output for output in outputs if not (folder / output).exists()]
         if missing:
-            raise UsageError(f"stage {name!r} has ended without {', '.join(missing)} in {folder}")
+            raise UsageError(f"stage {name!r} ended without {', '.join(missing)} in {folder}")
         _write(folder, {**wanted, "seconds": spent, "done_at": time.time()})
         self.seconds[name] = spent
         return folder
@@ -96,12 +96,12 @@ class Pipeline:
     def fit(
         self, name: str, config: str, arguments: Mapping[str, Any] | None = None, after: Sequence[Path] = ()
     ) -> Path:
-        """A stage that is one ``rl fit`` and an export.
+        """Runs a stage of one ``rl fit`` and an export.
 
         Args:
             name: the stage's name.
             config: a YAML file, or the name of an installed config.
-            arguments: of ``rl fit`` beside it, by dotted name: ``{"model.learning_rate": 1e-4}``.
+            arguments: further options of ``rl fit``, by dotted name: ``{"model.learning_rate": 1e-4}``.
             after: folders of the stages whose outputs it reads.
 
         Returns:
@@ -119,7 +119,7 @@ class Pipeline:
             ]
             resume = ["--resume"] if (folder / "run").exists() else []
             _or_fail(name, lambda: main(["fit", "--config", config, *words, *resume]))
-            shutil.rmtree(folder / "model", ignore_errors=True)  # a part of one, where an export was interrupted
+            shutil.rmtree(folder / "model", ignore_errors=True)  # an interrupted export leaves a part
             _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
                                          "--output", str(folder / "model")]))  # fmt: skip
 
@@ -128,12 +128,12 @@ class Pipeline:
 
     def evaluate(self, name: str, run: Callable[[], dict[str, float]], settings: Any = None,
                  after: Sequence[Path] = ()) -> dict[str, float]:  # fmt: skip
-        """A stage that measures.
+        """Runs a stage that measures.
 
         Args:
             name: the stage's name.
             run: returns the metrics.
-            settings: plain data on which they depend.
+            settings: plain data on which the metrics depend.
             after: folders of the stages whose outputs it reads.
 
         Returns:
@@ -146,10 +146,10 @@ class Pipeline:
         folder = self.stage(name, write, ("metrics.json",), settings, after)
         return json.loads((folder / "metrics.json").read_text("utf-8"))
 
-    # ---------------------------------------------------------------- what is left behind
+    # ---------------------------------------------------------------- results
 
     def table(self, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> None:
-        """Print a table and write it to ``results.md``.
+        """Prints a table and writes it to ``results.md``.
 
         Args:
             rows: metrics by the stage's name.
@@ -165,7 +165,7 @@ class Pipeline:
         print(f"\n{text}")
 
     def curves(self, stages: Sequence[str], metrics: Sequence[str]) -> Path:
-        """Draw the stages' curves, end to end over the optimizer step, into ``curves.png``.
+        """Draws the curves of all stages into ``curves.png``, one stage after the other over the optimizer step.
 
         Args:
             stages: names of training stages.
@@ -179,7 +179,7 @@ class Pipeline:
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every curve of a run's TensorBoard files, as (step, value)."""
+    """Returns every curve of a run's TensorBoard files, as (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
@@ -189,11 +189,11 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
 def draw_curves(
     points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], metrics: Sequence[str], width: int = 900
 ) -> Image.Image:
-    """Curves of several stages, one behind the other, a panel per metric.
+    """Draws the curves of several stages, one after the other, in one panel per metric.
 
     Args:
         points: by stage, by metric: (step, value), the steps of each stage from 0.
-        metrics: one panel each, in this order; those that no stage has are left out.
+        metrics: one panel each, in this order; metrics that no stage has get no panel.
         width: of the picture, in pixels.
     """
     shown = [metric for metric in metrics if any(metric in curves for curves in points.values())]
@@ -244,10 +244,10 @@ def _write(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _or_fail(stage: str, run: Callable[[], None]) -> None:
-    """Run a command; where it has ended with an error, which it has said, the pipeline ends too."""
+    """Runs a command; after an error, which the command has printed, the pipeline ends too."""
     try:
         run()
     except SystemExit as exit_:
         if exit_.code:
-            print(f"stage {stage!r} has not ended; the same command goes on from there", flush=True)
+            print(f"stage {stage!r} is not complete; the same command resumes it", flush=True)
             raise

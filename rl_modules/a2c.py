@@ -36,7 +36,7 @@ class A2C(ActorCriticModule):
         use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Where ``optimizer`` is given, neither.
         rms_prop_eps: RMSprop's eps.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
-            behind a convolutional encoder.
+            after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).

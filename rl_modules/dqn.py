@@ -25,9 +25,9 @@ class DQN(ControlModule):
 
         L = E[huber(Q(s, a) - y)],   y = r + γ (1 - terminated) max_a' Q_target(s', a')
 
-    and, where asked for, Double DQN (arXiv:1509.06461), dueling heads (arXiv:1511.06581), n-step targets (the
+    and, as options, Double DQN (arXiv:1509.06461), dueling heads (arXiv:1511.06581), n-step targets (the
     datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``). The names and defaults are
-    Stable-Baselines3's. Departures from it: every environment tosses its own coin for ε, where SB3 tosses one for all;
+    Stable-Baselines3's. Departures from it: every environment draws its own ε-coin, SB3 one for all;
     ε and the learning rate change once per round of experience, not within it.
 
     Args:
@@ -42,7 +42,7 @@ class DQN(ControlModule):
         loss: huber (its gradient bounded by 1) or mse.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
-        net_arch: hidden widths; None: [64, 64], and none behind a convolutional encoder.
+        net_arch: hidden widths; None: [64, 64], and none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 1e-4).
         optimizer: callable from parameters to an optimizer; None: Adam.

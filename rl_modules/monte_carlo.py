@@ -16,8 +16,8 @@ class MonteCarlo(TabularControl):
 
         G_t = r_t + γ G_{t+1},   Q(s_t, a_t) ← Q(s_t, a_t) + α [G_t - Q(s_t, a_t)]
 
-    Departure from the book: an episode that a time limit cut off goes on in the estimate, with
-    G = Σ_a π(a|s') Q(s', a) of the state that it was cut off in. An episode still running when training ends is not
+    Departure from the book: the return of a truncated episode is bootstrapped from its last state, with
+    G = Σ_a π(a|s') Q(s', a). An episode still running when training ends is not
     learned from.
 
     Args:

@@ -346,7 +346,7 @@ class ValueNetwork(nn.Module):
 
     Args:
         observation_space: space of one observation.
-        net_arch: widths of the hidden layers; None: [64, 64], and none behind a convolutional encoder.
+        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
         activation_fn: ``tanh``, ``relu``, …
         ortho_init: orthogonal initialisation with gains √2 (hidden) and 1 (output).
 
@@ -383,7 +383,7 @@ class QNetwork(nn.Module):
     Args:
         observation_space: space of one observation.
         n_actions: number of actions.
-        net_arch: widths of the hidden layers; None: [64, 64], and none behind a convolutional encoder.
+        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
         activation_fn: ``tanh``, ``relu``, …
         dueling: V(s) and advantages A(s, ·) as separate streams from the last hidden layer on, which each has its own;
             Q = V + A - mean A (Wang et al. 2016, arXiv:1511.06581, eq. 9).

@@ -1,4 +1,8 @@
-"""Optimizers and gradient clipping that torch does not have, or not as fast."""
+"""Optimizers and gradient clipping for small networks.
+
+torch's own are general: they sort parameters by device and dtype at every step and open a profiler's scope. For a
+network of a few layers that takes as long as the arithmetic; ``python -m benchmarks.optimizers`` measures the cost.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -35,8 +39,8 @@ class RMSpropTFLike(torch.optim.Optimizer):
 
     v ← α v + (1 - α) g²,   θ ← θ - lr · g / √(v + eps),   v starts at 1
 
-    torch's own adds eps behind the root and starts v at 0, so that its first steps are some √(1 / (1 - α)) times
-    longer: small gradients at the start then move the policy far.
+    torch's own adds eps outside the root and starts v at 0, so its first steps are about √(1 / (1 - α)) times longer:
+    small gradients at the start then move the policy far.
 
     Args:
         params: parameters, or groups of them.
@@ -96,9 +100,8 @@ class RMSpropTFLike(torch.optim.Optimizer):
 class FusedAdam(torch.optim.Adam):
     """``torch.optim.Adam(..., fused=True)`` for small networks on one device: equal to it bit for bit.
 
-    torch's own sorts parameters by device and dtype at every step, looks after graphs and loss scaling, and opens a
-    scope for a profiler. For a network of a few layers that takes as long as the arithmetic; what is not needed is
-    left out, and the scope where nobody profiles.
+    It leaves out the sorting by device and dtype, CUDA graphs and loss scaling, and opens the profiler's scope only
+    while a profiler runs.
 
     Args:
         params: parameters of one device and dtype, or groups of them.
@@ -150,7 +153,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     dtype, which for a small network takes longer than the arithmetic.
 
     Args:
-        parameters: those whose ``grad`` is clipped; without one they are passed over.
+        parameters: those whose ``grad`` is clipped; parameters without one are skipped.
         max_norm: bound on the 2-norm of all gradients together, > 0.
 
     Returns:

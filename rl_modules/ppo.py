@@ -49,7 +49,7 @@ class PPO(ActorCriticModule):
         policy_objective: ``clip`` or ``penalty``.
         kl_coef: β of the first rollout, > 0, in units of advantage per nat; only ``penalty`` reads it.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
-            behind a convolutional encoder.
+            after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).

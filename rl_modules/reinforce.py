@@ -46,7 +46,7 @@ class REINFORCE(ActorCriticModule):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
-            behind a convolutional encoder.
+            after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).

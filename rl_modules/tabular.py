@@ -1,4 +1,4 @@
-"""What control with a table of action values shares: Monte Carlo, SARSA and Q-learning build on it.
+"""Base of control with a table of action values: Monte Carlo, SARSA and Q-learning.
 
 Nothing here is gradient descent: one batch is one rollout, whose transitions move their entries of the table one after
 the other, in order of time. With ``n_steps=1`` that is the textbook's update after every step.
@@ -154,7 +154,7 @@ class TabularControl(ControlModule):
 
     @property
     def tables(self) -> ActionValues:
-        """The tables behind :attr:`q`; known from ``configure_model`` on."""
+        """The tables that :attr:`q` averages; known from ``configure_model`` on."""
         return self.network
 
     @property

@@ -51,7 +51,7 @@ class TRPO(ActorCriticModule):
         batch_size: transitions per minibatch of the critic; the last one takes what is left.
         normalize_advantage: whiten the advantages of each rollout.
         net_arch: hidden widths of policy and value network, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and
-            none behind a convolutional encoder.
+            none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
@@ -293,7 +293,7 @@ class TRPO(ActorCriticModule):
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam at 1e-3 with eps 1e-5, for the critic."""
-        return torch.optim.Adam(parameters, lr=1e-3, eps=1e-5, fused=True)
+        return self.adam(parameters, lr=1e-3, eps=1e-5)
 
     def trainable_parameters(self) -> Iterable:
         """The critic's: the policy moves by steps of its own."""

@@ -117,7 +117,7 @@ class Run:
     """One process of ``rl fit … --resume`` in a folder of its own.
 
     Args:
-        arguments: behind ``rl fit``.
+        arguments: words after ``rl fit``.
         folder: where it runs.
         forks: copy this process, which has everything imported, instead of starting Python anew.
         resume: whether to give ``--resume``.
@@ -158,7 +158,7 @@ class Run:
             os._exit(code)
 
     def wait(self, at_most_s: float | None = None) -> int | None:
-        """Exit code; None where the run goes on after ``at_most_s``."""
+        """Returns the exit code; None if the run has not ended after ``at_most_s``."""
         end = None if at_most_s is None else time.monotonic() + at_most_s
         while True:
             pid, status = os.waitpid(self.pid, 0 if end is None else os.WNOHANG)
@@ -221,7 +221,7 @@ def is_mid_epoch(checkpoint: Path) -> bool:
 
 def compare(whole: Path, survivor: Path) -> list[str]:
     """What differs between two finished runs; nothing, if all is well."""
-    from recipes import curves
+    from recipes.callbacks import curves
 
     one, other = (next(iter(sorted(folder.glob("logs/*/*/checkpoints")))) for folder in (whole, survivor))
     found = [f"runs: {len(list(survivor.glob('logs/*/*')))}"] if len(list(survivor.glob("logs/*/*"))) != 1 else []
@@ -278,7 +278,7 @@ def import_everything(arguments: Sequence[str]) -> None:
     from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
     import datamodules
-    import recipes.lightning_cli  # noqa: F401
+    import recipes.cli.lightning_cli  # noqa: F401
     import rl_modules
 
     torch.set_num_threads(1)

@@ -97,5 +97,5 @@ def test_a_job_of_two_hosts_goes_on_after_one_was_lost(hosts: Hosts, tmp_path: P
     assert all(process.wait(120) != 0 for process in torchruns), hosts.output(killed)
 
     assert [process.wait(240) for process in hosts.start(killed)] == [0, 0], hosts.output(killed)
-    assert "going on from logs/PPO-Pendulum-v1/version_0/checkpoints/last.ckpt" in hosts.output(killed)
+    assert "resuming from logs/PPO-Pendulum-v1/version_0/checkpoints/last.ckpt" in hosts.output(killed)
     assert chaos.compare(whole, killed) == []

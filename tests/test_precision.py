@@ -11,7 +11,7 @@ import torch
 from recipes.cli import main
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
 from rl_modules.common.errors import UsageError
-from tests.recipes.test_checkpoints import ppo_data, replay, whole
+from tests.recipes.callbacks.test_checkpoints import ppo_data, replay, whole
 from tests.training import fit
 
 
@@ -107,7 +107,7 @@ def test_float16_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         main(
             ["fit", "--config", "ppo/cartpole.yaml", "--trainer.accelerator", "cpu", "--trainer.precision", "16-mixed"]
         )
-    assert "trainer.precision=16-mixed needs a GPU; on a CPU take bf16-mixed" in capsys.readouterr().err
+    assert "trainer.precision=16-mixed needs a GPU; on a CPU use bf16-mixed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -16,8 +16,8 @@ from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
-from recipes.checkpoints import Checkpoints
-from recipes.signals import Stopped
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.signals import Stopped
 from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks

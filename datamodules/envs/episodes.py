@@ -1,4 +1,4 @@
-"""Episodes that are seeded one by one and can be brought back."""
+"""Episodes that are seeded one by one and can be repeated."""
 
 import copy
 from typing import Any

@@ -78,7 +78,7 @@ class TransitionModel:
         return float(self.start @ value)
 
     def may_never_end(self) -> bool:
-        """True where some policy can go on for ever from a state where episodes start."""
+        """True where some policy never ends an episode."""
         forever = torch.ones(len(self.reward), dtype=torch.bool)
         forever[-1] = False
         while True:
@@ -101,7 +101,7 @@ class TransitionModel:
             reached = grown
 
     def acts_in(self) -> Tensor:
-        """States in which an agent acts: some policy gets there, and the episode goes on; [states] bool."""
+        """States in which an agent acts: some policy reaches them, and the episode has not ended; [states] bool."""
         ended = (self.transition[:-1, :, -1] == 1).all(-1) & (self.reward[:-1] == 0).all(-1)
         return self.reachable()[:-1] & ~ended
 

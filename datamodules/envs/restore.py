@@ -1,4 +1,4 @@
-"""Running episodes of a vector environment, saved as seeds and actions and brought back by repeating them."""
+"""Running episodes of a vector environment, saved as seeds and actions and restored by repeating them."""
 
 import contextlib
 from typing import Any

@@ -149,7 +149,7 @@ def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any], wrapper
 
 
 def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
-    """The callable behind ``package.module:name``; None for Gymnasium ids, ``module:Id-v0`` included."""
+    """The callable that ``package.module:name`` names; None for Gymnasium ids, ``module:Id-v0`` included."""
     if not isinstance(env_id, str):
         return env_id
     module, _, attribute = env_id.partition(":")

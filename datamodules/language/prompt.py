@@ -103,6 +103,10 @@ class PromptDataModule(LanguageDataModule):
             self._written_at = -1
             self._told_of_lacking = False
 
+    @property
+    def epochs_seen(self) -> float:
+        return self.drawn / max(1, len(self.train_records))
+
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
@@ -178,7 +182,7 @@ class PromptDataModule(LanguageDataModule):
             raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
                              f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
         return Demonstrations(
-            self.encode_prompts([record["prompt"] for record in records]),
+            self.encode_prompts([record["prompt"] for record in records], records),
             self.encode_completions([record["completion"] for record in records]),
             self.ptx_batch_size,
             self.seed,

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
 
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
-_NOT_PASSED = frozenset({"prompt", "completion", "completion_ids", "prompt_ids"})
+_NOT_PASSED = frozenset(
+    {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
+)
+#: What is passed that has no value per completion.
+_SHARED = frozenset({"trainer_state"})
 
 
 class RewardFunctions:
@@ -46,6 +51,8 @@ class RewardFunctions:
             raise UsageError(f"reward_workers={workers} must be at least 1")
         self.funcs = list(funcs)
         self.time_limit_s, self.workers = time_limit_s, workers
+        #: Passed as ``trainer_state``, as TRL does; None: not passed.
+        self.trainer_state: TrainerState | None = None
         #: One name per function, all different, for metrics.
         self.names = _distinct([function_name(func) for func in self.funcs])
         self._failures = dict.fromkeys(self.names, 0)
@@ -84,6 +91,8 @@ class RewardFunctions:
             "completion_ids": completion_ids,
             **columns_of(records),
         }
+        if self.trainer_state is not None:
+            given["trainer_state"] = self.trainer_state
         arguments = [_accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
         calls = [_Call(j, start, stop) for j in range(len(self.funcs)) for start, stop in self._parts(records)]
 
@@ -124,7 +133,9 @@ class RewardFunctions:
     ) -> list[float]:
         """The function's values for samples ``start`` to ``stop``; NaN, noted in the call, for those it fails on."""
         func, name, n = self.funcs[call.function], self.names[call.function], stop - start
-        part = {key: value if value is None else value[start:stop] for key, value in arguments.items()}
+        part = {
+            key: value if value is None or key in _SHARED else value[start:stop] for key, value in arguments.items()
+        }
         try:
             values = self._call(func, part)
         except (Exception, SystemExit) as error:
@@ -224,7 +235,7 @@ def _accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dic
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
         if needed and parameter.name not in given:
-            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids")]
+            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids", *_SHARED)]
             raise UsageError(f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
                              f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -37,7 +37,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale the elements that count to unit variance, and shift them to mean zero unless told not to.
+    """Scale the elements that count to unit variance, and shift them to mean zero unless ``shift_mean`` is false.
 
     y_i = (x_i - μ) / √(σ² + 1e-8)  [+ μ when the mean is not to be shifted],   σ² with n - 1 in its denominator
 

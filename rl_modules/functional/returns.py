@@ -149,7 +149,7 @@ def _check_rollout(reward: Tensor, next_value: Tensor, terminated: Tensor, trunc
 
 
 def _decay(factor: float, ended: Tensor, like: Tensor) -> Tensor:
-    """``factor`` where the episode goes on, 0 where it ended: the weight of step t + 1 in the sum of step t."""
+    """``factor`` where the episode continues, 0 where it ended: the weight of step t + 1 in the sum of step t."""
     return torch.full_like(like, factor).masked_fill_(ended, 0.0)
 
 

@@ -16,11 +16,19 @@ from transformers.trainer_utils import SchedulerType
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.decoding import transformers_model
+from rl_modules.language.frozen_weights import (
+    Sources,
+    check_sources,
+    describe_sources,
+    frozen_parameters,
+    require_same_weights,
+    source_path,
+)
 from rl_modules.language.hyperparameters import make_plain
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.sampling import Completions, sample
-from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
+from rl_modules.language.sharding import adopt, gathered_once, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
@@ -52,6 +60,9 @@ class LanguageModule(L.LightningModule):
         optimizer: callable from parameters to an optimizer, in place of AdamW with the numbers above.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
         logging_steps: optimizer steps between two points of the training curves; ≥ 1.
+        save_frozen_weights: write weights that are never trained (the base under ``lora``, a reference, a reward model)
+            into every checkpoint too; False: their path and a digest, where a path named them. A checkpoint without
+            them needs the directories that they came from, unchanged.
         description: architecture and tokenizer as plain data: how a checkpoint is loaded without the directory that
             the model came from; not for people.
     """
@@ -82,6 +93,7 @@ class LanguageModule(L.LightningModule):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         logging_steps: int = 10,
+        save_frozen_weights: bool = False,
         description: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -115,6 +127,9 @@ class LanguageModule(L.LightningModule):
         #: The last point of every training curve.
         self.latest_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
+        # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
+        self._sources: Sources = {}
+        self._left_out: set[str] = set()
 
     def reset_run(self) -> None:
         """Clear what belongs to one run: counters, curves, unfinished steps.
@@ -147,6 +162,8 @@ class LanguageModule(L.LightningModule):
         if self.model is not None:
             return max_length(self.model.config)
         hp: Any = self.hparams
+        if hp.description is not None:
+            return max_length(make_config(None, hp.description["config"], self.tokenizer, self.dropout))
         return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
 
     def configure_model(self) -> None:
@@ -177,9 +194,10 @@ class LanguageModule(L.LightningModule):
 
     def _build(self) -> None:
         hp: Any = self.hparams
-        source = None if hp.description is not None else hp.model_name_or_path
-        fields = hp.model_config if hp.description is None else hp.description["config"]
-        config = make_config(source, fields, self.tokenizer, self.dropout)
+        described = hp.description is not None
+        source = self.frozen_source("model.") if described else hp.model_name_or_path
+        fields = hp.description["config"] if described else hp.model_config
+        config = make_config(None if described else source, fields, self.tokenizer, self.dropout)
         # New weights come from the datamodule's seed and leave the global generators as they were: the CPU's, and that
         # of the device on which Lightning has tensors made.
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
@@ -192,10 +210,28 @@ class LanguageModule(L.LightningModule):
                 if parameter.requires_grad:
                     # peft takes over the base's dtype for the modules that it trains whole, such as a score head.
                     parameter.data = parameter.data.float()
-        if hp.description is None:
-            self.hparams["description"] = self.describe(config)
-        elif (generation := hp.description.get("generation_config")) is not None:
-            transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
+        keeps = hp.save_frozen_weights
+        if described:
+            if (generation := hp.description.get("generation_config")) is not None:
+                transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
+            description, sources = hp.description, hp.description.get("frozen", {})
+            check_sources(self, sources, hp)
+        else:
+            description = self.describe(config)
+            sources = describe_sources(self, self.frozen_arguments(), hp)
+        self._sources = sources  # of the weights as they were read: a precision may convert them
+        self.hparams["description"] = {**description, "frozen": {} if keeps else sources}
+
+    def frozen_arguments(self) -> dict[str, str]:
+        """By prefix of the parameters' names, the argument that named the directory of frozen weights."""
+        hp: Any = self.hparams
+        return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
+
+    def frozen_source(self, prefix: str) -> str | None:
+        """Where frozen weights that the loaded checkpoint lacks are read from; None: the checkpoint has them."""
+        hp: Any = self.hparams
+        source = hp.description.get("frozen", {}).get(prefix)
+        return None if source is None else source_path(source, hp)
 
     def describe(self, config: Any) -> dict[str, Any]:
         """Describes the models as plain data, from which a checkpoint builds them again.
@@ -404,7 +440,23 @@ class LanguageModule(L.LightningModule):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """torch's; frozen weights that a checkpoint leaves out stay as they were read."""
+        if missing := self._left_out - state_dict.keys():
+            own = self.state_dict()
+            state_dict = {**state_dict, **{name: own[name] for name in missing}}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Load a checkpoint's weights into the model that is built from its description."""
+        sources = self.hparams["description"]["frozen"]
+        self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
+        self.load_state_dict(state_dict)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for prefix in self.hparams["description"]["frozen"]:
+            for name in frozen_parameters(self, prefix):
+                del checkpoint["state_dict"][name]
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["num_tokens"] = self.num_tokens
         checkpoint["gradients"] = self._gradients_so_far()
@@ -432,10 +484,18 @@ class LanguageModule(L.LightningModule):
         self._gradients = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved, here = checkpoint.get("algorithm"), type(self).__name__
-        if saved != here:
-            raise UsageError(f"the checkpoint holds {saved or 'no language algorithm'}, not {here}; load it with that "
-                             "class")  # fmt: skip
+        algorithm, here = checkpoint.get("algorithm"), type(self).__name__
+        if algorithm != here:
+            raise UsageError(f"the checkpoint holds {algorithm or 'no language algorithm'}, not {here}; load it with "
+                             "that class")  # fmt: skip
+        description = checkpoint.get("hyper_parameters", {}).get("description") or {}
+        saved = description.get("frozen", {})
+        require_same_weights(self._sources, saved, self.hparams)
+        # What the checkpoint holds may differ from what the path has by now, and is written on.
+        own = self.hparams["description"]
+        kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
+        self.hparams["description"] = {**own, "frozen": kept}
+        self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
         self.num_tokens = checkpoint["num_tokens"]
         self._gradients = checkpoint["gradients"]
         unlogged = checkpoint["unlogged"]
@@ -483,7 +543,7 @@ class LanguagePolicy(LanguageModule):
         }
         # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
         precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
-        with precision:
+        with precision, gathered_once(self.model):
             return sample(
                 self.model, prompts, num_generations=num_generations, seeds=seeds,
                 eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),

@@ -54,7 +54,8 @@ class GRPO(JudgedPolicy):
         kl_estimator: ``k1``, ``k2`` or ``k3``; as a loss k1 has no expected gradient, see ``functional.kl_estimate``.
         use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
         reward_weights: one per reward function, the reward model's last; None: all 1.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is one more reward.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is one more reward;
+            one with another tokenizer reads the texts in its own tokens.
         ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
         sync_ref_model: let the reference follow the policy.
         ref_model_mixup_alpha: α of π_ref ← α π + (1 - α) π_ref, on the weights; in (0, 1].
@@ -154,6 +155,10 @@ class GRPO(JudgedPolicy):
     def wants_reference(self) -> bool:
         return self.beta > 0
 
+    @property
+    def reference_is_frozen(self) -> bool:
+        return not self.hparams["sync_ref_model"]
+
     def build_model(self, config: Any, source: str | None) -> None:
         super().build_model(config, source)
         if self.hparams["sync_ref_model"]:
@@ -178,7 +183,7 @@ class GRPO(JudgedPolicy):
             rollout: a generation, see ``PromptDataModule``.
         """
         if self.reward_model is not None:
-            score = self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
+            score = self.judge_scores(rollout)
             rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
             rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
         if not rollout["reward_names"]:
@@ -290,6 +295,14 @@ class GRPO(JudgedPolicy):
         if self.loss_type == "bnpo":
             return loss * (batch["mask"].sum() / batch["micro_tokens"].clamp(min=1))
         return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
+
+    # ---------------------------------------------------------------- evaluation
+
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Also the reward model's score of held-out completions, where there is one."""
+        super().log_completions(batch, batch_idx)
+        if self.reward_model is not None:
+            self.log_evaluation({self.score_metric: self.judge_scores(batch).mean()}, len(batch["answers"]))
 
     # ---------------------------------------------------------------- pieces to override
 

@@ -12,10 +12,11 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.models import make_config, make_model, max_length
+from rl_modules.language.rereading import encode_again, same_tokens
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.sharding import shard
-from rl_modules.language.tokenizer import load_tokenizer
+from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 Rollout = dict[str, Any]
 
@@ -23,7 +24,8 @@ Rollout = dict[str, Any]
 class JudgedPolicy(LanguagePolicy):
     """A policy beside a reference to stay near and a reward model, either of which may be missing.
 
-    Both are in a checkpoint, which therefore loads and goes on without the directories that they came from.
+    A checkpoint has the path and a digest of both; with ``save_frozen_weights`` it holds their weights, and then loads
+    and resumes without the directories that they came from.
     """
 
     #: Mean score of demonstrations, which rewards are measured from.
@@ -35,10 +37,27 @@ class JudgedPolicy(LanguagePolicy):
         super().__init__(*args, **kwargs)
         self.reference: Any = None
         self.reward_model: Any = None
+        #: The reward model's tokenizer where it is another than the policy's: texts are then encoded again.
+        self.reward_tokenizer: Any = None
+
+    #: What is monitored where no reward function tells which completions are right.
+    score_metric = "eval/rewards/reward_model"
+
+    @property
+    def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
+        """Right answers on held-out prompts; where no reward function tells, the reward model's score."""
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
+        tells = datamodule is None or len(datamodule.rewards) > 0
+        return ("eval/pass@1" if tells else self.score_metric, "max")
 
     @property
     def wants_reference(self) -> bool:
         """Whether the loss or the rewards need the reference's log-probabilities."""
+        return True
+
+    @property
+    def reference_is_frozen(self) -> bool:
+        """Whether the reference keeps the weights that it was read with; else checkpoints must hold them."""
         return True
 
     # ---------------------------------------------------------------- models
@@ -46,7 +65,8 @@ class JudgedPolicy(LanguagePolicy):
     def describe(self, config: Any) -> dict[str, Any]:
         judges = {"reward_config": self.reward_model, "reference_config": self.reference}
         described = {name: None if model is None else plain_config(model.config) for name, model in judges.items()}
-        return {**super().describe(config), **described}
+        other = None if self.reward_tokenizer is None else tokenizer_to_dict(self.reward_tokenizer)
+        return {**super().describe(config), **described, "reward_tokenizer": other}
 
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -60,9 +80,7 @@ class JudgedPolicy(LanguagePolicy):
         hp: Any = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
         if hp.description is not None:
-            # Their weights are in the checkpoint.
-            self.reward_model = self._described("reward_config", "score")
-            self.reference = self._described("reference_config", "causal")
+            self._build_described(config)
             return
         if hp.reward_model_name_or_path is not None:
             self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
@@ -70,6 +88,34 @@ class JudgedPolicy(LanguagePolicy):
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
         elif self.wants_reference and hp.lora is None:
             self.reference = frozen(copy.deepcopy(self.model))
+
+    def _build_described(self, config: Any) -> None:
+        """Reference and reward model of a checkpoint: read again, or built for the weights that it brings."""
+        hp: Any = self.hparams
+        judge, reference = self.frozen_source("reward_model."), self.frozen_source("reference.")
+        if judge is not None:
+            self.reward_model = frozen(self._read_reward_model(judge))
+        else:
+            self.reward_model = self._described("reward_config", "score")
+            if (files := hp.description.get("reward_tokenizer")) is not None:
+                self.reward_tokenizer = tokenizer_from_dict(files)
+        if reference is None:
+            self.reference = self._described("reference_config", "causal")
+        elif hp.ref_model_name_or_path is not None:
+            self.reference = frozen(self._read_reference(reference))
+        else:
+            self.reference = frozen(make_model(config, reference, "causal", hp.torch_dtype, hp.attn_implementation))
+
+    def frozen_arguments(self) -> dict[str, str]:
+        hp: Any = self.hparams
+        arguments = super().frozen_arguments()
+        if self.reward_model is not None:
+            arguments["reward_model."] = "reward_model_name_or_path"
+        if self.reference is not None and self.reference_is_frozen:
+            name = "ref_model_name_or_path" if hp.ref_model_name_or_path is not None else "model_name_or_path"
+            if hp[name] is not None:  # else a copy of new weights
+                arguments["reference."] = name
+        return arguments
 
     def train(self, mode: bool = True) -> "JudgedPolicy":
         super().train(mode)
@@ -96,6 +142,24 @@ class JudgedPolicy(LanguagePolicy):
         """The reward model's score of whole texts, [b]."""
         require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
+
+    def judge_scores(self, rollout: Rollout) -> Tensor:
+        """The reward model's score of each completion, [B]; in its own tokens where they are not the policy's.
+
+        Args:
+            rollout: tokens, prompt_length, length; read again also ``asked``, ``texts`` and ``finished``.
+        """
+        if self.reward_tokenizer is None:
+            return self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
+        tokens, length = encode_again(
+            self.reward_tokenizer, rollout["asked"], rollout["texts"], rollout["finished"].tolist(),
+            max_length(self.reward_model.config),
+        )  # fmt: skip
+        scores = torch.zeros(len(length), dtype=torch.float32, device=self.device)
+        for rows in length.argsort(stable=True).split(self.forward_rows):
+            part = tokens[rows, : int(length[rows].max())].to(self.device)
+            scores[rows.to(self.device)] = sequence_scores(self.reward_model, part, length[rows].to(self.device))
+        return scores - self.reward_offset
 
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
         """Runs a forward pass over a generation, in parts of rows of similar length.
@@ -164,9 +228,10 @@ class JudgedPolicy(LanguagePolicy):
 
     def _read_reward_model(self, path: str) -> Any:
         try:
-            found = load_reward_model(path, self.tokenizer, self.hparams["torch_dtype"])
+            found = load_reward_model(path, None, self.hparams["torch_dtype"])
         except UsageError as error:
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
+        self.reward_tokenizer = None if same_tokens(found.tokenizer, self.tokenizer) else found.tokenizer
         self.reward_offset.fill_(found.offset)
         return with_weights_in(found.model, self.model.dtype)
 

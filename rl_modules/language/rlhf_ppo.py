@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.critics import HeadOnPolicy, value_model_from
+from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
@@ -42,7 +42,8 @@ class RLHFPPO(JudgedPolicy):
 
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel with the policy's tokenizer.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel; with another tokenizer than the
+            policy's only under ``value_head_on_policy``, for the value model starts from it.
         ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
         value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
             of its own: half the memory, but both losses pull at the same weights.
@@ -77,6 +78,7 @@ class RLHFPPO(JudgedPolicy):
     """
 
     adam_eps = 1e-5
+    score_metric = "eval/scores"
 
     def __init__(
         self,
@@ -163,7 +165,17 @@ class RLHFPPO(JudgedPolicy):
         if hp.value_head_on_policy:
             self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
         else:
+            if self.reward_tokenizer is not None:
+                check_same_tokens(f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "
+                                  "model starts (value_head_on_policy=true has none),", self.reward_tokenizer,
+                                  self.tokenizer)  # fmt: skip
             self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, self.lora)
+
+    def frozen_arguments(self) -> dict[str, str]:
+        arguments = super().frozen_arguments()
+        if self.value_model is not None and self.hparams["lora"] is not None:
+            arguments["value_model."] = "reward_model_name_or_path"
+        return arguments
 
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -182,7 +194,7 @@ class RLHFPPO(JudgedPolicy):
         Args:
             rollout: a generation, see ``PromptDataModule``.
         """
-        score = self.in_parts(rollout, lambda *part: {"score": self.scores(*part)})["score"]
+        score = self.judge_scores(rollout)
         if self.missing_eos_penalty is None:
             return score
         return score - self.missing_eos_penalty * (~rollout["finished"]).float()
@@ -373,9 +385,9 @@ class RLHFPPO(JudgedPolicy):
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Also the reward model's score of held-out completions, and how far they are from the reference."""
         super().log_completions(batch, batch_idx)
-        judged = self.in_parts(batch, lambda *text: {"score": self.scores(*text), **self.judged(*text)})
+        judged = self.in_parts(batch, self.judged)
         kl = (judged["log_prob"] - judged["ref_log_prob"]).sum(-1)
-        metrics = {"eval/scores": judged["score"].mean(), "eval/kl": kl.mean()}
+        metrics = {self.score_metric: self.judge_scores(batch).mean(), "eval/kl": kl.mean()}
         self.log_evaluation(metrics, len(batch["answers"]))
 
     # ---------------------------------------------------------------- checkpoints

@@ -399,6 +399,43 @@ def test_a_compiled_module_trains(case: Case) -> None:
     assert data.num_timesteps >= data.total_timesteps
 
 
+def test_checkpoints_and_signals_work_with_reloaded_loaders(tmp_path: Path) -> None:
+    """Each epoch has another loader, and a checkpoint is due before every batch."""
+    from recipes.callbacks import Checkpoints
+
+    case = CASES[0]
+    positions: list[int] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            for file in tmp_path.rglob("last.ckpt"):
+                positions.append(torch.load(file, weights_only=True)["global_step"])
+            time.sleep(0.02)
+
+    callbacks = [Checkpoints(interval_s=0.01, max_share=1.0), Watch()]
+    fit(case.make_model(), case.make_data(), callbacks=callbacks, enable_checkpointing=True,
+        default_root_dir=tmp_path, reload_dataloaders_every_n_epochs=1)  # fmt: skip
+    # 32 updates in four epochs: checkpoints within the later ones, not after the last alone.
+    assert len({step for step in positions if 8 < step < 32}) >= 3
+
+
+def test_early_stop_with_a_gradient_scaler() -> None:
+    """As 16-mixed on a GPU: a scaler that has no gradients to unscale must not be asked to step."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    model = CASES[0].make_model(target_kl=1e-6)
+    stopped = 0
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            nonlocal stopped
+            stopped += module.kl_exceeded
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    fit(model, CASES[0].make_data(), plugins=[plugin], callbacks=[Watch()])
+    assert stopped > 0
+
+
 # -------------------------------------------------------------------- environments
 
 

@@ -10,7 +10,8 @@ from PIL import Image
 import datamodules  # noqa: F401 (registers Maze-v0)
 from datamodules.envs.model import transition_model
 from recipes import dynamic_programming
-from recipes.pictures import ValuePictures, action_directions, draw_values
+from recipes.callbacks import ValuePictures
+from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import QLearning
 from tests.training import fit, rollouts
 
@@ -76,7 +77,7 @@ def test_a_checkpoint_that_learned_nothing_is_not_called_right(tmp_path, capsys)
         (["--env_id", "CartPole-v1"], "CartPole-v1 has no transition table"),
         (["--env_id", "Mase-v0"], "did you mean Maze-v0"),
         (["--env_id", "Maze-v0", "--gamma", "2"], "gamma=2.0 must lie in"),
-        (["--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is no file"),
+        (["--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is not a file"),
         (["--env_id", "Maze-v0", "--picture", "a.txt"], "must be a .png file"),
         (["--env_id", "Taxi-v4", "--picture", "a.png"], "only grid worlds"),
     ],

@@ -1,4 +1,4 @@
-"""Pipelines: what is done is skipped, what was stopped goes on, results of two pipelines are never mixed."""
+"""Pipelines skip completed stages, resume stopped ones, and never mix the results of two pipelines."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_a_stage_that_was_stopped_is_called_again_and_its_time_adds_up(tmp_path)
 
 def test_other_settings_are_refused(tmp_path):
     Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt"], {"lr": 1})
-    with pytest.raises(UsageError, match="holds the results of stage 'one', of other settings; remove that folder"):
+    with pytest.raises(UsageError, match="holds the results of stage 'one', with other settings; remove that folder"):
         Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt"], {"lr": 2})
 
 
@@ -66,12 +66,12 @@ def test_a_stage_after_one_that_was_run_again_is_refused(tmp_path):
     both()
     both()
     (tmp_path / "one" / "a.txt").unlink()
-    with pytest.raises(UsageError, match="stage 'two', an earlier stage was run again since"):
+    with pytest.raises(UsageError, match="stage 'two', but an earlier stage ran again since"):
         both()
 
 
 def test_a_stage_without_its_outputs_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match=r"stage 'one' has ended without b.txt"):
+    with pytest.raises(UsageError, match=r"stage 'one' ended without b.txt"):
         Pipeline(tmp_path).stage("one", writer("a.txt"), ["a.txt", "b.txt"])
 
 
@@ -95,7 +95,7 @@ def test_the_table_has_a_row_per_stage(tmp_path, capsys):
     assert "| grpo | 0.500 | 7.000 |" in capsys.readouterr().out
 
 
-def test_curves_of_stages_stand_one_behind_the_other():
+def test_curves_of_stages_are_drawn_one_after_the_other():
     points = {
         "one": {"loss": [(0, 1.0), (100, 0.0)]},
         "two": {"loss": [(0, 1.0), (100, 1.0)], "kl": [(50, 2.0), (60, 3.0)]},

@@ -136,3 +136,46 @@ def test_evaluation_mode_is_for_all_parts_and_leaves_each_as_it_was():
         assert not any(part.training for part in network.modules())
         torch.testing.assert_close(network(x), network[1][1](network[0](x)))
     assert [part.training for part in network.modules()] == before == [True, True, True, True, False]
+
+
+def _pixels(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (2, *shape), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "to_channels_first"),
+    [
+        ((44, 40), lambda x: x[:, None]),
+        ((4, 44, 40), lambda x: x),
+        ((44, 40, 3), lambda x: x.permute(0, 3, 1, 2)),
+        ((4, 44, 40, 3), lambda x: torch.cat([frame.permute(0, 3, 1, 2) for frame in x.unbind(1)], 1)),
+        ((4, 3, 44, 40), lambda x: torch.cat(x.unbind(1), 1)),
+    ],
+)
+def test_images_of_any_usual_form_reach_the_convolutions(shape, to_channels_first):
+    pixels = _pixels(shape)
+    expected = to_channels_first(pixels).float() / 255
+    for space, image in (
+        (spaces.Box(0, 255, shape, np.uint8), pixels),
+        (spaces.Box(0.0, 1.0, shape, np.float32), pixels.float() / 255),
+        (spaces.Box(0.0, 255.0, shape, np.float32), pixels.float()),
+    ):
+        encoder = build_encoder(space, features_dim=8)
+        assert isinstance(encoder, NatureCNN)
+        seen = []
+        encoder.convolutions.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        assert encoder(image).shape == (2, 8)
+        torch.testing.assert_close(seen[0], expected)
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Box(-np.inf, np.inf, (44, 40), np.float32), spaces.Box(-1.0, 1.0, (3, 44, 40), np.float32)]
+)
+def test_arrays_whose_bounds_are_no_pixels_are_no_images(space):
+    assert not isinstance(build_encoder(space), NatureCNN)
+
+
+def test_a_small_picture_is_flattened_and_scaled():
+    encoder = build_encoder(spaces.Box(0, 255, (8, 8), np.uint8))
+    pixels = _pixels((8, 8))
+    torch.testing.assert_close(encoder(pixels), pixels.flatten(1).float() / 255)

@@ -54,6 +54,26 @@ def addition(**arguments):
     return PromptDataModule("addition", **{**defaults, **arguments})
 
 
+STATES = []
+
+
+def reward_of_the_state(completions, trainer_state, **columns):
+    STATES.append(trainer_state)
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def test_reward_functions_written_for_trl_read_where_the_run_stands():
+    STATES.clear()
+    path = "tests.datamodules.language.test_prompt:reward_of_the_state"
+    fit(Reinforce(logging_steps=1), addition(reward_funcs=[path]), max_steps=3)
+    assert [(s.global_step, s.max_steps) for s in STATES] == [(0, 3), (1, 3), (2, 3)]
+    assert [round(12 * s.epoch) for s in STATES] == [2, 4, 6]
+    assert STATES[0].log_history == [] and STATES[2].log_history[-1]["step"] == 2
+    STATES.clear()
+    fit(Reinforce(), addition(reward_funcs=[path]), max_epochs=2)
+    assert [(s.global_step, s.max_steps) for s in STATES] == [(0, 2), (1, 2)]
+
+
 def test_every_completion_is_handed_out_once_per_pass_with_its_own_numbers():
     model = Reinforce()
     fit(model, addition(steps_per_generation=2, num_iterations=2), max_epochs=1)

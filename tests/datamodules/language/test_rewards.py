@@ -20,6 +20,7 @@ from datamodules.language.rewards import (
     think_answer_format,
 )
 from datamodules.language.tasks import make_task
+from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
 
 
@@ -133,6 +134,21 @@ def test_prompts_columns_and_chat_messages_reach_the_functions():
         rewards, torch.tensor([[1.0, 2, math.nan, math.nan], [2, 7, 3, 3]]), equal_nan=True, rtol=0, atol=0
     )
     assert RewardFunctions([later, later, everything]).names == ["later", "later_2", "everything"]
+
+
+def test_trainer_state_is_passed_whole_and_never_cut_by_samples():
+    seen = []
+
+    def scheduled(completions, trainer_state, **columns):
+        seen.append(trainer_state.global_step)
+        return [1 / (len(text) - 3) + trainer_state.global_step for text in completions]
+
+    call = RewardFunctions([scheduled])
+    call.trainer_state = TrainerState(global_step=7, max_steps=10)
+    assert call(records(2), ["a", "bb"]).tolist() == [[6.5], [6.0]]
+    rewards = call(records(2), ["a", "bbb"])
+    assert rewards[0].tolist() == [6.5] and bool(rewards[1].isnan().all())
+    assert set(seen) == {7} and len(seen) > 2
 
 
 def raises(completions, **columns):

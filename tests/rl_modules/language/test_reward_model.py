@@ -19,7 +19,6 @@ from rl_modules.language.preference_metrics import PreferenceMetrics, Reliabilit
 from rl_modules.language.reliability import reliability_diagram
 from rl_modules.language.reward_model import RewardModel, initialize_head, load_reward_model
 from rl_modules.language.scoring import sequence_scores
-from rl_modules.language.strengths import maximum_likelihood_strengths
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.training import assert_equal_checkpoints
 
@@ -417,23 +416,3 @@ def test_evaluation_is_logged_with_the_bayes_accuracy_and_a_picture(make_trainer
     assert logged["min_reward"] < logged["mean_reward"] < logged["max_reward"]
     assert events.Tags()["images"] == ["eval/reliability"]
     assert [event.step for event in events.Scalars("eval/accuracy")] == [2]
-
-
-# -------------------------------------------------------------------- three players
-
-
-def test_gradient_descent_ends_at_the_maximum_likelihood_of_three_players():
-    from recipes.three_players import PLAYERS, WINS, fit_strengths
-
-    exact = maximum_likelihood_strengths(PLAYERS, WINS)
-    # The likelihood's own equations: each player is expected to win as often as it did.
-    for i, player in enumerate(PLAYERS):
-        games = {other: WINS[player, other] + WINS[other, player] for other in PLAYERS if other != player}
-        expected = sum(n * torch.sigmoid(exact[i] - exact[PLAYERS.index(other)]) for other, n in games.items())
-        assert float(expected) == pytest.approx(sum(WINS[player, other] for other in games), abs=1e-9)
-    torch.testing.assert_close(fit_strengths(), exact, atol=1e-9, rtol=0)
-
-
-def test_an_unbeaten_player_has_no_finite_strength():
-    with pytest.raises(UsageError, match="finite strengths"):
-        maximum_likelihood_strengths(["A", "B"], {("A", "B"): 3})

@@ -1,0 +1,49 @@
+"""Lightning callbacks for checkpoints, progress, evaluation files, videos and pictures.
+
+The command line adds what it needs; in Python they go into ``Trainer(callbacks=[...])``. Classes are imported when they
+are first used, so that a command such as ``rl list`` imports no Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "Checkpoints": "recipes.callbacks.checkpoints",
+    "ConfigRecord": "recipes.callbacks.config_record",
+    "EpisodeRecorder": "recipes.callbacks.recorder",
+    "EpisodeWriter": "recipes.callbacks.episode_writer",
+    "FiniteCheck": "recipes.callbacks.finite_check",
+    "TransitionProgressBar": "recipes.callbacks.progress",
+    "ValuePictures": "recipes.callbacks.value_pictures",
+    "record_episodes": "recipes.callbacks.recorder",
+}
+
+__all__ = [
+    "Checkpoints",
+    "ConfigRecord",
+    "EpisodeRecorder",
+    "EpisodeWriter",
+    "FiniteCheck",
+    "TransitionProgressBar",
+    "ValuePictures",
+    "record_episodes",
+]
+
+if TYPE_CHECKING:
+    from recipes.callbacks.checkpoints import Checkpoints
+    from recipes.callbacks.config_record import ConfigRecord
+    from recipes.callbacks.episode_writer import EpisodeWriter
+    from recipes.callbacks.finite_check import FiniteCheck
+    from recipes.callbacks.progress import TransitionProgressBar
+    from recipes.callbacks.recorder import EpisodeRecorder, record_episodes
+    from recipes.callbacks.value_pictures import ValuePictures
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,66 @@
+"""Checkpoint files that are either whole or absent, whatever interrupts their writing."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes to a temporary file in the same folder, forces it to the disk and renames it to the target."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.part")
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, target)
+        except BaseException:
+            # The partial file must not fill the disk further.
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        sync_folder(target.parent)
+
+
+def rotate(folder: Path, keep_previous: bool) -> None:
+    """Renames ``next.ckpt`` to ``last.ckpt``, and the old ``last.ckpt`` to ``previous.ckpt``.
+
+    A whole ``last.ckpt`` exists at any time.
+
+    Args:
+        folder: of the three files.
+        keep_previous: keep the old ``last.ckpt``; else it is replaced.
+    """
+    last = folder / "last.ckpt"
+    if keep_previous and last.exists():
+        previous, link = folder / "previous.ckpt", folder / "previous.ckpt.part"
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        try:
+            os.link(last, link)
+            os.replace(link, previous)
+        except OSError:  # a filesystem without links
+            os.replace(last, previous)
+    os.replace(folder / "next.ckpt", last)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces renamings in a folder to the disk, where the system supports that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

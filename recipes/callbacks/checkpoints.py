@@ -1,0 +1,240 @@
+"""Writes checkpoints between two batches, from where a run resumes exactly."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from recipes.callbacks import curves
+from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, rotate
+from recipes.callbacks.finite_check import FiniteCheck
+from recipes.callbacks.optimizer_settings import apply_changes, settings_of
+from recipes.callbacks.rank_agreement import RankAgreement
+from recipes.callbacks.signals import Stopped, StopRequests
+from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
+from rl_modules.common.errors import UsageError
+
+#: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
+FIRST_AFTER_S = 4.0
+
+
+class Checkpoints(ModelCheckpoint):
+    """Writes ``best.ckpt`` by evaluation and ``last.ckpt`` by the clock, into ``checkpoints`` in the run's folder.
+
+    ``last.ckpt`` is written between two batches, after an optimizer step, and again at the end. Ctrl-C and SIGTERM
+    write it at the next such moment and stop the run. The checkpoint before it stays as ``previous.ckpt``. Writing
+    takes at most a twentieth of the run's time, so that a replay buffer of gigabytes is written less often. A full disk
+    costs the checkpoint, not the run. A NaN loss or gradient stops the run before a checkpoint stores it
+    (:class:`recipes.callbacks.FiniteCheck`).
+
+    Args:
+        monitor: metric whose best value ``best.ckpt`` has; None: the algorithm's own.
+        mode: ``max`` or ``min``; read where ``monitor`` is given.
+        interval_s: least seconds of training between two writes of ``last.ckpt``. The first pauses are shorter, so that
+            a short run can be resumed too.
+        max_share: largest share of the time that writing ``last.ckpt`` may take, in (0, 1]; the pause after a long
+            write is longer.
+        keep_previous: keep the checkpoint before the last, in case the last is damaged; needs as much disk again.
+    """
+
+    def __init__(
+        self,
+        monitor: str | None = None,
+        mode: str = "max",
+        interval_s: float = 60.0,
+        max_share: float = 0.05,
+        keep_previous: bool = True,
+    ) -> None:
+        super().__init__(
+            monitor=monitor or "eval/mean_reward", mode=mode, filename="best", save_on_train_epoch_end=False,
+            enable_version_counter=False
+        )  # fmt: skip
+        self._chosen = monitor is not None
+        if interval_s < 0:
+            raise UsageError(f"interval_s={interval_s} must not be negative")
+        if not 0 < max_share <= 1:
+            raise UsageError(f"max_share={max_share} must lie in (0, 1]")
+        self.interval_s = interval_s
+        self.max_share = max_share
+        self.keep_previous = keep_previous
+        self.last_path: Path | None = None
+        self.requests = StopRequests()
+        self._finite: FiniteCheck | None = FiniteCheck()
+        self._ranks = RankAgreement()
+        self._trainer: L.Trainer | None = None
+        self._settings: dict[str, Any] = {}
+        self._saved_settings: dict[str, Any] | None = None
+        self._between_batches = False
+        self._due_s = self._pause_s = 0.0
+        self._saved_at = (-1, -1, -1)
+
+    @property
+    def state_key(self) -> str:
+        # Lightning reads this at every hook of every batch; its own would format a string each time.
+        return "Checkpoints"
+
+    # ---------------------------------------------------------------- a run
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._trainer = trainer
+        own = getattr(pl_module, "best_metric", None)
+        if own is not None and not self._chosen and stage == "fit":
+            self.monitor, self.mode = own
+            self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # A FiniteCheck among the user's callbacks replaces this one.
+        self._finite = None if any(isinstance(other, FiniteCheck) for other in callbacks) else FiniteCheck()
+        # Some strategies write checkpoints in their own way and have no `checkpoint_io`.
+        with contextlib.suppress(NotImplementedError):
+            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # The optimizers are new here; Lightning loads a checkpoint's state into them after this hook.
+        self._settings = settings_of(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._saved_settings is not None:
+            apply_changes(trainer, self._saved_settings, self._settings)
+            self._saved_settings = None
+        self._pause_s = min(FIRST_AFTER_S, self.interval_s)
+        self._due_s = time.monotonic() + self._pause_s
+        self._saved_at = _position(trainer)
+        self._watch_loader(trainer)
+        self.requests.install(*requeue_signals(trainer))
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        if self.requests.is_installed and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+            # Lightning broadcasts before every batch whether rank 0 received SIGTERM; `requests` handles it instead.
+            epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # With reload_dataloaders_every_n_epochs this epoch has another loader.
+        self._watch_loader(trainer)
+
+    def _watch_loader(self, trainer: L.Trainer) -> None:
+        loader: Any = trainer.train_dataloader
+        self._between_batches = hasattr(loader, "before_next")
+        if self._between_batches:
+            loader.before_next = lambda: self._safe_point(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Checks the batch. A checkpoint written here would miss what the other hooks of this batch still do."""
+        if self._finite is not None:
+            self._finite.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._finite is not None:
+            self._finite.on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Only the project's LazyLoader calls back before each batch; with other loaders a run saves after each epoch.
+        if not self._between_batches:
+            self._safe_point(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.requests.restore()
+        if _position(trainer) != self._saved_at and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_last(trainer, is_final=True)
+        remove_requeue_checkpoints(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.requests.restore()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self.requests.restore()
+
+    # ---------------------------------------------------------------- safe points
+
+    def _safe_point(self, trainer: L.Trainer) -> None:
+        """Saves if a checkpoint is due or a signal came; called after the last batch and before the next.
+
+        Raises:
+            Stopped: after saving, if a signal came.
+        """
+        is_due = time.monotonic() >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
+        if not (stop or is_due) or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if _position(trainer) != self._saved_at:
+            self._save_last(trainer)
+        if stop:
+            self._stop(trainer, stop)
+
+    def _stop(self, trainer: L.Trainer, signum: int) -> None:
+        requeue = self.requests.previous_handler(signum) if signum in requeue_signals(trainer) else None
+        if requeue is not None:
+            requeue(signum, None)
+        raise Stopped(signum, self.last_path)
+
+    # ---------------------------------------------------------------- writing
+
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self.dirpath))
+
+    def _save_last(self, trainer: L.Trainer, is_final: bool = False) -> None:
+        folder = self._folder
+        last, coming = folder / "last.ckpt", folder / "next.ckpt"
+        began_s = time.monotonic()
+        try:
+            trainer.save_checkpoint(coming, weights_only=False)
+            if trainer.is_global_zero:
+                self._rotate(trainer, folder, coming)
+            self._saved_at, self.last_path = _position(trainer), last
+        except (OSError, RuntimeError) as error:
+            # torch's writer raises RuntimeError for the system's OSError.
+            if isinstance(error, RuntimeError) and "write" not in str(error):
+                raise
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait there
+            kept = f"the one before, {last}, is untouched" if last.exists() else "there is none before it"
+            if is_final:
+                raise UsageError(f"the last checkpoint can't be written to {folder}: {error}; {kept}") from error
+            rank_zero_warn(f"The checkpoint can't be written: {error}; {kept}. Training continues and tries again.")
+        now = time.monotonic()
+        self._pause_s = min(2 * self._pause_s, self.interval_s)
+        self._due_s = now + max(self._pause_s, (now - began_s) * (1 / self.max_share - 1))
+
+    def _rotate(self, trainer: L.Trainer, folder: Path, coming: Path) -> None:
+        """Puts the new checkpoint in the place of the last."""
+        if coming.is_dir():
+            raise UsageError(f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
+                             "but a run resumes from one file; use ddp or ModelParallelStrategy")  # fmt: skip
+        rotate(folder, self.keep_previous)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._trainer is not None
+        return {
+            **super().state_dict(),
+            "settings": self._settings,
+            "curves": curves.lengths(self._trainer),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_settings = state_dict["settings"]
+        best = os.path.join(str(self.dirpath), "best.ckpt")
+        # A run's folder may have been moved or be named by another path. A new folder has no best checkpoint yet.
+        if state_dict["best_model_path"] and os.path.exists(best):
+            score = state_dict["best_model_score"]
+            super().load_state_dict({
+                **state_dict, "dirpath": self.dirpath, "best_model_path": best, "kth_best_model_path": best,
+                "best_k_models": {best: score},
+            })  # fmt: skip
+
+
+def _position(trainer: L.Trainer) -> tuple[int, int, int]:
+    # Tabular agents take no optimizer steps: the epoch and the batch change where `global_step` does not.
+    return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx

@@ -1,0 +1,63 @@
+"""TensorBoard's event files of a resumed run: points written after the checkpoint are removed, for they come again."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+
+PATTERN = "events.out.tfevents.*"
+
+
+def lengths(trainer: L.Trainer) -> dict[str, int]:
+    """Returns the length of every event file in bytes, by file name; a checkpoint stores it.
+
+    Flushes the loggers first, so that the files end with a whole record.
+    """
+    if not trainer.is_global_zero:
+        return {}
+    found: dict[str, int] = {}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.flush()
+            found.update({path.name: path.stat().st_size for path in Path(logger.log_dir).glob(PATTERN)})
+    return found
+
+
+def cut(folder: Path, kept: dict[str, int]) -> None:
+    """Removes what was logged after a checkpoint from a run's event files.
+
+    Args:
+        folder: of the event files.
+        kept: what :func:`lengths` returned when the checkpoint was written. Files that it does not name are deleted.
+    """
+    for path in folder.glob(PATTERN):
+        if path.name not in kept:
+            path.unlink()
+        elif path.stat().st_size != (size := _whole_records(path, kept[path.name])):
+            with path.open("r+b") as file:
+                file.truncate(size)
+
+
+def _whole_records(path: Path, limit: int) -> int:
+    """Returns the length of the whole records up to ``limit``; a power cut may leave half a record."""
+    end = 0
+    with path.open("rb") as file:
+        size = min(limit, path.stat().st_size)
+        # A record: its length in 8 bytes, their checksum in 4, the data, its checksum in 4.
+        while end + 12 <= size:
+            file.seek(end)
+            (length,) = struct.unpack("<Q", file.read(8))
+            if end + 16 + length > size:
+                break
+            end += 16 + length
+    return end
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns every scalar curve of a run as TensorBoard reads it: (step, value) by tag, in file order."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

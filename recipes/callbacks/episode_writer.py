@@ -1,0 +1,57 @@
+"""Predicted episodes as a CSV or JSON-lines file."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from rl_modules.common.errors import UsageError
+
+
+class EpisodeWriter(BasePredictionWriter):
+    """Writes one row per predicted episode: number, return, length, seed.
+
+    Args:
+        path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
+
+    Raises:
+        UsageError: another ending, or a folder that does not exist.
+    """
+
+    #: Name of what one row describes, for the message.
+    rows_are = "episodes"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(write_interval="epoch")
+        self.path = Path(path)
+        if self.path.suffix not in (".csv", ".jsonl"):
+            raise UsageError(f"output={path!r} must end in .csv or .jsonl")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"output={path!r}: the folder {self.path.parent} does not exist")
+
+    @rank_zero_only
+    def write_on_epoch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Any, batch_indices: Any
+    ) -> None:
+        rows = self.rows(predictions)
+        with self.path.open("w", encoding="utf-8", newline="") as file:
+            if self.path.suffix == ".jsonl":
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            else:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        print(f"{len(rows)} {self.rows_are} written to {self.path}")
+
+    def rows(self, predictions: Any) -> list[dict[str, Any]]:
+        """Returns the rows to write, from the batches that ``predict_step`` returned."""
+        columns = {key: torch.cat([batch[key] for batch in predictions]).tolist() for key in predictions[0]}
+        return [
+            {"episode": i, **dict(zip(columns, values, strict=True))}
+            for i, values in enumerate(zip(*columns.values(), strict=True))
+        ]

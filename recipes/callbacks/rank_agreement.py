@@ -1,0 +1,45 @@
+"""Ranks decide together whether to save and whether to stop: they save together, or would wait for each other."""
+
+import time
+
+import lightning as L
+import torch
+
+#: Seconds between two exchanges of the ranks.
+AGREEMENT_INTERVAL_S = 0.25
+
+
+class RankAgreement:
+    """Takes the same decision on all ranks, about four times a second.
+
+    The number of batches between two exchanges follows from rank 0's batches per second, so that all ranks exchange
+    after the same batch.
+    """
+
+    def __init__(self) -> None:
+        self._batches, self._every, self._agreed_s = 0, 1, 0.0
+
+    def decide(self, trainer: L.Trainer, stop: int, is_due: bool) -> tuple[int, bool]:
+        """Returns the signal that any rank received and whether rank 0 wants to save; called once per batch.
+
+        Args:
+            trainer: of this rank.
+            stop: the signal that this rank received; 0: none.
+            is_due: whether this rank wants to save.
+        """
+        if trainer.world_size == 1:
+            return stop, is_due
+        self._batches += 1
+        if self._batches < self._every:
+            return 0, False
+        now = time.monotonic()
+        rate = self._batches / max(now - self._agreed_s, 1e-6) if self._agreed_s else 0.0
+        wishes = torch.tensor(
+            [stop, is_due and trainer.is_global_zero, rate if trainer.is_global_zero else 0.0],
+            device=trainer.strategy.root_device, dtype=torch.float32
+        )  # fmt: skip
+        torch.distributed.all_reduce(wishes, torch.distributed.ReduceOp.MAX)
+        stop_any, due_any, rate = wishes.tolist()
+        self._batches, self._agreed_s = 0, now
+        self._every = max(1, min(1000, int(rate * AGREEMENT_INTERVAL_S)))
+        return int(stop_any), bool(due_any)

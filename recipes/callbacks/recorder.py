@@ -1,0 +1,101 @@
+"""Videos of whole episodes, recorded by Gymnasium's ``RecordVideo``."""
+
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import lightning as L
+from gymnasium.wrappers import RecordVideo
+from lightning.pytorch.callbacks import Callback
+
+from datamodules.base import ControlDataModule
+from datamodules.envs.episodes import episode_seed
+from datamodules.envs.vector import make_env
+from datamodules.evaluation import Predicts
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
+
+
+def record_episodes(
+    policy: Predicts, data: ControlDataModule, folder: Path, n_episodes: int = 1, prefix: str = "episode"
+) -> list[Path]:
+    """Plays episodes and writes each to an mp4 file with its return in the file name.
+
+    Args:
+        policy: acts deterministically where ``data.eval_deterministic`` is set.
+        data: names the environment, its wrappers and the seed.
+        folder: of the files; created if it does not exist.
+        n_episodes: number of episodes, ≥ 1.
+        prefix: beginning of the file names.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        UsageError: moviepy is not installed, or the environment can't render frames.
+    """
+    if importlib.util.find_spec("moviepy") is None:
+        raise UsageError("recording needs moviepy: pip install 'lightning-rl-recipes[video]'")
+    if n_episodes < 1:
+        raise UsageError(f"n_episodes={n_episodes} must be at least 1")
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
+    env = make_env(data.env_id, {**(data.env_kwargs or {}), "render_mode": "rgb_array"}, data.wrappers)
+    stream = stream_seed(data.seed, 0, "record")
+    files = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Overwriting existing videos.*")
+        for episode in range(n_episodes):
+            # One wrapper per episode: the file is closed, and can be renamed, as soon as its episode has ended.
+            name = f"{prefix}-{episode}"
+            recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
+            total = _play(policy, recorder, episode_seed(stream, episode), data.eval_deterministic)
+            recorder.stop_recording()
+            written = folder / f"{name}-episode-0.mp4"
+            files.append(written.rename(folder / f"{name}-return-{total:.1f}.mp4"))
+    env.close()
+    return files
+
+
+def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool) -> float:
+    observation, _ = env.reset(seed=seed)
+    state: Any = None
+    total, has_ended = 0.0, False
+    while not has_ended:
+        action, state = policy.predict(observation, state=state, deterministic=deterministic)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        total += float(reward)
+        has_ended = terminated or truncated
+    return total
+
+
+class EpisodeRecorder(Callback):
+    """Records one episode every ``every`` training transitions, into ``videos`` in the run's folder.
+
+    Args:
+        every: transitions between two recordings, ≥ 1.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        if every < 1:
+            raise UsageError(f"record_every={every} must be at least 1 transition, or 0 for no recording")
+        self.every = every
+        self._next = every
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if data.num_timesteps < self._next or not trainer.is_global_zero:
+            return
+        self._next = (data.num_timesteps // self.every + 1) * self.every
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "videos"
+        policy: Any = pl_module
+        record_episodes(policy, data, folder, prefix=f"step-{data.num_timesteps}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next = state_dict["next"]

@@ -1,0 +1,67 @@
+"""Ctrl-C and SIGTERM as requests to stop, which the run grants between two batches."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Stopped(Exception):
+    """Training was stopped by a signal after a checkpoint was written.
+
+    Args:
+        signum: the signal.
+        checkpoint: path of the checkpoint.
+    """
+
+    def __init__(self, signum: int, checkpoint: Any) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}; the run is saved in {checkpoint}")
+        self.signum = signum
+        self.checkpoint = checkpoint
+
+
+class StopRequests:
+    """Remembers SIGINT and SIGTERM instead of letting them interrupt an optimizer step.
+
+    A second Ctrl-C raises KeyboardInterrupt at once.
+    """
+
+    def __init__(self) -> None:
+        #: The signal that was received; 0: none.
+        self.signum = 0
+        self._previous: dict[int, Any] = {}
+
+    def install(self, *more: int) -> None:
+        """Handles SIGINT, SIGTERM and ``more``. Does nothing outside the main thread, where Python forbids it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.signum = 0
+        for signum in (signal.SIGINT, signal.SIGTERM, *more):
+            if signum not in self._previous:
+                self._previous[signum] = signal.signal(signum, self._remember)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether this object handles the signals."""
+        return bool(self._previous)
+
+    def restore(self) -> None:
+        """Restores the previous signal handlers."""
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def previous_handler(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
+        """Returns the handler that the signal had before ``install``; None where it was not a function."""
+        handler = self._previous.get(signum)
+        return handler if callable(handler) else None
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self.signum:
+            raise KeyboardInterrupt
+        self.signum = signum
+        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        again = "; a second Ctrl-C stops at once, without saving" if signum == signal.SIGINT else ""
+        # os.write, not print: the interrupted code may be writing to print's buffer.
+        os.write(2, f"\n{name}: saving a checkpoint after this step{again}\n".encode())

@@ -1,0 +1,127 @@
+"""Dispatches the words after ``rl`` to a command, and turns errors and signals into a sentence and an exit code."""
+
+import errno
+import os
+import shlex
+import sys
+
+from recipes import configs
+from recipes.callbacks.signals import Stopped
+from recipes.cli.help_text import HELP
+from recipes.cli.terminal import quiet, show
+from recipes.cli.user_modules import add_working_directory
+from rl_modules.common.errors import UsageError
+
+COMMANDS = ("fit", "validate", "test", "predict", "record")
+
+
+def main(args: list[str] | None = None, default_config: str | None = None) -> None:
+    """Runs one command.
+
+    Args:
+        args: the command line without the program's name; None: ``sys.argv``.
+        default_config: installed config to use if the arguments name none.
+
+    Raises:
+        SystemExit: with 0 after help, 1 after an error, 128 + n after stopping at signal n (130: Ctrl-C, 143: SIGTERM).
+    """
+    args = sys.argv[1:] if args is None else args
+    try:
+        _dispatch(args, default_config)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except Stopped as stopped:
+        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+            print(f"{stopped}; resume with\n  {_resume_command(args, default_config)}", file=sys.stderr)
+        raise SystemExit(128 + stopped.signum) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except SystemExit as exit_:
+        # Lightning exits with code 1 after Ctrl-C, as if something had failed.
+        raise SystemExit(130) if isinstance(exit_.__context__, KeyboardInterrupt) else exit_ from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: the disk is full ({error}); the checkpoints written so far are whole: free some space, then add "
+              "--resume", file=sys.stderr)  # fmt: skip
+        raise SystemExit(1) from error
+
+
+def _resume_command(args: list[str], default_config: str | None) -> str:
+    """Returns the command line that resumes the stopped run."""
+    command, rest = args[0], [arg for arg in args[1:] if arg != "--resume"]
+    for i, arg in enumerate(rest):
+        if arg == "--ckpt_path" or arg.startswith("--ckpt_path="):
+            del rest[i : i + (2 if arg == "--ckpt_path" else 1)]
+            break
+    given = any(arg in ("-c", "--config") or arg.startswith("--config=") for arg in rest)
+    default = ["--config", default_config] if default_config is not None and not given else []
+    return shlex.join(["rl", command, *default, *rest, "--resume"])
+
+
+def _dispatch(args: list[str], default_config: str | None) -> None:
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in ("--help", "-h", "help"):
+        show(HELP)
+    elif command == "list":
+        width = max(len(name) for name in configs.names())
+        show("\n".join(f"{name:{width}}  {configs.describe(name)}" for name in configs.names()))
+    elif command == "copy":
+        if len(rest) != 2:
+            raise UsageError(
+                f"copy takes a config and a target, as in `rl copy ppo/cartpole.yaml mine.yaml`; got {rest}"
+            )
+        print(f"copied to {configs.copy(*rest)}")
+    elif command == "export":
+        _export(rest)
+    elif command in COMMANDS:
+        _run(command, _with_configs_found(rest, default_config))
+    else:
+        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, list and "
+                         "copy")  # fmt: skip
+
+
+def _export(args: list[str]) -> None:
+    given: dict[str, str] = {}
+    pending = iter(args)
+    for arg in pending:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in ("ckpt_path", "output", "model"):
+            raise UsageError(f"export takes --ckpt_path PATH, --output FOLDER and perhaps --model CLASS; got {arg!r}")
+        given[name] = value if equals else next(pending, "")
+    add_working_directory()
+    from recipes.language import export
+
+    quiet()
+    folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
+    print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+
+
+def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:
+    """Replaces every ``--config NAME`` by the path of its file."""
+    found, given = [], False
+    pending = iter(args)
+    for arg in pending:
+        if arg in ("--config", "-c"):
+            value = next(pending, None)
+            if value is None:
+                raise UsageError("--config needs a file or the name of an installed config")
+            found += ["--config", str(configs.find(value))]
+            given = True
+        elif arg.startswith("--config="):
+            found += ["--config", str(configs.find(arg.removeprefix("--config=")))]
+            given = True
+        else:
+            found.append(arg)
+    if default_config is not None and not given:
+        found = ["--config", str(configs.find(default_config)), *found]
+    return found
+
+
+def _run(command: str, args: list[str]) -> None:
+    add_working_directory()
+    from recipes.cli.lightning_cli import RLCLI
+
+    quiet()  # after the import, which sets the loggers' levels itself
+    RLCLI(command, args)

@@ -1,0 +1,35 @@
+"""The text that ``rl --help`` prints."""
+
+HELP = """\
+usage: rl <command> [options]
+
+Reinforcement learning on PyTorch Lightning.
+
+commands:
+  fit        train:                 rl fit --config ppo/cartpole.yaml
+  validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
+  test       evaluate on other seeds and more episodes
+  predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
+             (a language model's completions of held-out prompts: --output completions.jsonl)
+  record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
+  export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
+  list       list every installed config with its one-line description
+  copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
+
+options of fit, validate, test, predict and record:
+  --config NAME            a YAML file, or the name of an installed config; repeated, later files override earlier ones
+  --model CLASS            an algorithm by name (PPO) or import path (my_package.MyPPO)
+  --data CLASS             a datamodule by name (RolloutDataModule) or import path
+  --model.X, --data.X, --trainer.X
+                           any argument of the model, the datamodule or Lightning's Trainer
+  --model.init_from PATH   fit: start a new run from the weights of a checkpoint (warm start)
+  --resume                 fit: resume the newest run of this model on this data, in its folder
+  --ckpt_path PATH|last|best|previous
+                           a checkpoint, or one of the newest run's
+  --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
+  --print_config           print the complete resolved config and stop
+  --help                   list every option; --model.help PPO explains the options of one class
+
+Every algorithm also has a short program in Python, which starts with its default config if it gets a command:
+python -m recipes.ppo, python -m recipes.ppo fit
+"""

@@ -1,0 +1,221 @@
+"""Lightning's CLI with this project's defaults. Imported only when a run starts, because it imports Lightning."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from datamodules.base import ControlDataModule
+from recipes import language
+from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.recorder import record_episodes
+from recipes.callbacks.transition_axis import log_over_transitions
+from recipes.cli import resume, runs, summary, trainer_settings
+from recipes.cli.parser import RLParser, accepts, add_arguments, import_named
+from recipes.cli.sentences import which_class
+from rl_modules.base import ControlModule
+from rl_modules.common.errors import UsageError
+
+
+class RLCLI(LightningCLI):
+    """One subcommand of ``rl``.
+
+    Args:
+        command: ``fit``, ``validate``, ``test``, ``predict`` or ``record``. Only its parser is built, which halves the
+            time to start.
+        args: the words after the command.
+    """
+
+    def __init__(self, command: str, args: list[str]) -> None:
+        # Lightning's subcommands are methods of the Trainer; `record` takes the arguments of `predict`.
+        self.records = command == "record"
+        self.command = command = "predict" if self.records else command
+        import_named(args)
+        language.hide_transformers_bars()
+        self.started_s = time.monotonic()
+        self.arguments = args
+        #: The checkpoint to resume from, and the run that is resumed in its own folder.
+        self.checkpoint: dict[str, Any] | None = None
+        self.resumed: resume.Run | None = None
+        super().__init__(
+            parser_class=RLParser,
+            save_config_callback=ConfigRecord,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=False,
+            trainer_defaults={
+                "max_epochs": -1,  # total_timesteps ends the training
+                "enable_model_summary": False,
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                    "init_args": {"save_dir": runs.LOGS, "name": None, "default_hp_metric": False},
+                },
+            },
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=[command, *args],
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        return {self.command: LightningCLI.subcommands()[self.command]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        add_arguments(parser, self.command, self.records)
+
+    def _parse_ckpt_path(self) -> None:
+        """Keeps the command line's arguments: a checkpoint's hyperparameters do not replace them."""
+
+    def _set_seed(self) -> None:
+        """Seeds the private streams through ``data.seed``, and the global generators for code that reads those."""
+        config = self.config[self.command]
+        seed = config.get("seed_everything")
+        if seed is False or seed is None:
+            return
+        seed = int(torch.seed() % 2**31) if seed is True else int(seed)
+        L.seed_everything(seed, workers=True, verbose=False)
+        if config.get("data") is not None and accepts(config["data"]["class_path"], "seed"):
+            config["data"]["init_args"]["seed"] = seed
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.command]
+        if config.get("model") is None or config.get("data") is None:
+            raise UsageError(which_class("model" if config.get("model") is None else "data"))
+        torch.set_num_threads(config["threads"])
+        runs.set_folder(config)
+        self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
+
+    def before_fit(self) -> None:
+        """Prints what is resumed and what is changed; prepares the loggers."""
+        if self.checkpoint is not None and self.trainer.is_global_zero:
+            path = self.config[self.command]["ckpt_path"]
+            runs.announce(self.checkpoint, path, self.model, self.datamodule)
+        if self.resumed is not None:
+            runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
+        if self._controls:
+            log_over_transitions(self.trainer, self.datamodule)
+        self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # The parser wraps a class's UsageError into its own error about the types it tried.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UsageError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or UsageError(" ".join(str(error).split())) from error
+        except MisconfigurationException as error:
+            raise UsageError(" ".join(str(error).split())) from error
+        self._take_description()
+        self._check_environment()
+
+    def _take_description(self) -> None:
+        """Takes a language model's architecture and tokenizer from the checkpoint: their directory may be gone."""
+        saved = self.checkpoint or {}
+        description = (saved.get("hyper_parameters") or {}).get("description")
+        if description is not None and saved.get("algorithm") == type(self.model).__name__:
+            self.model.hparams["description"] = description
+
+    def _check_environment(self) -> None:
+        """Raises for environments, spaces and model names that can't work, before anything is written."""
+        data, model = self.datamodule, self.model
+        if isinstance(data, ControlDataModule) and isinstance(model, ControlModule):
+            data.setup("check")
+            model.observation_space, model.action_space = data.observation_space, data.action_space
+            model.check_spaces()
+            data.teardown("check")
+        if hasattr(model, "tokenizer"):
+            assert model.max_length  # loads the tokenizer and the model's config, and compares them
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
+        if self.command == "fit":
+            record_every = self._get(self.config, "record_every")
+            callbacks += trainer_settings.settings_for_fit(config, record_every, self._controls)
+        else:
+            trainer_settings.settings_for_evaluation(config)
+        if self.records and not self._controls:
+            raise UsageError(f"record films episodes of an environment, which {type(self.model).__name__} has not; "
+                             "`rl predict` writes its completions to a file")  # fmt: skip
+        if self.command == "predict" and not self.records:
+            output = self._get(self.config, "output")
+            callbacks.append(trainer_settings.prediction_writer(output, self._controls))
+        trainer = super()._instantiate_trainer(config, callbacks)
+        precision = str(config.get("precision"))
+        if precision in ("16", "16-mixed") and trainer.precision != "16-mixed":
+            # Lightning would warn and run in another precision.
+            raise UsageError(f"trainer.precision={precision} needs a GPU; on a CPU use bf16-mixed")
+        return trainer
+
+    @property
+    def _controls(self) -> bool:
+        """Whether the run acts in environments; else it trains a language model."""
+        return isinstance(self.datamodule, ControlDataModule)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        # A checkpoint is untrusted data: no code in it may run.
+        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if not self.records:
+            try:
+                super()._run_subcommand(subcommand)
+            except (MisconfigurationException, ValueError) as error:
+                if isinstance(error, UsageError) or not _is_lightnings(error):
+                    raise
+                raise UsageError(" ".join(str(error).split())) from error
+            return
+        checkpoint = self._get(self.config, "ckpt_path")
+        if checkpoint is None:
+            raise UsageError("record needs --ckpt_path, the checkpoint of the policy to film")
+        policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu")
+        folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
+        for file in record_episodes(policy, self.datamodule, folder, episodes):
+            print(file)
+
+    def after_fit(self) -> None:
+        """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
+        trainer, model, data = self.trainer, self.model, self.datamodule
+        seconds = time.monotonic() - self.started_s
+        step = data.num_timesteps if self._controls else trainer.global_step
+        measured = data.metrics() if self._controls else {}
+        final, interrupted = self._evaluate()
+        if self._controls:
+            rows = summary.control_rows(trainer, model, data, final, measured)
+        else:
+            rows = language.summary(model, data, final, step, seconds)
+        summary.record_final(trainer, model, data, final, step)
+        if trainer.is_global_zero:
+            checkpoint = summary.print_summary(trainer, model, rows, exports=not self._controls)
+            if interrupted:
+                print(f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
+                      f"the same model and data and --ckpt_path {checkpoint}", file=sys.stderr)  # fmt: skip
+        if interrupted:
+            raise SystemExit(130)
+
+    def _evaluate(self) -> tuple[dict[str, float], bool]:
+        """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
+        loggers = self.trainer.loggers
+        evaluate = summary.evaluate_policy if self._controls else language.final_metrics
+        try:
+            return evaluate(self.trainer, self.model, self.datamodule), False
+        except KeyboardInterrupt:
+            return {}, True
+        except SystemExit as exit_:
+            # Lightning answers Ctrl-C with `exit(1)`.
+            if not isinstance(exit_.__context__, KeyboardInterrupt):
+                raise
+            return {}, True
+        finally:
+            self.trainer.loggers = loggers
+
+
+def _is_lightnings(error: BaseException) -> bool:
+    """Whether Lightning raised an error, which then is about the Trainer's arguments, and no code of a run did."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning.")

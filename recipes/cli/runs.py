@@ -1,0 +1,143 @@
+"""Folders of runs: where a new run writes, and which run and checkpoint a resumed one continues."""
+
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from recipes import language
+from recipes.callbacks import curves
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.config_record import ConfigRecord
+from recipes.cli import resume
+from rl_modules.common.errors import UsageError
+
+#: Parent folder of all runs, below ``trainer.default_root_dir``.
+LOGS = "logs"
+
+
+def set_folder(config: Any) -> None:
+    """Fills in where the logger writes: ``<default_root_dir>/logs/<algorithm>-<task>``, where nothing else is given."""
+    logger = config["trainer"]["logger"]
+    if not hasattr(logger, "init_args"):
+        return
+    root = config["trainer"].get("default_root_dir")
+    if root is not None and logger.init_args.get("save_dir") == LOGS:
+        logger.init_args.save_dir = str(Path(root) / LOGS)
+    if logger.init_args.get("name", "") is None:
+        algorithm = config["model"]["class_path"].rpartition(".")[2]
+        settings = config["data"]["init_args"]
+        task = settings.get("env_id") or language.task_name(settings)
+        task = task or config["data"]["class_path"].rpartition(".")[2]
+        logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+
+def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[dict[str, Any] | None, resume.Run | None]:
+    """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written.
+
+    Args:
+        config: of the command; ``ckpt_path`` is replaced by the path.
+        command: of ``rl``.
+        arguments: words after the command, which identify the run of a requeued SLURM job.
+
+    Returns:
+        The checkpoint, and the run that is resumed in its own folder; None where there is none.
+
+    Raises:
+        UsageError: no such checkpoint, a damaged one, or arguments that contradict each other.
+    """
+    given = config.get("ckpt_path")
+    if command == "fit" and given is None:
+        _take_requeued_folder(config, arguments)
+    # As in Lightning, `fit` accepts `last` before the first checkpoint is written.
+    if command == "fit" and given == "last":
+        config["resume"] = True
+    resumed = None
+    if given in resume.NAMES or config.get("resume"):
+        if given is not None and given not in resume.NAMES:
+            raise UsageError(f"--resume finds its checkpoint by itself; leave out --ckpt_path {given}, or --resume")
+        given, resumed = _resolve(config, command, given or "last")
+    config["ckpt_path"] = None if given is None else str(given)
+    if given is None:
+        return None, resumed
+    if not Path(given).exists():
+        raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
+                         f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
+    return resume.read(Path(given)), resumed
+
+
+def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
+    """In a SLURM job, names the run's folder after the job, so that the requeued job finds its run and resumes it."""
+    logger = config["trainer"]["logger"]
+    is_tensorboard = str(getattr(logger, "class_path", "")).endswith("TensorBoardLogger")
+    if is_tensorboard and SLURMEnvironment.detect() and logger.init_args.get("version") is None:
+        command = zlib.crc32(" ".join(arguments).encode())
+        logger.init_args.version = f"job_{os.environ['SLURM_JOB_ID']}_{command:08x}"
+        folder = _parent_folder(config) / logger.init_args.version
+        config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
+        config["resume"] = folder.is_dir()
+
+
+def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, resume.Run | None]:
+    """Returns the newest run's checkpoint of that name, and for ``fit`` the run, whose folder the logger gets."""
+    folder = _run_folder(config)
+    found = None if folder is None else resume.find(folder, name)
+    if found is None and not config.get("resume"):
+        raise UsageError(f"ckpt_path={name}: there is no {name}.ckpt of this model on this data in "
+                         f"{folder or _parent_folder(config)}; give a path")  # fmt: skip
+    if command != "fit" or folder is None:
+        return found, None
+    if hasattr(config["trainer"]["logger"], "init_args"):
+        config["trainer"]["logger"].init_args.version = folder.name
+    return found, resume.Run(folder, found)
+
+
+def _run_folder(config: Any) -> Path | None:
+    """Returns the folder of the newest run, or of the given ``version``; None where there is no run."""
+    parent = _parent_folder(config)
+    logger = config["trainer"]["logger"]
+    if not hasattr(logger, "init_args"):
+        return parent
+    version = logger.init_args.get("version")
+    if version is None:
+        return resume.newest_run(parent)
+    return parent / (version if isinstance(version, str) else f"version_{version}")
+
+
+def _parent_folder(config: Any) -> Path:
+    logger = config["trainer"]["logger"]
+    if logger in (False, None):
+        return Path(config["trainer"]["default_root_dir"] or ".")
+    settings = getattr(logger, "init_args", None)
+    if settings is None or not logger.class_path.endswith("TensorBoardLogger"):
+        raise UsageError("the newest run is found by the folders of TensorBoardLogger; with another logger give "
+                         "--ckpt_path PATH")  # fmt: skip
+    return Path(settings.save_dir) / (settings.name or "")
+
+
+def announce(checkpoint: dict[str, Any], path: str, model: Any, datamodule: Any) -> None:
+    """Prints which checkpoint a run resumes from, and the settings that differ from the checkpoint's."""
+    done = checkpoint.get(type(datamodule).__qualname__, {}).get("num_timesteps")
+    at = f"{done:,} transitions" if done is not None else f"step {checkpoint['global_step']:,}"
+    print(f"resuming from {path} ({at})")
+    for line in resume.changes(checkpoint, model, datamodule):
+        print(line)
+
+
+def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer: Any) -> None:
+    """Prepares the folder of a resumed run: its curves end at the checkpoint, its config is not written again."""
+    if run.checkpoint is None and trainer.is_global_zero:
+        print(f"{run.folder} has no checkpoint yet: its run starts again")
+    for callback in trainer.callbacks:
+        if isinstance(callback, ConfigRecord):
+            callback.resumes = checkpoint is not None
+        if isinstance(callback, Checkpoints):
+            callback.last_path = run.checkpoint
+    states = (checkpoint or {}).get("callbacks", {})
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            curves.cut(Path(logger.log_dir), states.get("Checkpoints", {}).get("curves", {}))

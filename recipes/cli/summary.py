@@ -1,0 +1,130 @@
+"""The end of ``rl fit``: the final evaluation, its record in the loggers, and the summary."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.cli import resume
+
+
+def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+    """Plays the test episodes with the final policy; returns ``final/mean_reward`` and ``final/std_reward``."""
+    trainer.loggers = []  # the caller puts them back
+    trainer.test(model, datamodule=data, verbose=False, weights_only=True)
+    return {f"final/{name}": trainer.callback_metrics[f"test/{name}"].item() for name in ("mean_reward", "std_reward")}
+
+
+def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float], time: dict[str, float]) -> dict:
+    """Returns the summary of a control run, one row per name.
+
+    Args:
+        trainer: of the run.
+        model: the algorithm.
+        data: its datamodule.
+        final: what :func:`evaluate_policy` returned; empty if the evaluation was interrupted.
+        time: the datamodule's ``metrics()`` at the end of training.
+    """
+    ranks = trainer.world_size
+    episodes = data.hparams.n_test_episodes * ranks
+    result = "not evaluated"
+    if final:
+        mean, std = final["final/mean_reward"], final["final/std_reward"]
+        result = f"mean return {mean:.1f} ± {std:.1f} over {episodes} episodes"
+    rows = {
+        f"{type(model).__name__} on {data.env_name}": result,
+        "transitions": f"{time['time/total_timesteps']:,.0f} in {time['time/time_elapsed']:.1f} s "
+        f"({time['time/fps']:,.0f} per second)",
+    }
+    if ranks > 1:
+        rows["ranks"] = f"{ranks}, each with {data.n_envs} environments and minibatches of {data.batch_size}"
+        rows["together"] = (
+            f"{ranks * data.n_envs} environments, minibatches of {ranks * data.batch_size}; transitions are counted "
+            "over all ranks"
+        )
+    return rows
+
+
+def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float], step: int) -> None:
+    """Writes the hyperparameters and the final metrics to every logger."""
+    settings = {**_flat(model.hparams), **_flat(data.hparams)}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(settings, final, step=step)
+        else:
+            logger.log_hyperparams(settings)
+            if final:
+                logger.log_metrics(final, step=step)
+        logger.save()
+
+
+def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: bool) -> str:
+    """Prints what the run did, and where its checkpoints and curves are.
+
+    Args:
+        trainer: of the run.
+        model: the algorithm.
+        rows: the run's own rows.
+        exports: whether ``rl export`` writes the model.
+
+    Returns:
+        Path of the last checkpoint.
+    """
+    checkpoints = trainer.checkpoint_callback
+    assert isinstance(checkpoints, Checkpoints)
+    best = checkpoints.best_model_path
+    origin = model.hparams.get("init_from")
+    rows = {
+        **rows,
+        **({"started from": str(origin)} if origin else {}),
+        "last checkpoint": str(checkpoints.last_path),
+        "best checkpoint": _relative(best) if best else "none (no evaluation)",
+        "curves": curves_of(trainer),
+    }
+    if exports:
+        path = _relative(best) if best else str(checkpoints.last_path)
+        rows["export"] = f"rl export --ckpt_path {path} --output model"
+    # Nothing is wrapped, so that a copied path or command is whole.
+    width = max(map(len, rows))
+    for left, right in rows.items():
+        print(f"{left:{width}}  {right}")
+    return str(checkpoints.last_path)
+
+
+def curves_of(trainer: Trainer) -> str:
+    """Returns where the run's curves are: TensorBoard's command, the CSV file, or another logger's folder."""
+    places = []
+    for logger in trainer.loggers:
+        folder = getattr(logger, "log_dir", None) or logger.save_dir
+        if isinstance(logger, TensorBoardLogger):
+            places.append(f"tensorboard --logdir {shlex.quote(str(folder))}")
+        elif isinstance(logger, CSVLogger):
+            places.append(str(Path(str(folder)) / "metrics.csv"))
+        else:
+            places.append(f"{type(logger).__name__}{f' in {folder}' if folder else ''}")
+    return ", ".join(places) or "none (no logger)"
+
+
+def _relative(path: str) -> str:
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns hyperparameters as numbers, strings and booleans under dotted names, as TensorBoard takes them."""
+    flat: dict[str, Any] = {}
+    for key, value in hparams.items():
+        if key in resume.FILLED_IN:
+            continue
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            known = isinstance(value, int | float | str | bool) and not (isinstance(value, float) and math.isnan(value))
+            flat[f"{prefix}{key}"] = value if known else str(value)
+    return flat

@@ -1,0 +1,331 @@
+"""Checkpoints are whole or not there, are taken between batches, and are resumed exactly."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from datamodules import ReplayDataModule, RolloutDataModule
+from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.signals import Stopped, StopRequests
+from recipes.cli import resume
+from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO, MonteCarlo, QLearning
+from rl_modules.common.errors import UsageError
+from tests.training import assert_equal_checkpoints, fit, rollouts
+
+
+def saving(folder: Path, *callbacks: L.Callback, **checkpoints: Any) -> dict[str, Any]:
+    """Trainer arguments for a run in a folder that saves whenever it may."""
+    settings = {"interval_s": 0.0, "max_share": 1.0, **checkpoints}
+    return {
+        "default_root_dir": folder,
+        "enable_checkpointing": True,
+        "callbacks": [Checkpoints(**settings), *callbacks],
+    }
+
+
+# -------------------------------------------------------------------- stopping anywhere
+
+
+class Killed(Exception):
+    """In a test's process what SIGKILL is to a run's: nothing is done any more."""
+
+
+class KillAfter(L.Callback):
+    """Ends the run in the middle of a batch, with nothing put in order."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+
+def ppo_data(**arguments: Any) -> RolloutDataModule:
+    defaults = {"n_steps": 8, "batch_size": 8, "n_epochs": 2, "total_timesteps": 128, "eval_freq": 0, "n_envs": 4}
+    return RolloutDataModule(**{"env_id": "CartPole-v1", **defaults, **arguments})
+
+
+def whole(**arguments: Any) -> RolloutDataModule:
+    return rollouts("CartPole-v1", n_envs=2, **{"n_steps": 8, "total_timesteps": 160, **arguments})
+
+
+def maze(**arguments: Any) -> RolloutDataModule:
+    return rollouts("Maze-v0", n_envs=2, n_steps=4, total_timesteps=160, rollouts_per_epoch=5, **arguments)
+
+
+def replay(**arguments: Any) -> ReplayDataModule:
+    return ReplayDataModule("CartPole-v1", total_timesteps=120, learning_starts=20, eval_freq=0, batch_size=8,
+                            rollouts_per_epoch=5, buffer_size=200, **arguments)  # fmt: skip
+
+
+STEP_LR = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+ALGORITHMS: dict[str, tuple[Any, Any]] = {
+    "ppo": (lambda: PPO(learning_rate="lin_0.01"), ppo_data),
+    "ppo normalized": (
+        lambda: PPO(log_every=2),
+        lambda: ppo_data(env_id="Pendulum-v1", norm_obs=True, norm_reward=True),
+    ),
+    "ppo async": (lambda: PPO(), lambda: ppo_data(n_envs=2, vectorization_mode="async")),
+    "ppo next step": (lambda: PPO(), lambda: ppo_data(autoreset_mode="next_step", norm_obs=True)),
+    "ppo penalty": (lambda: PPO(policy_objective="penalty", target_kl=1e-3), ppo_data),
+    "ppo early stop": (lambda: PPO(target_kl=1e-4, **STEP_LR), ppo_data),
+    "a2c": (lambda: A2C(), lambda: whole(rollouts_per_epoch=3)),
+    "reinforce": (lambda: REINFORCE(psi="baseline"), whole),
+    "trpo": (lambda: TRPO(batch_size=8, n_critic_updates=2), whole),
+    "dqn": (lambda: DQN(), lambda: replay(gradient_steps=3)),
+    "dqn prioritized": (lambda: DQN(double=True), lambda: replay(prioritized_replay=True, n_steps=3, n_envs=2)),
+    "monte carlo": (lambda: MonteCarlo(), maze),
+    "sarsa": (lambda: SARSA(), maze),
+    "q-learning": (lambda: QLearning(double=True), maze),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_killed_between_and_within_epochs_ends_where_the_whole_one_does(algorithm: str, tmp_path: Path) -> None:
+    make_model, make_data = ALGORITHMS[algorithm]
+    fit(make_model(), make_data(), **saving(tmp_path / "whole", interval_s=1e9))
+    killed, last = tmp_path / "killed", None
+    for batches in (3, 2, 4):
+        with pytest.raises(Killed):
+            fit(make_model(), make_data(), last, **saving(killed, KillAfter(batches)))
+        last = killed / "checkpoints/last.ckpt"
+    progress = torch.load(last, weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert progress["total"]["completed"] == 3 + 2 + 4
+    fit(make_model(), make_data(), last, **saving(killed, interval_s=1e9))
+    assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", last)
+
+
+def test_checkpoints_come_after_whole_optimizer_steps(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(PPO(), ppo_data(), accumulate_grad_batches=4, **saving(tmp_path, KillAfter(7)))
+    checkpoint = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["completed"] == 4
+    assert checkpoint["global_step"] == 1
+
+
+def test_writing_takes_no_larger_share_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = [0.0], []
+
+    def monotonic() -> float:
+        return clock[0]
+
+    class Slow(AtomicCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            clock[0] += 2.0  # a write takes 2 s,
+            written.append(clock[0])
+
+    class Tick(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            clock[0] += 1.0  # a batch 1 s
+
+    monkeypatch.setattr("recipes.callbacks.checkpoints.time.monotonic", monotonic)
+    monkeypatch.setattr("recipes.callbacks.checkpoints.AtomicCheckpointIO", Slow)
+    monkeypatch.setattr("recipes.callbacks.checkpoints.Checkpoints._rotate", lambda *args: None)
+    fit(PPO(), ppo_data(total_timesteps=320), **saving(tmp_path, Tick(), max_share=0.1))
+    pauses = [b - a - 2.0 for a, b in zip(written, written[1:-1], strict=False)]
+    assert pauses == [18.0] * len(pauses) and len(pauses) >= 2
+
+
+# -------------------------------------------------------------------- whole or not at all
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"x": torch.zeros(3)}, target)
+    before = target.read_bytes()
+    # Whatever is written to this device, it says that there is no space left.
+    (tmp_path / "last.ckpt.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"x": torch.ones(3)}, target)
+    assert target.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_disk_that_fills_up_and_is_cleared_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, calls = AtomicCheckpointIO.save_checkpoint, []
+
+    def fails_twice(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        calls.append(path)
+        if len(calls) in (3, 4):
+            Path(f"{path}.part").symlink_to("/dev/full")
+        save(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", fails_twice)
+    with pytest.warns(UserWarning, match=r"No space left on device.*; the one before, .*last.ckpt, is untouched"):
+        fit(PPO(), ppo_data(), **saving(tmp_path))
+    assert resume.read(tmp_path / "checkpoints/last.ckpt")["RolloutDataModule"]["num_timesteps"] == 128
+
+
+def test_a_small_disk_in_earnest(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let the test mount a small file system")
+    try:
+        # Two checkpoints fit, a third does not.
+        with pytest.raises(UsageError, match=r"last checkpoint can't be written.*No space left.*is untouched"), \
+                pytest.warns(UserWarning, match="Training continues"):  # fmt: skip
+            fit(PPO(), ppo_data(), **saving(tmp_path))
+        kept = resume.read(tmp_path / "checkpoints/last.ckpt")
+        assert kept["RolloutDataModule"]["num_timesteps"] < 128
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit(PPO(), ppo_data(), **saving(tmp_path, KillAfter(3)))
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "previous.ckpt"]
+    steps = [torch.load(folder / name, weights_only=True)["global_step"] for name in ("previous.ckpt", "last.ckpt")]
+    assert steps == [2, 3]
+    fit(PPO(), ppo_data(), **saving(tmp_path / "one", keep_previous=False))
+    assert [path.name for path in (tmp_path / "one/checkpoints").iterdir()] == ["last.ckpt"]
+
+
+# -------------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A folder with ``last.ckpt`` and ``previous.ckpt``."""
+    for name in ("last.ckpt", "previous.ckpt"):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.arange(1000.0), "n": 3}, tmp_path / name)
+    return tmp_path
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def weights_at(path: Path) -> int:
+    """Where in the file the tensor's bytes are."""
+    return path.read_bytes().index(torch.arange(1000.0).numpy().tobytes()) + 2000
+
+
+def test_a_whole_checkpoint_is_read(pair: Path) -> None:
+    assert torch.equal(resume.read(pair / "last.ckpt")["weights"], torch.arange(1000.0))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(pair: Path, damage: str) -> None:
+    last = pair / "last.ckpt"
+    if damage == "cut":
+        last.write_bytes(last.read_bytes()[:-700])
+    elif damage == "flipped":
+        flip(last, weights_at(last))
+        assert not torch.equal(torch.load(last, weights_only=True)["weights"], torch.arange(1000.0))  # torch is silent
+    else:
+        last.write_text("" if damage == "empty" else "hello")
+    with pytest.raises(UsageError, match=r"last.ckpt is damaged: it.* whole: resume .* --ckpt_path previous"):
+        resume.read(last)
+    flip(pair / "previous.ckpt", weights_at(pair / "previous.ckpt"))
+    with pytest.raises(UsageError, match="no earlier one is whole"):
+        resume.read(last)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def test_code_in_a_checkpoint_is_refused_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "extra": Code()}, tmp_path / "evil.ckpt")
+    with pytest.raises(UsageError, match=r"evil.ckpt holds code, \w+.system, .* never run"):
+        resume.read(tmp_path / "evil.ckpt")
+    (tmp_path / "plain.ckpt").write_bytes(pickle.dumps(Code()))
+    with pytest.raises(UsageError, match="not a checkpoint at all"):
+        resume.read(tmp_path / "plain.ckpt")
+    with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Code()))
+    with pytest.raises(UsageError):
+        resume.read(tmp_path / "zip.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+# -------------------------------------------------------------------- signals
+
+
+class Signal(L.Callback):
+    """Sends this process a signal in the middle of a batch."""
+
+    def __init__(self, signum: int, batch: int, times: int = 1) -> None:
+        self.signum, self.batch, self.times = signum, batch, times
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.batch:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.signum)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_step_and_stops(signum: int, tmp_path: Path, capfd: Any) -> None:
+    before = signal.getsignal(signum)
+    arguments = saving(tmp_path, Signal(signum, 5), interval_s=1e9)
+    with pytest.raises(Stopped) as stopped:
+        fit(PPO(), ppo_data(), **arguments)
+    assert signal.getsignal(signum) == before
+    assert stopped.value.signum == signum
+    assert stopped.value.checkpoint == tmp_path / "checkpoints/last.ckpt"
+    assert torch.load(stopped.value.checkpoint, weights_only=True)["global_step"] == 6
+    assert "saving a checkpoint after this step" in capfd.readouterr().err
+    fit(PPO(), ppo_data(), stopped.value.checkpoint, **saving(tmp_path))
+    fit(PPO(), ppo_data(), **saving(tmp_path / "whole"))
+    assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    requests = StopRequests()
+    before = signal.getsignal(signal.SIGINT)
+    requests.install()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requests.signum == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        requests.restore()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+# -------------------------------------------------------------------- optimizers' settings
+
+
+def adam(lr: float, **settings: Any) -> Any:
+    return lambda parameters: torch.optim.Adam(parameters, lr=lr, **settings)
+
+
+def step_lr(gamma: float) -> Any:
+    return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
+
+
+def test_changed_settings_of_optimizer_and_schedule_win(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    fit(PPO(optimizer=adam(0.01), lr_scheduler=step_lr(0.5)), ppo_data(), **saving(tmp_path))
+    last = tmp_path / "checkpoints/last.ckpt"
+    assert torch.load(last, weights_only=True)["optimizer_states"][0]["param_groups"][0]["lr"] == 0.01 * 0.5**4
+    model = PPO(optimizer=adam(0.1, weight_decay=0.2), lr_scheduler=step_lr(0.1))
+    fit(model, ppo_data(total_timesteps=160), last, **saving(tmp_path))
+    out = capsys.readouterr().out
+    assert "optimizer.lr: 0.01 → 0.1\n" in out
+    assert "optimizer.weight_decay: 0 → 0.2\n" in out
+    assert "lr_scheduler.gamma: 0.5 → 0.1\n" in out
+    group = torch.load(last, weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    assert group["weight_decay"] == 0.2
+    assert group["lr"] == pytest.approx(0.1 * 0.5**4 * 0.1)
+    with pytest.raises(UsageError, match="optimizers Adam, this run has SGD"):
+        fit(PPO(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), lr_scheduler=step_lr(0.1)),
+            ppo_data(total_timesteps=192), last, **saving(tmp_path))  # fmt: skip

@@ -1,0 +1,238 @@
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes import configs
+from recipes.cli import main
+
+SMALL = [
+    "--data.total_timesteps=1024",
+    "--data.n_epochs=2",
+    "--data.eval_freq=512",
+    "--data.n_eval_episodes=2",
+    "--data.n_test_episodes=3",
+]
+
+
+@pytest.fixture
+def rl(tmp_path, monkeypatch, capsys):
+    """Run ``rl`` in an empty folder; returns exit code, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args, default_config=None):
+        code = 0
+        try:
+            main(list(args), default_config)
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of one short run."""
+    folder = tmp_path_factory.mktemp("run")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        main(["fit", "--config", "ppo/cartpole.yaml", "--seed_everything", "5", *SMALL])
+    finally:
+        os.chdir(before)
+    return next(folder.glob("logs/*/version_0"))
+
+
+def test_fit_leaves_best_and_last_checkpoint_curves_and_settings(trained):
+    assert trained.parent.name == "PPO-CartPole-v1"
+    for name in ("best.ckpt", "last.ckpt"):
+        checkpoint = torch.load(trained / "checkpoints" / name, weights_only=True)
+        assert checkpoint["hyper_parameters"]["gamma"] == 0.98
+    assert checkpoint["RolloutDataModule"]["num_timesteps"] == 1024
+    assert checkpoint["datamodule_hyper_parameters"]["seed"] == 5
+
+    events = EventAccumulator(str(trained), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "rollout/ep_rew_mean", "rollout/ep_len_mean", "eval/mean_reward", "eval/mean_ep_length", "time/fps",
+        "time/total_timesteps", "train/policy_gradient_loss", "train/value_loss", "train/entropy_loss",
+        "train/approx_kl", "train/clip_fraction", "train/explained_variance", "train/learning_rate", "train/clip_range",
+        "final/mean_reward"
+    } <= tags  # fmt: skip
+    for tag in ("train/approx_kl", "eval/mean_reward"):
+        # The axis is transitions: an epoch has 256 of them, and every fourth is logged.
+        assert {e.step for e in events.Scalars(tag)} <= {512, 1024}
+    assert events.Scalars("time/total_timesteps")[-1].value == 1024
+    # The last rollout of a linear schedule, 1,024 of 1,024 transitions in.
+    assert events.Scalars("train/learning_rate")[-1].value == 0.0
+    assert any("config" in tag for tag in events.Tags()["tensors"])
+    assert any("hparams" in tag for tag in events.summary_metadata)
+
+
+def test_a_control_task_pays_for_no_language_model(tmp_path):
+    code = (
+        "import sys; from recipes.cli import main; "
+        "main(['fit', '--config', 'ppo/cartpole.yaml', '--data.total_timesteps=256', '--data.n_test_episodes=1']); "
+        "heavy = ('rl_modules.language', 'datamodules.language', 'transformers.modeling_utils', 'peft', 'datasets'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m recipes list | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[3], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_fit_prints_a_summary(rl):
+    code, out, err = rl("fit", "--config", "ppo/cartpole.yaml", *SMALL)
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.strip()]
+    assert lines[0].startswith("PPO on CartPole-v1")
+    assert "± " in lines[0]
+    assert "over 3 episodes" in lines[0]
+    assert "1,024 in" in out
+    assert "per second" in out
+    for mark in ("last checkpoint", "best checkpoint"):
+        path = next(line.split()[-1] for line in lines if line.startswith(mark))
+        assert Path(path).is_file()
+    assert "tensorboard --logdir logs/PPO-CartPole-v1/version_0" in out
+    # No bar, no warnings: the output is no terminal.
+    assert "%" not in err
+
+
+def test_validate_and_predict_evaluate_a_checkpoint(rl, trained):
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    code, out, _ = rl(
+        "validate", "--config", "ppo/cartpole.yaml", "--data.n_eval_episodes", "2", "--ckpt_path", checkpoint
+    )
+    assert code == 0
+    assert "eval/mean_reward" in out
+    rows = {}
+    for name in ("episodes.csv", "episodes.jsonl"):
+        code, out, _ = rl("predict", "--config", "ppo/cartpole.yaml", "--data.n_test_episodes", "3", "--ckpt_path",
+                          checkpoint, "--output", name)  # fmt: skip
+        assert code == 0
+        assert f"3 episodes written to {name}" in out
+    with Path("episodes.csv").open() as file:
+        rows["csv"] = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    rows["jsonl"] = [json.loads(line) for line in Path("episodes.jsonl").read_text().splitlines()]
+    assert rows["csv"] == rows["jsonl"]
+    assert [set(row) for row in rows["csv"]] == [{"episode", "return", "length", "seed"}] * 3
+    assert all(row["return"] == row["length"] for row in rows["csv"])
+
+
+def test_resume_goes_on_from_the_checkpoint(rl, trained):
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    more = [*SMALL, "--seed_everything", "5", "--data.total_timesteps", "1536"]
+    code, out, _ = rl("fit", "--config", "ppo/cartpole.yaml", *more, "--ckpt_path", checkpoint)
+    assert code == 0
+    assert "1,536 in" in out
+
+
+def test_list_copy_and_help_load_no_lightning(tmp_path):
+    script = (
+        "import sys; from recipes.cli import main; main(['list']); main(['copy', 'ppo/cartpole.yaml', 'mine.yaml']); "
+        "main(['--help']); assert not {'torch', 'lightning', 'gymnasium'} & set(sys.modules), 'heavy import'"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ppo/cartpole.yaml" in done.stdout
+    assert "balances the pole" in done.stdout
+    assert "rl fit --config ppo/cartpole.yaml" in done.stdout
+    assert (tmp_path / "mine.yaml").read_text() == (configs.CONFIGS / "ppo/cartpole.yaml").read_text()
+
+
+def test_recipe_runs_its_default_config_and_layers_others(rl):
+    Path("mine.yaml").write_text("model:\n  init_args:\n    gamma: 0.5\n")
+    code, out, _ = rl("fit", "--print_config", default_config="ppo/cartpole.yaml")
+    assert code == 0
+    assert "gamma: 0.98" in out
+    code, out, _ = rl("fit", "--config", "ppo/cartpole.yaml", "--config", "mine.yaml", "--print_config")
+    assert code == 0
+    assert "gamma: 0.5" in out
+    assert "gae_lambda: 0.8" in out
+
+
+def test_optimizer_and_scheduler_from_the_command_line(rl):
+    code, _, err = rl(
+        "fit", "--config", "ppo/cartpole.yaml", *SMALL, "--model.learning_rate", "null", "--model.optimizer", "AdamW",
+        "--model.optimizer.lr", "3e-4", "--model.lr_scheduler", "StepLR", "--model.lr_scheduler.step_size", "2",
+        "--model.lr_scheduler.gamma", "0.5"
+    )  # fmt: skip
+    assert code == 0, err
+    checkpoint = torch.load(next(Path().glob("logs/*/version_0/checkpoints/last.ckpt")), weights_only=True)
+    group = checkpoint["optimizer_states"][0]["param_groups"][0]
+    assert group["weight_decay"] == 0.01  # AdamW's own default
+    assert group["lr"] == pytest.approx(3e-4 * 0.5**2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fitt"], "unknown command 'fitt'"),
+        (["fit"], "no model is given; name one with --config"),
+        (["fit", "--model", "PPO"], "no data is given; name one with --config"),
+        (["fit", "--config", "ppo/cartpoel.yaml"], "'ppo/cartpoel.yaml' .* did you mean ppo/cartpole.yaml"),
+        (
+            ["fit", "--config", "ppo/cartpole.yaml", "--model.gama", "1"],
+            "unknown option 'model.gama'; did you mean gamma",
+        ),
+        (
+            ["fit", "--config", "ppo/cartpole.yaml", "--data.n_env", "1"],
+            "unknown option 'data.n_env'; did you mean n_envs",
+        ),
+        (
+            ["fit", "--config", "ppo/cartpole.yaml", "--model", "PPOO"],
+            "model class 'PPOO' is unknown; .* did you mean PPO",
+        ),
+        (["fit", "--config", "ppo/cartpole.yaml", "--data.n_envs", "x"], "data.n_envs='x' can't be used; .* type int"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--trainer.max_epochs", "x"], "trainer.max_epochs='x' can't be used"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--data.batch_size", "100"], "batch_size=100 does not divide"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--model.gamma", "7"], "gamma=7.0 must lie in"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "CartPol-v1"], "did you mean CartPole-v1"),
+        (["fit", "--config", "ppo/cartpole.yaml", "--ckpt_path", "none.ckpt"], "ckpt_path='none.ckpt' is not a file"),
+        (["fit", "--model", "PPO", "--data.env_id", "CartPole-v1"], "name the class with --data CLASS"),
+        (["predict", "--config", "ppo/cartpole.yaml", "--output", "x.txt"], "must end in .csv or .jsonl"),
+        (
+            ["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "tests.datamodules.envs:Odd"],
+            "can't act in .*Sequence",
+        ),
+        (["copy", "ppo/cartpole.yaml"], "copy takes a config and a target"),
+        (["copy", "ppo/nothing.yaml", "x.yaml"], "neither a file nor an installed config"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
+    code, out, err = rl(*arguments)
+    assert code != 0
+    assert len(err.strip().splitlines()) == 1, err
+    assert re.search(message, err), err
+    assert "Traceback" not in out + err
+    assert not list(Path().rglob("*"))
+
+
+def test_nan_reward_keeps_the_last_good_checkpoint(rl):
+    code, _, err = rl(
+        "fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "tests.datamodules.envs:Counter", "--data.env_kwargs",
+        "{bad_at: 300, length: 1000}", "--data.eval_freq", "0", "--checkpoint.interval_s", "0"
+    )  # fmt: skip
+    assert code == 1
+    assert "NaN or infinite reward in row" in err
+    checkpoint = torch.load(next(Path().glob("logs/*/version_0/checkpoints/last.ckpt")), weights_only=True)
+    # Each environment had delivered 9 rollouts of 32 good rows before its 300th; how many of them were written is a
+    # matter of the clock.
+    assert checkpoint["RolloutDataModule"]["num_timesteps"] in [k * 256 for k in range(1, 10)]
+    assert all(torch.isfinite(value).all() for value in checkpoint["state_dict"].values())

@@ -1,0 +1,290 @@
+"""``rl fit --resume``: the run resumes in the same folder, with one curve."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.callbacks import curves
+from recipes.cli import main
+from recipes.cli.command import _resume_command
+from tests import chaos
+from tests.training import assert_equal_checkpoints
+
+RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=512",
+       "--data.n_eval_episodes=2", "--data.n_test_episodes=2", "--model.log_every=1"]  # fmt: skip
+FOLDER = Path("logs/PPO-CartPole-v1")
+
+
+@pytest.fixture
+def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """Run ``rl`` in an empty folder; returns exit code, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code: Any = 0
+        try:
+            main(list(args))
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was stopped by SIGTERM, which had been sent in the second of its four epochs."""
+    folder = tmp_path_factory.mktemp("half")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            from rl_modules import PPO
+
+            step = PPO.training_step
+
+            def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+                if self.current_epoch == 2 and batch_idx == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return step(self, batch, batch_idx)
+
+            patch.setattr(PPO, "training_step", stops)
+            with pytest.raises(SystemExit) as exit_:
+                main(["fit", *RUN])
+        assert exit_.value.code == 128 + signal.SIGTERM
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def stopped(half: Path, tmp_path: Path) -> Path:
+    """A copy of that run where the test runs."""
+    shutil.copytree(half, tmp_path, dirs_exist_ok=True)
+    return FOLDER / "version_0"
+
+
+def steps(folder: Path, tag: str) -> list[int]:
+    return [step for step, _ in curves.points(folder)[tag]]
+
+
+def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_path: Path) -> None:
+    assert steps(stopped, "train/loss") == [256, 512]
+    code, out, err = rl("fit", *RUN, "--resume")
+    assert code == 0, err
+    assert f"resuming from {stopped}/checkpoints/last.ckpt (768 transitions)" in out
+    assert "→" not in out
+    assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
+    assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
+    assert steps(stopped, "eval/mean_reward") == [512, 1024]
+    assert steps(stopped, "final/mean_reward") == [1024]
+    (tmp_path / "whole").mkdir()
+    os.chdir("whole")
+    rl("fit", *RUN)
+    assert chaos.compare(tmp_path / "whole", tmp_path) == []
+
+
+def test_points_after_the_checkpoint_do_not_come_twice(rl: Any, stopped: Path) -> None:
+    # As if the run had trained past its last checkpoint before it was killed.
+    early = Path("early.ckpt")
+    shutil.copy(stopped / "checkpoints/last.ckpt", early)
+    rl("fit", *RUN, "--resume")
+    shutil.copy(early, stopped / "checkpoints/last.ckpt")
+    points = curves.points(stopped)
+    code, _, err = rl("fit", *RUN, "--resume")
+    assert code == 0, err
+    again = curves.points(stopped)
+    assert again.keys() == points.keys()
+    for tag in points:
+        assert tag in chaos.CLOCKS or repr(again[tag]) == repr(points[tag]), tag
+    # Whoever reads all events, without TensorBoard's own cure for restarts, finds each point once.
+    assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
+
+
+def test_half_a_record_at_the_end_of_a_file_is_taken_away(rl: Any, stopped: Path) -> None:
+    (file,) = stopped.glob(curves.PATTERN)
+    size = file.stat().st_size
+    curves.cut(stopped, {file.name: size})
+    assert file.stat().st_size == size
+    curves.cut(stopped, {file.name: size - 3})
+    assert size - 300 < file.stat().st_size < size - 3
+    curves.points(stopped)
+    (stopped / "events.out.tfevents.2").write_bytes(b"later")
+    curves.cut(stopped, {})
+    assert not list(stopped.glob(curves.PATTERN))
+
+
+def test_overrides_win_and_are_printed(rl: Any, stopped: Path) -> None:
+    code, out, err = rl("fit", *RUN, "--resume", "--model.clip_range", "0.125", "--data.total_timesteps", "1536")
+    assert code == 0, err
+    assert "clip_range: lin_0.2 → 0.125\n" in out
+    assert "total_timesteps: 1024 → 1536\n" in out
+    assert out.count("→") == 2
+    values = dict(curves.points(stopped)["train/clip_range"])
+    assert list(values) == [256, 512, 768, 1024, 1280, 1536]
+    assert values[512] == pytest.approx(0.1)
+    assert values[768] == values[1536] == 0.125
+    last = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)
+    assert last["hyper_parameters"]["clip_range"] == 0.125
+
+
+def test_a_finished_run_trains_no_further_unless_told_to(rl: Any, stopped: Path) -> None:
+    rl("fit", *RUN, "--resume")
+    before, points = Path("before.ckpt"), curves.points(stopped)
+    shutil.copy(stopped / "checkpoints/last.ckpt", before)
+    code, out, err = rl("fit", *RUN, "--resume")
+    assert code == 0, err
+    assert "1,024 in" in out
+    assert_equal_checkpoints(before, stopped / "checkpoints/last.ckpt")
+    assert {k: v for k, v in curves.points(stopped).items() if k not in chaos.CLOCKS} == {
+        k: v for k, v in points.items() if k not in chaos.CLOCKS
+    }
+    code, _, err = rl("fit", *RUN, "--resume", "--data.total_timesteps", "1536")
+    assert code == 0, err
+    assert steps(stopped, "train/loss") == [256, 512, 768, 1024, 1280, 1536]
+    assert steps(stopped, "final/mean_reward") == [1536]
+
+
+def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
+    shutil.copytree(stopped, FOLDER / "version_10")
+    (FOLDER / "version_2").mkdir()
+    code, out, err = rl("fit", *RUN, "--ckpt_path", "last")
+    assert code == 0, err
+    assert f"resuming from {FOLDER}/version_10/checkpoints/last.ckpt" in out
+    assert steps(FOLDER / "version_10", "train/loss") == [256, 512, 768, 1024]
+    code, out, err = rl("validate", *RUN, "--ckpt_path", "best")
+    assert code == 0, err
+    assert "eval/mean_reward" in out
+    # A path is where another run begins, in a folder of its own.
+    code, out, err = rl("fit", *RUN, "--ckpt_path", str(stopped / "checkpoints/last.ckpt"))
+    assert code == 0, err
+    assert steps(FOLDER / "version_11", "train/loss") == [768, 1024]
+    assert steps(stopped, "train/loss") == [256, 512]
+
+
+@pytest.mark.parametrize("how", [["--resume"], ["--ckpt_path", "last"]])
+def test_without_a_checkpoint_a_run_begins(rl: Any, how: list[str]) -> None:
+    code, out, err = rl("fit", *RUN, *how)
+    assert code == 0, err
+    assert "resuming" not in out
+    shutil.rmtree(FOLDER / "version_0/checkpoints")
+    code, out, err = rl("fit", *RUN, *how)
+    assert code == 0, err
+    assert "version_0 has no checkpoint yet: its run starts again" in out
+    assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
+    assert steps(FOLDER / "version_0", "train/loss") == [256, 512, 768, 1024]
+
+
+def test_a_damaged_checkpoint_gets_a_sentence_and_the_one_before_works(rl: Any, stopped: Path) -> None:
+    last = stopped / "checkpoints/last.ckpt"
+    shutil.copy(last, last.with_name("previous.ckpt"))
+    last.write_bytes(last.read_bytes()[:5000])
+    code, _, err = rl("fit", *RUN, "--resume")
+    assert code == 1
+    assert re.fullmatch(r"error: the checkpoint \S+last.ckpt is damaged: .*--ckpt_path previous.*\n", err), err
+    assert steps(stopped, "train/loss") == [256, 512]
+    code, _, err = rl("fit", *RUN, "--ckpt_path", "previous")
+    assert code == 0, err
+    assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ckpt_path", "previous", "--trainer.logger.name", "none"],
+         "ckpt_path=previous: there is no previous.ckpt .* in logs/none; give a path"),
+        (["--resume", "--ckpt_path", "x.ckpt"], "leave out --ckpt_path x.ckpt, or --resume"),
+        (["--resume", "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"],
+         "folders of TensorBoardLogger; with another logger give --ckpt_path"),
+        (["--resume", "--data.n_envs", "4", "--data.batch_size", "128"], "n_envs=4 differs from the checkpoint's 8"),
+        (["--resume", "--data.batch_size", "128"], r"batch_size=128 \(it has 256\): .* middle of an epoch"),
+        (["--resume", "--data.seed", "3"], "seed=3 differs from the checkpoint's 0"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_resumed_gets_one_sentence(rl: Any, stopped: Path, arguments: list[str], message: str) -> None:
+    code, _, err = rl("fit", *RUN, *arguments)
+    assert code == 1
+    assert len(err.strip().splitlines()) == 1, err
+    assert re.search(message, err), err
+
+
+def test_the_command_that_goes_on_is_printed(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_modules import PPO
+
+    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return self.no_update()
+
+    monkeypatch.setattr(PPO, "training_step", stops)
+    code, _, err = rl("fit", *RUN, "--model.clip_range", "0.1")
+    assert code == 130
+    assert err.splitlines()[-1].strip() == f"rl fit {' '.join(RUN)} --model.clip_range 0.1 --resume"
+    assert "stopped by SIGINT; the run is saved in logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt" in err
+
+
+def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint() -> None:
+    assert _resume_command(["fit", "--ckpt_path", "a b", "--data.seed", "1"], "ppo/cartpole.yaml") == (
+        "rl fit --config ppo/cartpole.yaml --data.seed 1 --resume"
+    )
+    assert (
+        _resume_command(["fit", "--config=x y.yaml", "--ckpt_path=last"], None) == "rl fit '--config=x y.yaml' --resume"
+    )
+
+
+@pytest.mark.parametrize("case", ["ppo", "q-learning"])
+def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path) -> None:
+    chaos.import_everything(chaos.CASES[case])
+    small = {"ppo": 1024, "q-learning": 1600}[case]
+    arguments = [*chaos.CASES[case], f"--data.total_timesteps={small}"]
+    outcome = chaos.chaos(arguments, kills=2, folder=tmp_path, rng=random.Random(case), kills_per_run=2)
+    assert outcome.kills == 2
+    assert outcome.differences == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chaos.CASES)
+def test_chaos(case: str, tmp_path: Path) -> None:
+    chaos.import_everything(chaos.CASES[case])
+    arguments = chaos.with_models(case, tmp_path / "models")
+    outcome = chaos.chaos(arguments, kills=8, folder=tmp_path, rng=random.Random(f"slow {case}"))
+    assert outcome.kills == 8
+    assert outcome.differences == []
+
+
+@pytest.mark.slow
+def test_slurm_hands_the_job_back_and_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chaos.import_everything(chaos.CASES["ppo"])
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$REQUEUED"\n')
+    (bin_ / "scontrol").chmod(0o755)
+    slurm = {"JOB_ID": 17, "NTASKS": 1, "JOB_NAME": "train", "PROCID": 0, "LOCALID": 0, "NODEID": 0}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("REQUEUED", str(tmp_path / "requeued"))
+    monkeypatch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
+    run = chaos.Run(chaos.CASES["ppo"], tmp_path / "job", forks=True, resume=False)
+    while not (found := list((tmp_path / "job").glob("logs/PPO-CartPole-v1/job_17_*/checkpoints/last.ckpt"))):
+        assert run.wait(0.01) is None, run.output.read_text()
+    os.kill(run.pid, signal.SIGUSR1)
+    assert run.wait(30) == 128 + signal.SIGUSR1, run.output.read_text()
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    folder = found[0].parent.parent
+    assert [path.name for path in folder.glob("hpc*")] == ["hpc_ckpt_1.ckpt"]
+    time.sleep(0.01)
+    again = chaos.Run(chaos.CASES["ppo"], tmp_path / "job", forks=True, resume=False)
+    again.finish()
+    assert f"resuming from logs/PPO-CartPole-v1/{folder.name}/" in again.output.read_text()
+    for name in slurm:
+        monkeypatch.delenv(f"SLURM_{name}")
+    chaos.Run(chaos.CASES["ppo"], tmp_path / "whole", forks=True).finish()
+    assert chaos.compare(tmp_path / "whole", tmp_path / "job") == []

@@ -1,0 +1,253 @@
+"""Trainer options, loggers and seeds do through ``rl`` what they do in Lightning."""
+
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes.cli import main
+
+ROOT = Path(__file__).parents[3]
+RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=0",
+       "--data.n_test_episodes=2"]  # fmt: skip
+CSV = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"]
+
+
+@pytest.fixture
+def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Any:
+    """Run ``rl`` in an empty folder; returns exit code, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code: Any = 0
+        try:
+            main(list(args))
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def csv_rows(folder: Path) -> list[dict[str, str]]:
+    with next(folder.glob("logs/*/version_0/metrics.csv")).open() as file:
+        return list(csv.DictReader(file))
+
+
+# -------------------------------------------------------------------- loggers
+
+
+def test_the_summary_names_the_csv_file_of_a_csv_logger(rl: Any, tmp_path: Path) -> None:
+    code, out, err = rl("fit", *RUN, *CSV)
+    assert code == 0, err
+    assert "tensorboard" not in out
+    path = next(line.split()[-1] for line in out.splitlines() if line.startswith("curves"))
+    assert Path(path).is_file()
+    # The final evaluation is in the file too, at the last transition.
+    final = [row for row in csv_rows(tmp_path) if row["final/mean_reward"]]
+    assert [row["step"] for row in final] == ["1024"]
+
+
+def test_a_run_without_logger_says_that_it_has_no_curves(rl: Any) -> None:
+    code, out, err = rl("fit", *RUN, "--trainer.logger", "false")
+    assert code == 0, err
+    assert next(line for line in out.splitlines() if line.startswith("curves")).split(None, 1)[1] == "none (no logger)"
+
+
+def test_default_root_dir_moves_the_whole_run(rl: Any, tmp_path: Path) -> None:
+    code, out, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere")
+    assert code == 0, err
+    assert not (tmp_path / "logs").exists()
+    run = tmp_path / "elsewhere/logs/PPO-CartPole-v1/version_0"
+    assert (run / "checkpoints/last.ckpt").is_file() and list(run.glob("events.*"))
+    assert "tensorboard --logdir elsewhere/logs/PPO-CartPole-v1/version_0" in out
+    code, out, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere", "--resume")
+    assert code == 0, err
+    assert "resuming from elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt (1,024 transitions)" in out
+
+
+def test_a_logger_s_own_folder_wins_over_default_root_dir(rl: Any, tmp_path: Path) -> None:
+    code, _, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere", "--trainer.logger.save_dir", "mine")
+    assert code == 0, err
+    assert (tmp_path / "mine/PPO-CartPole-v1/version_0/checkpoints/last.ckpt").is_file()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_learning_rate_monitor_logs_over_transitions(rl: Any, tmp_path: Path) -> None:
+    monitor = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.log_every_n_steps=1"]
+    code, _, err = rl("fit", *RUN, *CSV, *monitor, "--model.log_every=1")
+    assert code == 0, err
+    rows = csv_rows(tmp_path)
+    column = next(name for name in rows[0] if name.startswith("lr-"))
+    ours = {int(row["step"]): float(row["train/learning_rate"]) for row in rows if row["train/learning_rate"]}
+    theirs = {int(row["step"]): float(row[column]) for row in rows if row[column]}
+    assert set(ours) == {256, 512, 768, 1024}
+    # Two minibatches per rollout: Lightning's own count ends at 8.
+    assert set(theirs) <= {0, 256, 512, 768, 1024} and len(theirs) >= 4
+    # The monitor reads the rate before the rollout's first update sets it: it shows the rollout before.
+    assert {step: theirs[step] for step in (512, 768)} == pytest.approx({step: ours[step] for step in (512, 768)})
+
+
+# -------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("options", [
+    ["--trainer.check_val_every_n_epoch=2"],
+    ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=4"],
+    ["--data.eval_freq=512"],
+])  # fmt: skip
+def test_evaluations_come_as_often_as_the_user_says(rl: Any, tmp_path: Path, options: list[str]) -> None:
+    # Two minibatches per epoch of 256 transitions.
+    code, _, err = rl("fit", *RUN, *CSV, "--data.eval_freq=256", "--data.n_eval_episodes=1", *options)
+    assert code == 0, err
+    assert [row["step"] for row in csv_rows(tmp_path) if row["eval/mean_reward"]] == ["512", "1024"]
+
+
+# -------------------------------------------------------------------- profiler
+
+
+def test_the_simple_profiler_prints_its_report(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes", "fit", *RUN, "--trainer.profiler=simple"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert "FIT Profiler Report" in done.stdout + done.stderr
+    assert "run_training_batch" in done.stdout + done.stderr
+
+
+# -------------------------------------------------------------------- progress
+
+
+def test_a_progress_bar_of_the_user_takes_the_place_of_ours(rl: Any) -> None:
+    code, out, err = rl("fit", *RUN, "--trainer.callbacks+=TQDMProgressBar")
+    assert code == 0, err
+    assert "Epoch 0" in out + err
+
+
+# -------------------------------------------------------------------- seeds
+
+
+def test_seed_everything_seeds_the_global_generators_too(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_modules import PPO
+
+    drawn: list[tuple] = []
+
+    def draw(self: PPO) -> None:
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))  # noqa: NPY002
+
+    monkeypatch.setattr(PPO, "on_fit_start", draw)
+    for seed in (3, 3, 4):
+        code, _, err = rl("fit", *RUN, "--seed_everything", str(seed), "--trainer.max_epochs=1")
+        assert code == 0, err
+    assert drawn[0] == drawn[1]
+    assert drawn[2] != drawn[0]
+
+
+def test_seed_everything_seeds_the_private_streams_through_the_datamodule(rl: Any, tmp_path: Path) -> None:
+    for folder, seed in (("one", ["--seed_everything", "7"]), ("two", ["--data.seed", "7"])):
+        code, _, err = rl("fit", *RUN, *seed, "--trainer.default_root_dir", folder)
+        assert code == 0, err
+    states = [torch.load(next(tmp_path.glob(f"{name}/**/last.ckpt")), weights_only=True) for name in ("one", "two")]
+    assert [state["datamodule_hyper_parameters"]["seed"] for state in states] == [7, 7]
+    assert states[0]["state_dict"].keys() == states[1]["state_dict"].keys()
+    assert all(torch.equal(states[0]["state_dict"][key], states[1]["state_dict"][key])
+               for key in states[0]["state_dict"])  # fmt: skip
+
+
+# -------------------------------------------------------------------- the user's folder
+
+
+def own_project(folder: Path) -> None:
+    """A project whose packages have the names of this one's."""
+    (folder / "datamodules").mkdir()
+    (folder / "datamodules/__init__.py").write_text("raise RuntimeError('the wrong package')\n")
+    (folder / "configs").mkdir()
+    (folder / "configs/mine.yaml").write_text("model: PPO\n")
+    (folder / "my_policy.py").write_text("from rl_modules import PPO\n\n\nclass MyPPO(PPO):\n    pass\n")
+
+
+@pytest.mark.parametrize("start", [["-c", "from recipes.cli import main; main()"], ["-m", "recipes"]])
+def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start: list[str], tmp_path: Path) -> None:
+    own_project(tmp_path)
+    done = subprocess.run(
+        [sys.executable, *start, "fit", *RUN, "--model", "my_policy.MyPPO"], cwd=tmp_path, capture_output=True,
+        text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("MyPPO on CartPole-v1")
+    note = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert len(note) == 1 and str(tmp_path / "datamodules") in note[0]
+    # A folder without Python files, such as one of YAML configs, hides nothing.
+    assert str(tmp_path / "configs") not in note[0]
+
+
+# -------------------------------------------------------------------- the summary
+
+
+def test_a_warm_start_from_the_shell_is_a_new_run_that_names_its_origin(rl: Any, tmp_path: Path) -> None:
+    code, out, err = rl("fit", *RUN)
+    assert code == 0, err
+    assert "started from" not in out
+    last = "logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt"
+    code, out, err = rl("fit", *RUN, "--model.init_from", last, "--data.total_timesteps=256")
+    assert code == 0, err
+    assert f"started from        {last}\n" in out
+    assert "transitions         256 in" in out
+    code, out, err = rl("fit", *RUN, "--model.init_from", "none.ckpt")
+    assert code == 1 and "init_from" in err and "none.ckpt" in err
+
+
+# -------------------------------------------------------------------- Ctrl-C after training
+
+
+def test_ctrl_c_in_the_final_evaluation_is_answered(rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_modules import PPO
+
+    monkeypatch.setattr(PPO, "on_test_start", lambda self: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        code, out, err = rl("fit", *RUN)
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores further Ctrl-C after the first
+    last = next(tmp_path.glob("logs/*/version_0/checkpoints/last.ckpt"))
+    assert code == 130
+    assert "Traceback" not in err
+    assert re_line(err, "Ctrl-C stopped the final evaluation", "rl test", str(last.relative_to(tmp_path)))
+    assert out.startswith("PPO on CartPole-v1")
+    assert "not evaluated" in out
+    assert torch.load(last, weights_only=True)["RolloutDataModule"]["num_timesteps"] == 1024
+    events = EventAccumulator(str(last.parents[1])).Reload()
+    assert "final/mean_reward" not in events.Tags()["scalars"]
+
+
+def re_line(text: str, *parts: str) -> bool:
+    return any(all(part in line for part in parts) for line in text.splitlines())
+
+
+def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> None:
+    # A tabular agent has no gradients for Lightning to clip.
+    code, _, err = rl("fit", "--config", "q_learning/maze.yaml", "--trainer.gradient_clip_val=1")
+    assert code == 1
+    assert err.startswith("error: ") and "gradient_clip_val" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_modules import PPO
+
+    def fails(self: Any, rollout: Any) -> Any:
+        raise ValueError("a mistake in the algorithm")
+
+    monkeypatch.setattr(PPO, "prepare", fails)
+    with pytest.raises(ValueError, match="a mistake in the algorithm") as raised:
+        rl("fit", *RUN)
+    assert raised.type is ValueError

@@ -1,0 +1,55 @@
+"""The documentation pages quote code that exists and learns, and link to files that are there."""
+
+import re
+from pathlib import Path
+
+import gymnasium as gym
+import pytest
+import torch
+
+from benchmarks.bare import bare_ppo
+from rl_modules.common.contract import Rollout
+from tests.training import mean_return
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["docs/ppo_in_one_page.md", "docs/architecture.md", "docs/resume.md", "docs/metrics.md"]
+
+
+def test_the_page_quotes_the_whole_file():
+    page = (ROOT / "docs/ppo_in_one_page.md").read_text(encoding="utf-8")
+    quoted = "\n".join(re.findall(r"```python\n(.*?)\n```", page, re.DOTALL))
+    # Blank lines between two parts of the file stand outside of the blocks.
+    code = (ROOT / "benchmarks/bare.py").read_text(encoding="utf-8")
+    assert [line for line in quoted.splitlines() if line] == [line for line in code.splitlines() if line]
+
+
+class Greedy:
+    """The bare policy with the signature that evaluation calls."""
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = policy
+
+    def predict(self, observation, deterministic):
+        with torch.no_grad():
+            return int(self.policy(torch.from_numpy(observation)).argmax()), None
+
+
+def test_the_loop_learns_cartpole():
+    env = gym.make("CartPole-v1")
+    untrained, trained = (mean_return(Greedy(bare_ppo(total, seed=0)), env, n_episodes=10) for total in (256, 10_240))
+    assert untrained < 60
+    assert trained > 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_architecture_page_lists_every_field_of_a_rollout():
+    section = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## A rollout's fields")[1]
+    table = "\n".join(line.split("|")[1] for line in section.split("\n## ")[0].splitlines() if line.startswith("| `"))
+    assert set(Rollout.__annotations__) - set(re.findall(r"`(\w+)`", table)) == {"log_prob"}  # named as an example
+    assert "`log_prob`" in section
