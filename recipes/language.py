@@ -143,7 +143,8 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
-    algorithm = resume.read(Path(ckpt_path)).get("algorithm")
+    checkpoint = resume.read(Path(ckpt_path))
+    algorithm = checkpoint.get("algorithm")
     if algorithm is None:
         raise UsageError(f"{ckpt_path} holds no language model; only those are exported")
     if model is None and algorithm not in rl_modules.__all__:
@@ -152,6 +153,27 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
     from datamodules.language.loading import load_object
 
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
-    module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")
+    from rl_modules.language.base import LanguageModule
+    from rl_modules.language.judged import JudgedPolicy
+
+    module: LanguageModule
+    if issubclass(algorithm_class, JudgedPolicy) and algorithm_class.export is LanguageModule.export:
+        module = _policy_alone(checkpoint)
+    else:
+        module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")
     hide_transformers_bars()
     return module.export(folder)
+
+
+def _policy_alone(checkpoint: dict[str, Any]) -> Any:
+    """The policy of a checkpoint; its reward model and reference, which may be elsewhere by now, are not loaded."""
+    from rl_modules.language.base import LanguageModule
+
+    settings = checkpoint["hyper_parameters"]
+    description = settings["description"]
+    frozen = {prefix: source for prefix, source in description["frozen"].items() if prefix == "model."}
+    names = ("model_name_or_path", "lora", "torch_dtype", "attn_implementation")
+    module = LanguageModule(**{name: settings[name] for name in names}, description={**description, "frozen": frozen})
+    module.configure_model()
+    module.load_weights({name: value for name, value in checkpoint["state_dict"].items() if name.startswith("model.")})
+    return module

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, instantiate, run_command, stage_options, write_completions
+from recipes.stages import config_text, evaluate, load_policy, run_command, stage_options
 from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
@@ -83,7 +83,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
                                ("train.jsonl", "test.jsonl"), settings, done)  # fmt: skip
         judging = pipeline.fit("reward_model", given.reward_model, {
             **seed, "model.model_name_or_path": str(model), "data.path": str(pairs / "train.jsonl"),
-            "data.eval_path": str(pairs / "test.jsonl"), **options["reward_model"],
+            "data.eval_path": str(pairs / "test.jsonl"), "data.chat_template": "false", **options["reward_model"],
         }, [*done, pairs])  # fmt: skip
         trained.append("reward_model")
         model = pipeline.fit("final", given.final, {
@@ -117,23 +117,22 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
     """
     from rl_modules.common.seeding import stream_seed
 
-    cli = instantiate(config, arguments)
-    module, data = cli.model, cli.datamodule
+    policy = load_policy(config, arguments)
+    data = policy.data
     if data.task is None:
         raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
                          "--final")  # fmt: skip
-    module.configure_model()
     records = data.task.records("train", n_prompts)
-    pairs: list[dict[str, str]] = []
+    pairs: list[dict[str, Any]] = []
     for start in range(0, n_prompts, 64):
         part = records[start : start + 64]
         seeds = [stream_seed(data.seed, 0, "preferences", 8 * start + i) for i in range(8 * len(part))]
-        texts, ids, finished = write_completions(module, [record["prompt"] for record in part], seeds, 8)
+        texts, ids, finished = policy.write(part, seeds, 8)
         correct = data.rewards([r for r in part for _ in range(8)], texts, ids)[:, 0] >= data.hparams.correct_threshold
         columns = zip(texts, correct.tolist(), finished, map(len, ids), strict=True)
         rows = [dict(zip(("completion", "correct", "finished", "length"), row, strict=True)) for row in columns]
         found = [preference(record["prompt"], rows[8 * i : 8 * i + 8]) for i, record in enumerate(part)]
-        pairs += [pair for pair in found if pair is not None]
+        pairs += [{**pair, **policy.as_read(part[i])} for i, pair in enumerate(found) if pair is not None]
     if len(pairs) < 10:
         raise UsageError(f"only {len(pairs)} of {n_prompts} prompts have completions that differ; ask for more with "
                          "--preference_prompts")  # fmt: skip
@@ -142,7 +141,7 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in those), "utf-8")
 
 
-def preference(prompt: str, rows: list[dict[str, Any]]) -> dict[str, str] | None:
+def preference(prompt: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The best and the worst of some completions, by correctness and then by length; None where all are alike."""
     order = sorted(rows, key=lambda row: (not row["correct"], not row["finished"], row["length"]))
     best, worst = order[0], order[-1]

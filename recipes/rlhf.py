@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, instantiate, run_command, stage_options, write_completions
+from recipes.stages import config_text, evaluate, load_policy, run_command, stage_options
 from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
@@ -103,7 +103,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
     judging = {
         **seed, "model.model_name_or_path": str(sft), "data.path": str(pairs / "train.jsonl"),
-        "data.eval_path": str(pairs / "test.jsonl"), **options["reward_model"],
+        "data.eval_path": str(pairs / "test.jsonl"), "data.chat_template": "false", **options["reward_model"],
     }  # fmt: skip
     judge = pipeline.fit("reward_model", given.reward_model, judging, done)
     done = [*done, judge.parent]
@@ -156,19 +156,18 @@ def write_preferences(
     """
     from rl_modules.common.seeding import stream_seed
 
-    cli = instantiate(config, arguments)
-    module, data = cli.model, cli.datamodule
+    policy = load_policy(config, arguments)
+    data = policy.data
     if not hasattr(data.task, "compare"):
         raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
-    module.configure_model()
     for split in ("train", "test"):
-        records = list({record["prompt"]: record for record in data.task.records(split, None)}.values())
-        prompts = [record["prompt"] for record in records]
+        # A prompt of messages is no key of a dictionary.
+        records = list({json.dumps(record["prompt"]): record for record in data.task.records(split, None)}.values())
         texts: list[list[str]] = [[] for _ in records]
         for k, temperature in enumerate(temperatures):
             stream = f"comparisons/{split}/{k}"
-            seeds = [stream_seed(data.seed, 0, stream, i) for i in range(len(prompts) * samples)]
-            written, _, _ = write_completions(module, prompts, seeds, samples, temperature=temperature)
+            seeds = [stream_seed(data.seed, 0, stream, i) for i in range(len(records) * samples)]
+            written, _, _ = policy.write(records, seeds, samples, temperature=temperature)
             for i, text in enumerate(written):
                 texts[i // samples].append(text)
         rng = random.Random(stream_seed(data.seed, 0, f"comparisons/{split}"))
@@ -178,7 +177,8 @@ def write_preferences(
                     rng.shuffle(answers)
                     for first, second in zip(answers[::2], answers[1::2], strict=False):
                         if first != second:
-                            file.write(json.dumps(data.task.compare(record, first, second, rng)) + "\n")
+                            pair = data.task.compare(record, first, second, rng)
+                            file.write(json.dumps({**pair, **policy.as_read(record)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -96,22 +97,69 @@ def instantiate(config: str, arguments: dict[str, str]) -> Any:
     return Instances("test", rl_words(config, arguments))
 
 
-def write_completions(
-    module: Any, prompts: Sequence[str], seeds: Sequence[int], num_generations: int, **sampling: Any
-) -> tuple[list[str], list[list[int]], list[bool]]:
-    """What a policy writes to prompts: texts, token ids, and whether each has come to its end.
+@dataclass(frozen=True)
+class Policy:
+    """A policy that is built, on the device of its config's Trainer, with the data that says how prompts are read."""
+
+    module: Any
+    data: Any
+    trainer: Any
+
+    def write(
+        self, records: Sequence[dict[str, Any]], seeds: Sequence[int], num_generations: int, **sampling: Any
+    ) -> tuple[list[str], list[list[int]], list[bool]]:
+        """Completions of records' prompts, in the chat template and behind the system prompt of the policy's training.
+
+        Args:
+            records: P of them.
+            seeds: one per completion, P · num_generations.
+            num_generations: completions per prompt, which stand next to each other.
+            sampling: settings that differ from the module's own.
+
+        Returns:
+            Texts, token ids, and whether each completion has come to its end.
+        """
+        import torch
+
+        prompts = self.data.encode_prompts([record["prompt"] for record in records], list(records))
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            written = self.module.act(prompts, seeds, num_generations, **sampling)
+        ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
+        return self.module.tokenizer.batch_decode(ids, skip_special_tokens=True), ids, written.finished.tolist()
+
+    def as_read(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The columns of a record from which another datamodule makes the same prompt, whatever its settings.
+
+        Messages, the system prompt among them, where the policy reads its prompts through the chat template; else the
+        text, which is meant to be read with ``chat_template=false``.
+        """
+        encoder = self.data.encoder
+        prompt = encoder.as_read(record["prompt"])
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        variables = {**encoder.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
+        tools = record.get("tools")
+        return {
+            "prompt": prompt,
+            **({"chat_template_kwargs": variables} if variables else {}),
+            **({"tools": tools} if tools else {}),
+        }
+
+
+def load_policy(config: str, arguments: dict[str, str]) -> Policy:
+    """The policy of an ``rl`` config, ready to write.
 
     Args:
-        module: the policy, built.
-        prompts: P texts.
-        seeds: one per completion, P · num_generations.
-        num_generations: completions per prompt, which stand next to each other.
-        sampling: settings that differ from the module's own.
+        config: an ``rl`` config.
+        arguments: options beside it.
     """
-    import torch
+    from rl_modules.language.precision import adopt_precision
 
-    tokens = [list(ids) for ids in module.tokenizer(list(prompts)).input_ids]
-    with torch.no_grad():
-        written = module.act(tokens, seeds, num_generations, **sampling)
-    ids = [row[:n] for row, n in zip(written.tokens.tolist(), written.length.tolist(), strict=True)]
-    return module.tokenizer.batch_decode(ids, skip_special_tokens=True), ids, written.finished.tolist()
+    cli = instantiate(config, arguments)
+    trainer = cli.trainer
+    adopt_precision(trainer, cli.model.hparams["lora"] is not None)
+    cli.model.configure_model()
+    module = trainer.precision_plugin.convert_module(cli.model).to(trainer.strategy.root_device).eval()
+    trainer.strategy.connect(module)
+    cli.datamodule.trainer = trainer
+    return Policy(module, cli.datamodule, trainer)

@@ -6,13 +6,16 @@ from typing import Any
 import lightning as L
 import torch
 
+from datamodules.language.encoding import TextEncoder
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.tasks import make_task
+from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.hyperparameters import make_plain
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -28,8 +31,8 @@ class LanguageDataModule(L.LightningDataModule):
         task: a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import
             path of a Task.
         task_kwargs: the task's own settings.
-        path: JSONL file of training records.
-        eval_path: JSONL file of held-out records.
+        path: JSONL, parquet, arrow or csv file of training records.
+        eval_path: JSONL, parquet, arrow or csv file of held-out records.
         dataset: hub name, directory or file.
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
@@ -37,8 +40,11 @@ class LanguageDataModule(L.LightningDataModule):
         columns: record's column from the source's, ``{prompt: question}``, or from a template of several,
             ``{prompt: "{context} {question}"}``; None: as they are called.
         answer_after: keep of the answer what follows this text, such as ``####``.
-        system_prompt: first message of every conversation, for models with a chat template.
+        system_prompt: first message of every conversation without a system message of its own, for models with a chat
+            template.
         chat_template: render prompts with the tokenizer's chat template; None: where it has one.
+        chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
+            column of that name wins.
         overlong: what to do with prompts that the model can't take: ``error``, or ``drop`` with a printed count.
         n_train: training records; None: all (10,000 of a task with more than 100,000 questions, or without an end).
         n_eval: held-out records per evaluation, over all ranks; 0: none.
@@ -48,6 +54,8 @@ class LanguageDataModule(L.LightningDataModule):
             ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one tells
             whether a completion is right: it is where it reaches ``correct_threshold``.
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
+        reward_workers: reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of
+            whole prompts. For functions that wait for a service or a process, and may be called from several threads.
         correct_threshold: least value of the first reward function that counts as right.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
@@ -79,12 +87,14 @@ class LanguageDataModule(L.LightningDataModule):
         answer_after: str | None = None,
         system_prompt: str | None = None,
         chat_template: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         overlong: str = "error",
         n_train: int | None = None,
         n_eval: int = 256,
         batch_size: int = 64,
         reward_funcs: list[str | dict[str, Any]] | None = None,
         reward_time_limit_s: float | None = None,
+        reward_workers: int = 1,
         correct_threshold: float = 1.0,
         eval_steps: int = 0,
         eval_num_generations: int = 1,
@@ -96,6 +106,7 @@ class LanguageDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
+        make_plain(self)
         hp: Any = self.hparams
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
@@ -104,18 +115,21 @@ class LanguageDataModule(L.LightningDataModule):
                             ("eval_steps", 0), ("seed", 0), ("eval_temperature", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
-        self.seed = seed
-        self.batch_size = batch_size
+        self.seed: int = hp.seed
+        self.batch_size: int = hp.batch_size
         if task_kwargs and task is None:
             raise UsageError(f"task_kwargs={task_kwargs} are settings of a task, but none is given")
         if overlong not in ("error", "drop"):
             raise UsageError(f"overlong={overlong!r} must be error or drop")
-        self.task = None if task is None else make_task(task, **{"seed": seed, **(task_kwargs or {})})
-        specs: list[Any] = list(reward_funcs or (self.task.reward_funcs if self.task is not None else []))
-        self.rewards = RewardFunctions([load_reward_func(spec, self.task) for spec in specs], reward_time_limit_s)
+        self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
+        specs: list[Any] = list(hp.reward_funcs or (self.task.reward_funcs if self.task is not None else []))
+        funcs = [load_reward_func(spec, self.task) for spec in specs]
+        self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
+        self.rewards.trainer_state = TrainerState()
         self.train_records: list[Record] = []
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
+        self._encoder: TextEncoder | None = None
 
     # ---------------------------------------------------------------- records and tokens
 
@@ -149,7 +163,9 @@ class LanguageDataModule(L.LightningDataModule):
             required=self.required if training else self.eval_required,
             reshape=self.reshape,
         )
-        return self.encode(records)
+        encoded = self.encode(records)
+        self.encoder.report_unknown(self.source)
+        return encoded
 
     def reshape(self, row: Record, place: str) -> Record:
         """Bring a row of a file or dataset into the form of a record, before its columns are checked.
@@ -168,7 +184,7 @@ class LanguageDataModule(L.LightningDataModule):
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Add token ids to records; prompts that the model can't take are refused, or dropped."""
-        prompts = self.encode_prompts([record["prompt"] for record in records])
+        prompts = self.encode_prompts([record["prompt"] for record in records], records)
         for i, ids in enumerate(prompts):
             if not ids:
                 raise UsageError(f"{self.source}: record {i} has an empty prompt; a completion needs something to "
@@ -177,42 +193,24 @@ class LanguageDataModule(L.LightningDataModule):
         kept = check_prompt_lengths([len(ids) for ids in prompts], limit, self.source, self.hparams["overlong"])
         return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
 
-    def encode_prompts(self, prompts: list[str | list[dict[str, str]]]) -> list[list[int]]:
-        """Token ids of prompts, texts or chat messages, as the model is to read them."""
-        if all(isinstance(prompt, str) for prompt in prompts) and not self._chats:
-            return [list(ids) for ids in self.policy.tokenizer(prompts).input_ids]
-        return [self.encode_prompt(prompt) for prompt in prompts]
-
     @property
-    def _chats(self) -> bool:
-        """Whether texts are put into the tokenizer's chat template."""
-        wanted = self.hparams["chat_template"]
-        return self.policy.tokenizer.chat_template is not None if wanted is None else wanted
-
-    def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
-        """Token ids of a prompt, a text or chat messages, as the model is to read it."""
+    def encoder(self) -> TextEncoder:
+        """What turns texts and messages into the policy's tokens."""
         hp: Any = self.hparams
         tokenizer = self.policy.tokenizer
-        if isinstance(prompt, str) and not self._chats:
-            return list(tokenizer(prompt).input_ids)
-        if tokenizer.chat_template is None:
-            raise UsageError("the prompts are chat messages, but the tokenizer has no chat template; give prompts as "
-                             "text, or another tokenizer")  # fmt: skip
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if hp.system_prompt is not None:
-            messages = [{"role": "system", "content": hp.system_prompt}, *messages]
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if self._encoder is None or self._encoder.tokenizer is not tokenizer:
+            self._encoder = TextEncoder(tokenizer, hp.chat_template, hp.system_prompt, hp.chat_template_kwargs)
+        return self._encoder
+
+    def encode_prompts(
+        self, prompts: list[str | list[dict[str, Any]]], records: list[Record] | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts, texts or chat messages; see :meth:`TextEncoder.prompts`."""
+        return self.encoder.prompts(prompts, records)
 
     def encode_completions(self, completions: list[str]) -> list[list[int]]:
-        """Token ids of completions, each with the EOS token that ends it.
-
-        They are tokenized apart from their prompts, for that is where a model that writes them begins.
-        """
-        if not completions:
-            return []
-        tokenizer = self.policy.tokenizer
-        encoded = tokenizer(completions, add_special_tokens=False).input_ids
-        return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+        """Token ids of completions, each with the EOS token that ends it."""
+        return self.encoder.completions(completions)
 
     @property
     def policy(self) -> Any:
@@ -236,6 +234,11 @@ class LanguageDataModule(L.LightningDataModule):
             # Two passes may be in use at once, where a batch goes over the end of one.
             self._permutations = {k: v for k, v in self._permutations.items() if k == epoch - 1} | {epoch: order}
         return self._permutations[epoch][offset]
+
+    @property
+    def epochs_seen(self) -> float:
+        """Passes over the training records so far, which a datamodule that counts records knows."""
+        return 0.0
 
     # ---------------------------------------------------------------- evaluation
 
@@ -314,7 +317,8 @@ class LanguageDataModule(L.LightningDataModule):
             num_generations: completions per prompt.
 
         Returns:
-            ``prompts`` and ``texts`` (lists of P·K strings), ``rewards`` [P·K, F] (NaN: not applicable),
+            ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
+            chat template), ``rewards`` [P·K, F] (NaN: not applicable),
             ``reward_names``, ``correct`` [P, K] bool (None where there is no reward function to tell), ``answers`` (P
             lists of K), ``length`` and ``finished`` [P·K].
         """
@@ -323,7 +327,9 @@ class LanguageDataModule(L.LightningDataModule):
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
-        rewards = self.rewards(repeated, texts, ids)
+        self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
+        # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
+        rewards = self.rewards(repeated, texts, ids).to(written.tokens.device, non_blocking=True)
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
@@ -332,6 +338,7 @@ class LanguageDataModule(L.LightningDataModule):
         k = num_generations
         return {
             "prompts": [_as_text(record["prompt"]) for record in repeated],
+            "asked": [self.encoder.as_read(record["prompt"]) for record in repeated],
             "texts": texts,
             "rewards": rewards,
             "reward_names": self.rewards.names,
@@ -350,5 +357,5 @@ class LanguageDataModule(L.LightningDataModule):
         return self.trainer.world_size if self.trainer is not None else 1
 
 
-def _as_text(prompt: str | list[dict[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+def _as_text(prompt: str | list[dict[str, Any]]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)

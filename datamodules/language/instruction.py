@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.conversations import as_conversation
+from datamodules.language.notices import notice
 from datamodules.language.sequences import Sequences
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
@@ -20,12 +22,15 @@ BUCKET_STEPS = 50
 class InstructionDataModule(LanguageDataModule):
     """Prompts and completions to imitate, in an endless shuffled stream; one epoch is about one pass over the records.
 
-    Records need ``prompt`` and ``completion``. An optimizer step takes ``batch_size`` sequences per rank, however they
-    are padded, packed, or divided into micro-batches.
+    Records need ``prompt`` and ``completion``, or ``messages``: a conversation of one or several turns, of which the
+    assistant's count in the loss. The prompt of a conversation is what stands before its first assistant turn. An
+    optimizer step takes ``batch_size`` sequences per rank, however they are padded, packed, or divided into
+    micro-batches.
 
     Args:
         task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
-        completion_only_loss: the completions' tokens count in the loss; False: the prompts' too.
+        completion_only_loss: the completions' tokens count in the loss (of a conversation the assistant turns, told by
+            the chat template's ``{% generation %}`` blocks, or without them by rendering turn after turn); False: all.
         packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest.
         group_by_length: sequences of similar length come in the same step (50 steps' sequences are sorted, and their
             steps shuffled). Less padding, but steps that see one kind of record each may learn much worse, while
@@ -77,11 +82,15 @@ class InstructionDataModule(LanguageDataModule):
     def encode(self, records: list[Record]) -> list[Record]:
         """Add the token ids of prompts and, where there are demonstrations, of completions with their EOS."""
         records = super().encode(records)
-        shown = [i for i, record in enumerate(records) if record.get("completion") is not None]
+        for i, record in enumerate(records):
+            if "conversation" in record:
+                records[i] = self._encode_conversation(record, i)
+        self._check_ends(records)
+        shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "conversation" not in r]
         for i, ids in zip(shown, self.encode_completions([records[i]["completion"] for i in shown]), strict=True):
             records[i]["completion_ids"] = ids
         limit = min(self.policy.max_length, self.max_length or self.policy.max_length)
-        lengths = [len(record["prompt_ids"]) + len(record.get("completion_ids", ())) for record in records]
+        lengths = [len(first) + len(rest) for first, rest in map(_parts, records)]
         kept = [i for i, length in enumerate(lengths) if length <= limit]
         if len(kept) < len(records):
             first = next(i for i, length in enumerate(lengths) if length > limit)
@@ -96,9 +105,39 @@ class InstructionDataModule(LanguageDataModule):
                   f"{limit} tokens with their completions")  # fmt: skip
         return [records[i] for i in kept]
 
+    def reshape(self, row: Record, place: str) -> Record:
+        """A row with ``messages``, or with a list of messages as its completion, as a conversation with its prompt."""
+        return as_conversation(row, place)
+
+    def _check_ends(self, records: list[Record]) -> None:
+        """Say so where no conversation's counted tokens hold the EOS token: completions would not learn to end."""
+        eos = self.policy.tokenizer.eos_token_id
+        learned = [record for record in records if "conversation" in record]
+        if learned and not any(
+            token == eos and flag
+            for record in learned
+            for token, flag in zip(record["completion_ids"], record["completion_mask"], strict=True)
+        ):
+            notice(f"{self.source}: the chat template ends the assistant's turns without the EOS token "
+                   f"{self.policy.tokenizer.eos_token!r}, so that the model does not learn to end its "
+                   "completions; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
+
+    def _encode_conversation(self, record: Record, number: int) -> Record:
+        """Add ``text_ids``, a conversation's tokens, and which of them but the first count."""
+        try:
+            if self.completion_only_loss:
+                ids, written = self.encoder.conversation(record["conversation"], record, len(record["prompt"]))
+            else:
+                ids = self.encoder.whole(record["conversation"], record)
+                written = [True] * len(ids)
+        except UsageError as error:
+            raise UsageError(f"{self.source}: record {number}: {error}") from error
+        return {**record, "text_ids": ids, "completion_ids": ids[1:], "completion_mask": written[1:]}
+
     def _as_sequences(self, records: list[Record]) -> Sequences:
-        prompts, completions = [r["prompt_ids"] for r in records], [r["completion_ids"] for r in records]
-        return Sequences(prompts, completions, self.completion_only_loss)
+        prompts, completions = zip(*map(_parts, records), strict=True) if records else ((), ())
+        masks = [record.get("completion_mask") for record in records]
+        return Sequences(prompts, completions, self.completion_only_loss, masks)
 
     # ---------------------------------------------------------------- training batches
 
@@ -221,3 +260,10 @@ class InstructionDataModule(LanguageDataModule):
                 raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
                                  "with as many")  # fmt: skip
         self._position = state_dict["position"]
+
+
+def _parts(record: Record) -> tuple[list[int], list[int]]:
+    """The tokens that come first and those behind them: prompt and completion, or the first token and the others."""
+    if "text_ids" in record:
+        return record["text_ids"][:1], record["text_ids"][1:]
+    return record["prompt_ids"], record.get("completion_ids", [])

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
 from datamodules.language.sources import load_records
@@ -27,16 +27,19 @@ class PreferenceDataModule(LanguageDataModule):
     Args:
         task: a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``.
         task_kwargs: the task's own settings.
-        path: JSONL file of training pairs.
-        eval_path: JSONL file of held-out pairs.
+        path: JSONL, parquet, arrow or csv file of training pairs.
+        eval_path: JSONL, parquet, arrow or csv file of held-out pairs.
         dataset: hub name, directory or file.
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
         eval_split: split to evaluate on, or a part of it.
         columns: record's column from the source's, ``{chosen: better}``, or from a template of several; None: as they
             are called.
-        system_prompt: first message of every conversation, for models with a chat template.
+        system_prompt: first message of every conversation without a system message of its own, for models with a chat
+            template.
         chat_template: render prompts with the tokenizer's chat template; None: where it has one.
+        chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
+            column of that name wins.
         max_length: most tokens of a prompt, answer and EOS together; None: what the model takes.
         overlong: what to do with pairs that are longer: ``error``, or ``drop`` with a printed count.
         n_train: training pairs; None: all (a task makes 10,000).
@@ -72,6 +75,7 @@ class PreferenceDataModule(LanguageDataModule):
         columns: dict[str, str] | None = None,
         system_prompt: str | None = None,
         chat_template: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         max_length: int | None = None,
         overlong: str = "error",
         n_train: int | None = None,
@@ -86,7 +90,8 @@ class PreferenceDataModule(LanguageDataModule):
     ) -> None:
         super().__init__(
             task, task_kwargs, path, eval_path, dataset, dataset_config, dataset_split, eval_split, columns,
-            system_prompt=system_prompt, chat_template=chat_template, overlong=overlong, n_train=n_train,
+            system_prompt=system_prompt, chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs, overlong=overlong, n_train=n_train,
             n_eval=n_eval, batch_size=batch_size, eval_steps=eval_steps, eval_batch_size=eval_batch_size, seed=seed,
         )  # fmt: skip
         for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
@@ -130,7 +135,7 @@ class PreferenceDataModule(LanguageDataModule):
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Add both sequences as token ids; pairs that are too long are refused or dropped, equal ones dropped."""
-        prompts = self.encode_prompts([record["prompt"] for record in records])
+        prompts = self.encode_prompts([record["prompt"] for record in records], records)
         sides = [self.encode_completions([record[name] for record in records]) for name in ("chosen", "rejected")]
         limit = self._limit
         kept: list[Record] = []
@@ -150,7 +155,7 @@ class PreferenceDataModule(LanguageDataModule):
             if count == len(records):
                 raise UsageError(f"{self.source}: all {count} pairs {why}; there is nothing to learn from")
             if count:
-                rank_zero_info(f"{self.source}: {count} of {len(records)} pairs left out, they {why}")
+                notice(f"{self.source}: {count} of {len(records)} pairs left out, they {why}")
         if not kept:
             raise UsageError(f"{self.source}: of {len(records)} pairs {overlong} are longer than {limit} tokens and "
                              "the others have chosen equal to rejected; there is nothing to learn from")  # fmt: skip
@@ -176,7 +181,7 @@ class PreferenceDataModule(LanguageDataModule):
             n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
             required=("prompt", "completion"),
         )[:n]  # fmt: skip
-        prompts = self.encode_prompts([record["prompt"] for record in records])
+        prompts = self.encode_prompts([record["prompt"] for record in records], records)
         completions = self.encode_completions([record["completion"] for record in records])
         ids = [p + c for p, c in zip(prompts, completions, strict=True)]
         fitting = [torch.tensor(row, dtype=torch.int32) for row in ids if len(row) <= self._limit]
@@ -184,7 +189,7 @@ class PreferenceDataModule(LanguageDataModule):
             raise UsageError(f"none of {len(ids)} demonstrations has at most {self._limit} tokens; give others with "
                              "demonstrations_path")  # fmt: skip
         if len(fitting) < len(ids):
-            rank_zero_info(f"{len(ids) - len(fitting)} of {len(ids)} demonstrations left out, they are longer than "
+            notice(f"{len(ids) - len(fitting)} of {len(ids)} demonstrations left out, they are longer than "
                            f"{self._limit} tokens")  # fmt: skip
         return fitting
 

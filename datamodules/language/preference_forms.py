@@ -65,6 +65,9 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages behind the {shared} that both "
                              "answers share, where exactly one with role and content should be")  # fmt: skip
+        if last.get("tool_calls"):
+            raise UsageError(f"{place}: {name!r} calls tools, which is lost where the text of an answer is compared; "
+                             "write the calls into its content")  # fmt: skip
     if shared:
         before = chosen[:shared]
         if isinstance(prompt, list) and prompt != before:

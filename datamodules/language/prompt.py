@@ -8,6 +8,7 @@ from torch import Tensor
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
+from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
@@ -54,29 +55,30 @@ class PromptDataModule(LanguageDataModule):
                             ("dynamic_sampling", 0), ("ptx_batch_size", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
-        self.num_generations = num_generations
-        self.generation_size = self.batch_size * steps_per_generation
+        self.num_generations: int = hp.num_generations
+        self.generation_size: int = self.batch_size * hp.steps_per_generation
         if self.generation_size % num_generations:
             raise UsageError(
                 f"num_generations={num_generations} does not divide batch_size*steps_per_generation="
                 f"{self.generation_size}; {num_generations * max(1, round(self.batch_size / num_generations))} is a "
                 "batch_size that fits"
             )
-        self.steps_per_generation = steps_per_generation
-        self.num_iterations = num_iterations
+        self.steps_per_generation: int = hp.steps_per_generation
+        self.num_iterations: int = hp.num_iterations
         if dynamic_sampling and num_generations == 1:
             raise UsageError(f"dynamic_sampling={dynamic_sampling} replaces groups whose rewards are all equal, which "
                              "groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
         if ptx_path is not None and not ptx_batch_size:
             raise UsageError(f"ptx_path={ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
-        self.dynamic_sampling = dynamic_sampling
-        self.ptx_batch_size, self.ptx_path = ptx_batch_size, ptx_path
+        self.dynamic_sampling: int = hp.dynamic_sampling
+        self.ptx_batch_size, self.ptx_path = hp.ptx_batch_size, hp.ptx_path
         self.demonstrations: Demonstrations | None = None
         self.drawn = 0  # prompts taken from the stream so far, over all ranks
         self.generation = 0
         self._position = 0
         self._fields: dict[str, Tensor] | None = None
-        self._order = torch.empty(0, dtype=torch.long)
+        self._lengths: RowLengths | None = None  # of the rows of `_fields`, on the host
+        self._order = torch.empty(0, dtype=torch.int64)
         self._shuffler = torch.Generator()
         self._written_at = -1
         self._told_of_lacking = False
@@ -97,7 +99,13 @@ class PromptDataModule(LanguageDataModule):
                 self.demonstrations = self._load_demonstrations()
             self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
-            self._fields = None
+            self._fields = self._lengths = None
+            self._written_at = -1
+            self._told_of_lacking = False
+
+    @property
+    def epochs_seen(self) -> float:
+        return self.drawn / max(1, len(self.train_records))
 
     # ---------------------------------------------------------------- training batches
 
@@ -118,6 +126,7 @@ class PromptDataModule(LanguageDataModule):
         for position in range(self._position, length):
             if position == 0:
                 self._fields = self._new_generation()
+                self._lengths = RowLengths.of(self._fields)
             if position % per_pass == 0:
                 self._order = torch.randperm(self.generation_size, generator=self._shuffler)
             if position % n_micro == 0 or not step:
@@ -130,16 +139,20 @@ class PromptDataModule(LanguageDataModule):
 
     def _step(self, number: int, n_micro: int) -> list[Batch]:
         """The micro-batches of one optimizer step, each of rows of similar length."""
-        assert self._fields is not None and self.trainer is not None
-        fields = self._fields
-        device = fields["tokens"].device
-        rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].to(device)
+        assert self._fields is not None and self._lengths is not None and self.trainer is not None
+        fields, lengths = self._fields, self._lengths
+        rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
         if n_micro > 1:
-            total = (fields["prompt_length"] + fields["length"])[rows]
-            rows = rows[total.argsort(stable=True)]
-        parts = list(rows.tensor_split(n_micro))
+            rows.sort(key=lengths.total)
+        size = self.batch_size // n_micro
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        learned = [lengths.kept(part) for part in parts]
+        sizes = [len(part) for part in [*parts, *learned]]
+        numbers = [row for part in [*parts, *learned] for row in part]
+        on_device = torch.tensor(numbers, dtype=torch.int64)
+        on_device = on_device.to(fields["tokens"].device, non_blocking=True).split(sizes)
         # Tokens that count, of the whole step and of each part: averaged over ranks, as their gradients will be.
-        tokens = torch.stack([fields["mask"][part].sum() for part in parts]).float()
+        tokens = torch.stack([fields["mask"][part].sum() for part in on_device[:n_micro]]).float()
         if self._world_size > 1:
             # The strategy's `reduce` would have all ranks wait for each other first.
             torch.distributed.all_reduce(tokens)
@@ -150,10 +163,12 @@ class PromptDataModule(LanguageDataModule):
             "step_tokens": tokens.sum(),
             "n_micro": n_micro,
         }
-        return [
-            {**_trimmed(fields, part), **shared, "micro_rows": len(part), "micro_tokens": count}
-            for part, count in zip(parts, tokens, strict=True)
-        ]
+        step = []
+        for index, part, count in zip(on_device[n_micro:], learned, tokens, strict=True):
+            extent = lengths.extent(part)
+            batch = {**chosen_rows(fields, index, extent), **shared, "micro_rows": size, "micro_tokens": count}
+            step.append({**batch, "shortest_prompt": extent[0]})
+        return step
 
     # ---------------------------------------------------------------- demonstrations
 
@@ -167,7 +182,7 @@ class PromptDataModule(LanguageDataModule):
             raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
                              f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
         return Demonstrations(
-            self.encode_prompts([record["prompt"] for record in records]),
+            self.encode_prompts([record["prompt"] for record in records], records),
             self.encode_completions([record["completion"] for record in records]),
             self.ptx_batch_size,
             self.seed,
@@ -184,7 +199,7 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- generation
 
     def _new_generation(self) -> dict[str, Tensor]:
-        """Write, judge, let the module prepare."""
+        """Samples and scores completions, and has the module prepare them for training."""
         assert self.trainer is not None
         module = self.policy
         training = module.training
@@ -199,23 +214,31 @@ class PromptDataModule(LanguageDataModule):
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
+        self.rewards.take_failures()  # an evaluation's
         rollout = self._round(n_prompts)
         if not self.dynamic_sampling:
-            return rollout
-        lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
+            return {**rollout, "failed": self.rewards.take_failures()}
+        lacking = n_prompts - sum(self._with_signal(rollout))
         for _ in range(self.dynamic_sampling):
-            # Every rank draws as many, or they would not meet again; the first with a signal are taken.
+            # Every rank draws as many, or they would not meet again.
             wanted = self._most_missing(lacking)
             if wanted == 0:
                 break
-            rollout = _first_with_signal(_joined(rollout, self._round(wanted)), self.num_generations, n_prompts)
-            lacking = n_prompts - int(has_signal(rollout["reward"], self.num_generations).sum())
+            rollout = joined(rollout, self._round(wanted))
+            informative = self._with_signal(rollout)
+            # The first groups with a signal, filled up with the first of those without.
+            groups = sorted(range(len(informative)), key=lambda group: not informative[group])[:n_prompts]
+            rollout = groups_of(rollout, groups, self.num_generations)
+            lacking = n_prompts - sum(informative[group] for group in groups)
         if lacking and not self._told_of_lacking:
             self._told_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
-        rollout["missing"] = lacking / n_prompts
-        return rollout
+        return {**rollout, "missing": lacking / n_prompts, "failed": self.rewards.take_failures()}
+
+    def _with_signal(self, rollout: dict[str, Any]) -> list[bool]:
+        flags: list[bool] = has_signal(rollout["reward"], self.num_generations).tolist()
+        return flags
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
         """Completions of the next prompts of the stream; see docs/architecture.md for the role of each field.
@@ -241,7 +264,6 @@ class PromptDataModule(LanguageDataModule):
             "num_generations": n_each,
             "generation": self.generation,
         }
-        rollout["rewards"] = rollout["rewards"].to(written.tokens.device)
         rollout["reward"] = module.rewards(rollout)
         return rollout
 
@@ -250,7 +272,8 @@ class PromptDataModule(LanguageDataModule):
         assert self.trainer is not None
         if self._world_size == 1:
             return missing
-        return int(self.trainer.strategy.reduce(torch.tensor(float(missing)), reduce_op="max"))
+        value = torch.tensor(missing, dtype=torch.int64, device=self.trainer.strategy.root_device)
+        return int(self.trainer.strategy.reduce(value, reduce_op="max"))
 
     @property
     def _pad_id(self) -> int:
@@ -297,71 +320,4 @@ class PromptDataModule(LanguageDataModule):
         self._shuffler.set_state(own["shuffler"].cpu())
         self._order = own["order"].cpu()
         self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}
-
-
-def has_signal(reward: Tensor, num_generations: int) -> Tensor:
-    """Whether the scored rewards of each group differ, [P] bool; equal ones teach nothing.
-
-    Args:
-        reward: [P · num_generations], NaN where nothing could score.
-        num_generations: completions per group.
-    """
-    groups = reward.view(-1, num_generations)
-    highest = groups.nan_to_num(nan=-torch.inf).amax(-1)
-    lowest = groups.nan_to_num(nan=torch.inf).amin(-1)
-    return highest > lowest
-
-
-def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two rollouts as one; what is as wide as the longest row is padded with zeros."""
-    joined: dict[str, Any] = {}
-    for name, left in one.items():
-        right = other[name]
-        if isinstance(left, Tensor):
-            if left.ndim == 2 and left.shape[1] != right.shape[1]:
-                width = max(left.shape[1], right.shape[1])
-                left, right = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (left, right))
-            joined[name] = torch.cat([left, right])
-        elif isinstance(left, list) and name != "reward_names":
-            joined[name] = left + right
-        else:
-            joined[name] = left
-    return joined
-
-
-def _first_with_signal(rollout: dict[str, Any], num_generations: int, n_prompts: int) -> dict[str, Any]:
-    """The first groups with a signal, filled up with the first of those without."""
-    informative = has_signal(rollout["reward"], num_generations)
-    groups = torch.argsort((~informative).int(), stable=True)[:n_prompts].tolist()
-    rows = [g * num_generations + j for g in groups for j in range(num_generations)]
-    n_groups = len(informative)
-    chosen: dict[str, Any] = {}
-    for name, value in rollout.items():
-        if name == "reward_names" or not isinstance(value, Tensor | list):
-            chosen[name] = value
-            continue
-        numbers = groups if len(value) == n_groups and num_generations > 1 else rows
-        chosen[name] = value[numbers] if isinstance(value, Tensor) else [value[i] for i in numbers]
-    return chosen
-
-
-def _trimmed(fields: dict[str, Tensor], rows: Tensor) -> Batch:
-    """Some rows of a generation, as wide as the longest of them; rows that teach nothing are left out.
-
-    One row stays in any case, so that every rank makes a step of the same kind.
-    """
-    if "keep" in fields:
-        kept = rows[fields["keep"][rows]]
-        rows = kept if len(kept) else rows[:1]
-    length, total = fields["length"][rows], (fields["prompt_length"] + fields["length"])[rows]
-    longest, widest = int(length.max()), int(total.max())
-    full = fields["mask"].shape[1]
-    batch: Batch = {}
-    for name, value in fields.items():
-        value = value[rows]
-        if name == "tokens":
-            value = value[:, :widest]
-        elif value.ndim == 2 and value.shape[1] == full:
-            value = value[:, :longest]
-        batch[name] = value
-    return batch
+        self._lengths = None if own["fields"] is None else RowLengths.of(own["fields"])

@@ -1,41 +1,62 @@
-"""Calling reward functions, which may be anybody's: values are checked, failures name the function and sample."""
+"""Calling reward functions, which may be anybody's: values are checked, and a failure costs its sample alone."""
 
 import asyncio
 import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
 
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
-_NOT_PASSED = frozenset({"prompt", "completion", "completion_ids", "prompt_ids"})
+_NOT_PASSED = frozenset(
+    {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
+)
+#: What is passed that has no value per completion.
+_SHARED = frozenset({"trainer_state"})
 
 
 class RewardFunctions:
     """Several reward functions, called on a batch.
+
+    A function that raises, exits or takes too long on some samples gives NaN for them: halves of the batch are called
+    in turn until the failing samples stand alone. One that fails on every sample ends the run.
 
     Args:
         funcs: functions with TRL's signature; coroutine functions too. One that takes no ``**columns`` gets those it
             names.
         time_limit_s: longest that one call may take, in seconds; None: no limit. Under a limit the functions run in a
             thread of their own.
+        workers: calls that run at once, in threads. Above 1 each function is called on up to as many parts of the
+            batch; the completions of one prompt stay in one part.
 
     Raises:
-        UsageError: a limit that is not positive.
+        UsageError: a limit that is not positive, or no worker.
     """
 
-    def __init__(self, funcs: Sequence[Callable[..., Any]], time_limit_s: float | None = None) -> None:
+    def __init__(
+        self, funcs: Sequence[Callable[..., Any]], time_limit_s: float | None = None, workers: int = 1
+    ) -> None:
         if time_limit_s is not None and not time_limit_s > 0:
             raise UsageError(f"the reward functions' time limit of {time_limit_s} s must be positive")
+        if workers < 1:
+            raise UsageError(f"reward_workers={workers} must be at least 1")
         self.funcs = list(funcs)
-        self.time_limit_s = time_limit_s
+        self.time_limit_s, self.workers = time_limit_s, workers
+        #: Passed as ``trainer_state``, as TRL does; None: not passed.
+        self.trainer_state: TrainerState | None = None
         #: One name per function, all different, for metrics.
         self.names = _distinct([function_name(func) for func in self.funcs])
+        self._failures = dict.fromkeys(self.names, 0)
+        self._reported: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -55,10 +76,11 @@ class RewardFunctions:
             completion_ids: B lists of token ids.
 
         Returns:
-            [B, F] float32; NaN where a function does not apply.
+            [B, F] float32; NaN where a function does not apply or failed.
 
         Raises:
-            UsageError: a function raises, hangs, needs a column that is missing, or returns anything but B numbers.
+            UsageError: a function fails on every sample, needs a column that is missing, or returns anything but B
+                numbers.
         """
         given: dict[str, Any] = {
             "prompts": [record["prompt"] for record in records],
@@ -69,27 +91,88 @@ class RewardFunctions:
             "completion_ids": completion_ids,
             **columns_of(records),
         }
-        rewards = torch.full((len(records), len(self.funcs)), math.nan)
-        for j, (func, name) in enumerate(zip(self.funcs, self.names, strict=True)):
-            values = self._scores(func, name, given, len(records))
-            rewards[:, j] = torch.tensor(values, dtype=torch.float32)
+        if self.trainer_state is not None:
+            given["trainer_state"] = self.trainer_state
+        arguments = [_accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
+        calls = [_Call(j, start, stop) for j in range(len(self.funcs)) for start, stop in self._parts(records)]
+
+        def run(call: "_Call") -> None:
+            call.values = self._scores(call, arguments[call.function], given, call.start, call.stop)
+
+        if self.workers == 1:
+            for call in calls:
+                run(call)
+        else:
+            with ThreadPoolExecutor(self.workers, thread_name_prefix="reward") as pool:
+                list(pool.map(run, calls))
+        rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
+        for call in calls:
+            rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
+        for j, name in enumerate(self.names):
+            self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
         return rewards
 
-    def _scores(self, func: Callable[..., Any], name: str, given: dict[str, Any], n: int) -> list[float]:
-        arguments = _accepted(func, name, given)
+    def take_failures(self) -> dict[str, int]:
+        """Number of samples that each function has failed on since the last call of this method."""
+        taken, self._failures = self._failures, dict.fromkeys(self.names, 0)
+        return taken
+
+    def _parts(self, records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+        """The batch in up to ``workers`` parts of similar size, cut where another prompt begins."""
+        n = len(records)
+        begins = [i for i in range(1, n) if records[i]["prompt"] != records[i - 1]["prompt"]]
+        cuts = [0]
+        for k in range(1, self.workers):
+            later = [i for i in begins if i > cuts[-1]]
+            if later:
+                cuts.append(min(later, key=lambda i: abs(i - k * n / self.workers)))
+        return list(pairwise([*cuts, n]))
+
+    def _scores(
+        self, call: "_Call", arguments: dict[str, Any], given: dict[str, Any], start: int, stop: int
+    ) -> list[float]:
+        """The function's values for samples ``start`` to ``stop``; NaN, noted in the call, for those it fails on."""
+        func, name, n = self.funcs[call.function], self.names[call.function], stop - start
+        part = {
+            key: value if value is None or key in _SHARED else value[start:stop] for key, value in arguments.items()
+        }
         try:
-            values = self._call(func, arguments)
+            values = self._call(func, part)
         except (Exception, SystemExit) as error:
-            sample = self._first_failing(func, arguments, n)
-            what = f"took longer than {self.time_limit_s} s" if isinstance(error, _TooLong) else (
-                f"raised {type(error).__name__}: {' '.join(str(error).split())}")  # fmt: skip
-            where = "" if sample is None else f" on sample {sample} (completion {_short(given['completions'][sample])})"
-            raise UsageError(f"reward function {name!r} {what}{where}") from error
+            if n <= 1:
+                call.failures.extend((i, error) for i in range(start, stop))
+                return [math.nan] * n
+            # A half with a sample that hangs would take the whole limit again.
+            alone = isinstance(error, _TooLong)
+            middle = (start + stop) // 2
+            pieces = [(i, i + 1) for i in range(start, stop)] if alone else [(start, middle), (middle, stop)]
+            return [value for piece in pieces for value in self._scores(call, arguments, given, *piece)]
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
             raise UsageError(f"reward function {name!r} returned a {type(values).__name__}, not a list of {n} numbers")
         if len(values) != n:
             raise UsageError(f"reward function {name!r} returned {len(values)} values for {n} completions")
-        return [_number(value, name, i, given) for i, value in enumerate(values)]
+        return [_number(value, name, start + i, given) for i, value in enumerate(values)]
+
+    def _report(self, name: str, failures: list[tuple[int, BaseException]], given: dict[str, Any]) -> None:
+        """Count the samples that a function failed on; say so the first time.
+
+        Raises:
+            UsageError: it failed on all of them.
+        """
+        self._failures[name] += len(failures)
+        if not failures:
+            return
+        sample, error = min(failures, key=lambda failure: failure[0])
+        n, example = len(given["completions"]), _short(given["completions"][sample])
+        what = f"took longer than {self.time_limit_s} s" if isinstance(error, _TooLong) else (
+            f"raised {type(error).__name__}: {' '.join(str(error).split())}")  # fmt: skip
+        if len(failures) == n:
+            raise UsageError(f"reward function {name!r} {what} on all {n} completions, such as {example}") from error
+        if name not in self._reported:
+            self._reported.add(name)
+            # Printed, for `rl fit` shows no log of this level.
+            print(f"reward function {name!r} {what} on {len(failures)} of {n} completions, such as {example}: they get "
+                  f"no reward from it; from here on see the metric rewards/{name}/failed", flush=True)  # fmt: skip
 
     def _call(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if self.time_limit_s is None:
@@ -113,15 +196,17 @@ class RewardFunctions:
             raise value
         return value
 
-    def _first_failing(self, func: Callable[..., Any], arguments: dict[str, Any], n: int) -> int | None:
-        """The first sample that fails on its own, found by calling the function on one after the other."""
-        for i in range(n):
-            one = {key: value if value is None else [value[i]] for key, value in arguments.items()}
-            try:
-                self._call(func, one)
-            except (Exception, SystemExit):
-                return i
-        return None
+
+@dataclass
+class _Call:
+    """One function's share of a batch: samples ``start`` to ``stop``."""
+
+    function: int
+    start: int
+    stop: int
+    values: list[float] = field(default_factory=list)
+    #: Samples that the function failed on, with the error.
+    failures: list[tuple[int, BaseException]] = field(default_factory=list)
 
 
 class _TooLong(Exception):
@@ -150,7 +235,7 @@ def _accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dic
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
         if needed and parameter.name not in given:
-            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids")]
+            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids", *_SHARED)]
             raise UsageError(f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
                              f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -16,10 +16,15 @@ class Sequences:
         completions: n lists of token ids.
         completion_only: completions alone count in the loss; False: every token but a sequence's first, which nothing
             predicts.
+        masks: per sequence which tokens of its completion count, or None: all of them. Read with ``completion_only``.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], completion_only: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        completion_only: bool,
+        masks: Sequence[Sequence[bool] | None] | None = None,
     ) -> None:
         joined = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
         #: Tokens of each sequence, [n].
@@ -29,6 +34,16 @@ class Sequences:
         self._first = torch.tensor([len(p) for p in prompts]) if completion_only else torch.ones_like(self.total)
         #: Tokens of each sequence that count, [n].
         self.counted = self.total - self._first
+        #: Whether each of ``_tokens`` counts, where completions have a mask of their own.
+        self._counts: Tensor | None = None
+        if completion_only and masks is not None and any(mask is not None for mask in masks):
+            counts = [
+                flag
+                for p, c, mask in zip(prompts, completions, masks, strict=True)
+                for flag in [False] * len(p) + (list(mask) if mask is not None else [True] * len(c))
+            ]
+            self._counts = torch.tensor(counts)
+            self.counted = torch.stack([part.sum() for part in self._counts.split(self.total.tolist())])
 
     def __len__(self) -> int:
         return len(self.total)
@@ -56,8 +71,10 @@ class Sequences:
         place = (row * width + column)[owner] + within
         rows = int(row.max()) + 1
         tokens = torch.full((rows * width,), pad_id)
-        tokens[place] = self._tokens[self._start[index][owner] + within]
-        batch = {"tokens": tokens.view(rows, width), "counted": place[within >= self._first[index][owner]]}
+        source = self._start[index][owner] + within
+        tokens[place] = self._tokens[source]
+        counts = within >= self._first[index][owner] if self._counts is None else self._counts[source]
+        batch = {"tokens": tokens.view(rows, width), "counted": place[counts]}
         if packing:
             # Each pad is at 0 too: a sequence of its own, that no other token sees.
             position = torch.zeros_like(tokens)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
+from datamodules.language.notices import notice
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -40,7 +39,7 @@ def load_records(
     Args:
         task: a task, its name or its import path.
         task_kwargs: the task's settings.
-        path: JSONL file, one object per line.
+        path: JSONL file, one object per line; or a parquet, arrow or csv file.
         dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads.
         dataset_config: the hub dataset's configuration.
         dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
@@ -75,7 +74,7 @@ def load_records(
                 raise UsageError(f"task {made.name!r} has no {name!r}; it has {', '.join(records[0])}")
         return records
     if path is not None:
-        where, rows = str(path), list(read_jsonl(path))
+        where, rows = str(path), read_path(path)
     else:
         assert dataset is not None
         where, rows = f"dataset {dataset!r}", read_dataset(dataset, dataset_config, dataset_split)
@@ -88,6 +87,25 @@ def load_records(
 
 
 # -------------------------------------------------------------------- reading
+
+
+def read_path(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of one file, each with its place: a table that ``datasets`` reads, or else JSONL.
+
+    Raises:
+        UsageError: see :func:`read_jsonl` and :func:`read_dataset`.
+    """
+    if Path(path).is_file() and _is_table(Path(path)):
+        return [(f"{path}, row {i}", row) for i, (_, row) in enumerate(read_dataset(str(path)))]
+    return list(read_jsonl(path))
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a file is parquet (by its first bytes: names vary), arrow or csv."""
+    if path.suffix in (".csv", ".arrow", ".parquet"):
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -154,10 +172,18 @@ def read_dataset(name: str, config: str | None = None, split: str | None = None)
     listed: list[tuple[str, dict[str, Any]]] = []
     try:
         for row in rows:
+            row = {key: _without_nulls(value) for key, value in row.items()}
             listed.append((f"dataset {name!r}, row {len(listed)}", row))
     except UnicodeDecodeError as error:
         raise UsageError(f"dataset {name!r}, row {len(listed)}: text that is not UTF-8 ({error.reason})") from error
     return listed
+
+
+def _without_nulls(value: Any) -> Any:
+    # A table gives every message the keys of all others: what one lacks is None there.
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _open_dataset(name: str, config: str | None) -> Any:
@@ -167,10 +193,11 @@ def _open_dataset(name: str, config: str | None) -> Any:
     if path.is_dir() and any((path / file).exists() for file in ("dataset_dict.json", "state.json")):
         return datasets.load_from_disk(name)
     if path.is_file():
-        kinds = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
-        if path.suffix not in kinds:
+        kinds = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+        kind = kinds.get(path.suffix) or ("parquet" if _is_table(path) else None)
+        if kind is None:
             raise ValueError(f"a file ending in {path.suffix!r}, not in one of {', '.join(kinds)}")
-        return datasets.load_dataset(kinds[path.suffix], data_files=name)
+        return datasets.load_dataset(kind, data_files=name)
     return datasets.load_dataset(name, config)
 
 
@@ -239,16 +266,29 @@ def _record(
     return record
 
 
-def _prompt(value: Any, place: str) -> str | list[dict[str, str]]:
-    if isinstance(value, str):
-        return _text(value, f"{place}: 'prompt'")
-    shaped = isinstance(value, list) and value and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    )  # fmt: skip
-    if not shaped:
-        raise UsageError(f"{place}: 'prompt' is {_short(value)}, where text or a list of messages with role and "
-                         "content should be")  # fmt: skip
-    return [{"role": m["role"], "content": _text(m["content"], f"{place}: 'prompt'")} for m in value]
+def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+    return _text(value, f"{place}: 'prompt'") if isinstance(value, str) else as_messages(value, f"{place}: 'prompt'")
+
+
+def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
+    """Chat messages, checked: every one has a role, and text as content unless it calls tools.
+
+    Other keys (``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content`` …) are kept for the chat template.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content should be")
+    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
+    for i, message in enumerate(messages):
+        text = message.get("content", "" if message.get("tool_calls") else None)
+        if not isinstance(message.get("role"), str) or not isinstance(text, str):
+            raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content "
+                             f"should be: message {i} lacks one")  # fmt: skip
+        messages[i] = {**message, "content": _text(text, what)}
+        _text(json.dumps(message, ensure_ascii=False, default=str), what)
+    return messages
 
 
 def _text(value: Any, what: str) -> str:
@@ -297,7 +337,5 @@ def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlon
                          f"has {lengths[first]}); shorten them or take a model with more positions"
                          + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
     if dropped:
-        rank_zero_info(
-            f"{where}: {dropped} of {len(lengths)} records left out, their prompts are longer than {limit} tokens"
-        )
+        notice(f"{where}: {dropped} of {len(lengths)} records left out, their prompts are longer than {limit} tokens")
     return kept

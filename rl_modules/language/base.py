@@ -1,6 +1,7 @@
-"""What every language algorithm shares: the model and its tokenizer, the optimizer, metrics, checkpoints."""
+"""Base classes of the language algorithms: model and tokenizer, optimizer, metrics, checkpoints, evaluation."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,25 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.language.decoding import transformers_model
+from rl_modules.language.frozen_weights import (
+    Sources,
+    check_sources,
+    describe_sources,
+    frozen_parameters,
+    require_same_weights,
+    source_path,
+)
+from rl_modules.language.hyperparameters import make_plain
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
+from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.sampling import Completions, sample
-from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
+from rl_modules.language.sharding import adopt, gathered_once, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
@@ -33,7 +45,9 @@ class LanguageModule(L.LightningModule):
             parameters (another ``model_type`` starts from that type's own defaults).
         tokenizer_name_or_path: directory or hub name; None: the model's, or the character tokenizer from scratch.
         lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
-        torch_dtype: of the weights: float32, bfloat16 or float16; the arithmetic's is the Trainer's ``precision``.
+            Reinforcement learning trains without dropout, so ``lora_dropout`` is 0 there.
+        torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The
+            arithmetic's is the Trainer's ``precision``.
         attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them: true, a layer's
             all; ``selective``, all but matrix products and attention, the costly ones.
@@ -46,6 +60,9 @@ class LanguageModule(L.LightningModule):
         optimizer: callable from parameters to an optimizer, in place of AdamW with the numbers above.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
         logging_steps: optimizer steps between two points of the training curves; ≥ 1.
+        save_frozen_weights: write weights that are never trained (the base under ``lora``, a reference, a reward model)
+            into every checkpoint too; False: their path and a digest, where a path named them. A checkpoint without
+            them needs the directories that they came from, unchanged.
         description: architecture and tokenizer as plain data: how a checkpoint is loaded without the directory that
             the model came from; not for people.
     """
@@ -76,11 +93,14 @@ class LanguageModule(L.LightningModule):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         logging_steps: int = 10,
+        save_frozen_weights: bool = False,
         description: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         # Callables are code, which a checkpoint must not hold.
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
+        make_plain(self)
+        hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
             if value < least:
@@ -89,9 +109,9 @@ class LanguageModule(L.LightningModule):
         if lr_scheduler_type not in known:
             near = did_you_mean(lr_scheduler_type, known)
             raise UsageError(f"lr_scheduler_type={lr_scheduler_type!r} must be one of {', '.join(known)}{near}")
-        self.learning_rate = learning_rate
-        self.max_grad_norm = max_grad_norm
-        self.logging_steps = logging_steps
+        self.learning_rate: float = hp.learning_rate
+        self.max_grad_norm: float | None = hp.max_grad_norm
+        self.logging_steps: int = hp.logging_steps
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
         self.model: Any = None
@@ -107,6 +127,21 @@ class LanguageModule(L.LightningModule):
         #: The last point of every training curve.
         self.latest_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
+        # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
+        self._sources: Sources = {}
+        self._left_out: set[str] = set()
+
+    def reset_run(self) -> None:
+        """Clear what belongs to one run: counters, curves, unfinished steps.
+
+        Called at the start of each ``fit``, before a checkpoint is loaded, so that a second ``fit`` and a warm start
+        count from 0. Weights stay, those of a frozen reference too. An algorithm with further run state extends this.
+        """
+        self._sums, self._weights = {}, {}
+        self._logged_at = 0
+        self.num_tokens = self.began_with = 0
+        self.latest_metrics = {}
+        self._gradients = {}
 
     # ---------------------------------------------------------------- model and tokenizer
 
@@ -127,38 +162,88 @@ class LanguageModule(L.LightningModule):
         if self.model is not None:
             return max_length(self.model.config)
         hp: Any = self.hparams
+        if hp.description is not None:
+            return max_length(make_config(None, hp.description["config"], self.tokenizer, self.dropout))
         return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
 
     def configure_model(self) -> None:
         """Build the model: from its source, or, loading a checkpoint, from the description in it.
 
-        Under ``ModelParallelStrategy`` its weights are then split over all ranks.
+        Under ``ModelParallelStrategy`` its weights are then split over all ranks. At the start of a ``fit`` the last
+        run's state is cleared.
+
+        Raises:
+            UsageError: trained weights would be stored in 16 bits.
         """
+        hp: Any = self.hparams
+        sharded = self._trainer is not None and adopt(self.trainer.strategy)
+        if self._trainer is not None:
+            adopt_precision(self.trainer, hp.lora is not None)
         if self.model is None:
-            self._build()
-        if self._trainer is not None and adopt(self.trainer.strategy) and not is_sharded(self.model):
+            with float32_by_default():
+                self._build()
+        if self._trainer is None:
+            return
+        convert_frozen(self)
+        if self._fitting:
+            require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
+            self.reset_run()
+        if sharded and not is_sharded(self.model):
             # Lightning's mesh has a second dimension, for splitting matrix products.
             self.shard(init_device_mesh(self.trainer.strategy.root_device.type, (self.trainer.world_size,)))
 
     def _build(self) -> None:
         hp: Any = self.hparams
-        source = None if hp.description is not None else hp.model_name_or_path
-        fields = hp.model_config if hp.description is None else hp.description["config"]
-        config = make_config(source, fields, self.tokenizer, self.dropout)
-        # New weights come from the datamodule's seed and leave the global generator as it was.
-        with torch.random.fork_rng(devices=[]):
+        described = hp.description is not None
+        source = self.frozen_source("model.") if described else hp.model_name_or_path
+        fields = hp.description["config"] if described else hp.model_config
+        config = make_config(None if described else source, fields, self.tokenizer, self.dropout)
+        # New weights come from the datamodule's seed and leave the global generators as they were: the CPU's, and that
+        # of the device on which Lightning has tensors made.
+        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
+        forked = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+        with torch.random.fork_rng(**(forked or {"devices": []})):
             torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
             self.build_model(config, source)
-        if hp.description is None:
-            self.hparams["description"] = self.describe(config)
+        if hp.lora is not None:
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    # peft takes over the base's dtype for the modules that it trains whole, such as a score head.
+                    parameter.data = parameter.data.float()
+        keeps = hp.save_frozen_weights
+        if described:
+            if (generation := hp.description.get("generation_config")) is not None:
+                transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
+            description, sources = hp.description, hp.description.get("frozen", {})
+            check_sources(self, sources, hp)
+        else:
+            description = self.describe(config)
+            sources = describe_sources(self, self.frozen_arguments(), hp)
+        self._sources = sources  # of the weights as they were read: a precision may convert them
+        self.hparams["description"] = {**description, "frozen": {} if keeps else sources}
+
+    def frozen_arguments(self) -> dict[str, str]:
+        """By prefix of the parameters' names, the argument that named the directory of frozen weights."""
+        hp: Any = self.hparams
+        return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
+
+    def frozen_source(self, prefix: str) -> str | None:
+        """Where frozen weights that the loaded checkpoint lacks are read from; None: the checkpoint has them."""
+        hp: Any = self.hparams
+        source = hp.description.get("frozen", {}).get(prefix)
+        return None if source is None else source_path(source, hp)
 
     def describe(self, config: Any) -> dict[str, Any]:
-        """What a checkpoint needs to build the models again, as plain data.
+        """Describes the models as plain data, from which a checkpoint builds them again.
 
         Args:
             config: of the model.
         """
-        return {"config": plain_config(config), "tokenizer": tokenizer_to_dict(self.tokenizer)}
+        described = {"config": plain_config(config), "tokenizer": tokenizer_to_dict(self.tokenizer)}
+        generation = getattr(transformers_model(self.model), "generation_config", None)
+        if generation is not None:  # the list of EOS tokens, and the sampling defaults that an export hands on
+            described["generation_config"] = plain_config(generation)
+        return described
 
     def shard(self, mesh: Any) -> None:
         """Split the weights over ranks; an algorithm with further models splits them here too.
@@ -172,7 +257,13 @@ class LanguageModule(L.LightningModule):
         """Set ``self.model``; an algorithm with further models (reference, value) builds them here too."""
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
-                                hp.gradient_checkpointing, hp.lora)  # fmt: skip
+                                hp.gradient_checkpointing, self.lora)  # fmt: skip
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
+        lora: dict[str, Any] | None = self.hparams["lora"]
+        return lora if lora is None or self.dropout else {**lora, "lora_dropout": 0.0}
 
     def export(self, folder: str | Path) -> Path:
         """Write the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA is merged in.
@@ -187,22 +278,37 @@ class LanguageModule(L.LightningModule):
 
     # ---------------------------------------------------------------- metrics
 
-    def record(self, weight: Tensor | float = 1.0, **metrics: Tensor) -> None:
-        """Remember scalars; their weighted mean since the last point is logged every ``logging_steps``.
+    def record(self, weight: Tensor | float = 1.0, **metrics: Tensor | float) -> None:
+        """Add scalars to their running means; the means are logged every ``logging_steps``.
 
-        Never waits for the device.
+        Any number of names, any subset of them in an update. Never waits for the device.
 
         Args:
-            weight: how much this minibatch counts, such as its number of tokens.
-            metrics: scalars by name.
+            weight: how much this minibatch counts, such as its number of tokens; 0: nothing was measured.
+            metrics: scalars by name, tensors or numbers.
+
+        Raises:
+            UsageError: a value that is no scalar.
         """
+        w = self._scalar("weight", weight)
         for name, value in metrics.items():
-            value = value.detach().float()
-            w = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
-            # A weight of 0 says that there was nothing to measure: NaN must not spread from there.
+            value = self._scalar(name, value)
+            # The value of a weight of 0 may be NaN, which must not spread.
             share = torch.where(w > 0, value * w, 0.0)
             self._sums[name] = self._sums[name] + share if name in self._sums else share
             self._weights[name] = self._weights[name] + w if name in self._weights else w
+
+    def _scalar(self, name: str, value: Tensor | float) -> Tensor:
+        """A float32 scalar on the module's device, without a wait for either device."""
+        if not isinstance(value, Tensor):
+            # A fill, for a copy of a number from the host would wait.
+            try:
+                return torch.full((), float(value), dtype=torch.float32, device=self.device)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"record: {name}={value!r} must be a number or a tensor with one element") from error
+        if value.numel() != 1:
+            raise UsageError(f"record: {name} has shape {tuple(value.shape)}; record a scalar, such as its mean")
+        return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = self.trainer.global_step
@@ -214,12 +320,15 @@ class LanguageModule(L.LightningModule):
             self.write_metrics()
 
     def write_metrics(self) -> None:
-        """One point of every training curve, over the optimizer step, with the means over all ranks."""
+        """Logs one point of every training curve: means since the last point, over all ranks."""
         step = self._logged_at = self.trainer.global_step
-        names = list(self._sums)
+        names = self._names_over_ranks()
         metrics: dict[str, float] = {}
         if names:
-            table = torch.stack([torch.stack([self._sums[name], self._weights[name]]) for name in names])
+            nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+            table = torch.stack([
+                torch.stack([self._sums.get(name, nothing), self._weights.get(name, nothing)]) for name in names
+            ])  # fmt: skip
             if self.trainer.world_size > 1:
                 table = self.trainer.strategy.reduce(table, reduce_op="sum")
             sums, weights = table.unbind(-1)
@@ -234,6 +343,14 @@ class LanguageModule(L.LightningModule):
             logger.log_metrics(metrics, step=step)
         self._sums, self._weights = {}, {}
 
+    def _names_over_ranks(self) -> list[str]:
+        """What any rank has recorded, in one order on all of them."""
+        if self.trainer.world_size == 1:
+            return list(self._sums)
+        ranks: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(ranks, list(self._sums))
+        return sorted({name for names in ranks for name in names})
+
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add metrics that are functions of means, such as a perplexity; called on what is about to be logged.
 
@@ -243,7 +360,7 @@ class LanguageModule(L.LightningModule):
         return metrics
 
     def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
-        """Remember means over one batch of an evaluation, for callbacks to monitor and as a curve over the step.
+        """Adds the means over one evaluation batch to the evaluation's, for callbacks and as a curve over the step.
 
         Args:
             metrics: scalars by name, ``eval/…``.
@@ -323,7 +440,23 @@ class LanguageModule(L.LightningModule):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """torch's; frozen weights that a checkpoint leaves out stay as they were read."""
+        if missing := self._left_out - state_dict.keys():
+            own = self.state_dict()
+            state_dict = {**state_dict, **{name: own[name] for name in missing}}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Load a checkpoint's weights into the model that is built from its description."""
+        sources = self.hparams["description"]["frozen"]
+        self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
+        self.load_state_dict(state_dict)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for prefix in self.hparams["description"]["frozen"]:
+            for name in frozen_parameters(self, prefix):
+                del checkpoint["state_dict"][name]
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["num_tokens"] = self.num_tokens
         checkpoint["gradients"] = self._gradients_so_far()
@@ -342,16 +475,27 @@ class LanguageModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         self.began_with = self.num_tokens
+        # A checkpoint's are on the CPU.
+        self._sums = {name: value.to(self.device) for name, value in self._sums.items()}
+        self._weights = {name: value.to(self.device) for name, value in self._weights.items()}
         for name, parameter in self.named_parameters():
             if name in self._gradients:
                 parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
         self._gradients = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved, here = checkpoint.get("algorithm"), type(self).__name__
-        if saved != here:
-            raise UsageError(f"the checkpoint holds {saved or 'no language algorithm'}, not {here}; load it with that "
-                             "class")  # fmt: skip
+        algorithm, here = checkpoint.get("algorithm"), type(self).__name__
+        if algorithm != here:
+            raise UsageError(f"the checkpoint holds {algorithm or 'no language algorithm'}, not {here}; load it with "
+                             "that class")  # fmt: skip
+        description = checkpoint.get("hyper_parameters", {}).get("description") or {}
+        saved = description.get("frozen", {})
+        require_same_weights(self._sources, saved, self.hparams)
+        # What the checkpoint holds may differ from what the path has by now, and is written on.
+        own = self.hparams["description"]
+        kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
+        self.hparams["description"] = {**own, "frozen": kept}
+        self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
         self.num_tokens = checkpoint["num_tokens"]
         self._gradients = checkpoint["gradients"]
         unlogged = checkpoint["unlogged"]
@@ -397,11 +541,14 @@ class LanguagePolicy(LanguageModule):
             "repetition_penalty": self.repetition_penalty,
             **sampling,
         }
-        return sample(
-            self.model, prompts, num_generations=num_generations, seeds=seeds,
-            eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
-            synced_gpus=is_sharded(self.model), **settings,
-        )  # fmt: skip
+        # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
+        precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
+        with precision, gathered_once(self.model):
+            return sample(
+                self.model, prompts, num_generations=num_generations, seeds=seeds,
+                eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
+                synced_gpus=is_sharded(self.model), **settings,
+            )  # fmt: skip
 
     # ---------------------------------------------------------------- evaluation on held-out prompts
 
@@ -462,10 +609,10 @@ def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) 
     for row, flags in zip(answers, correct.tolist(), strict=True):
         right = {answer for answer, flag in zip(row, flags, strict=True) if flag}
         results.append(max((float(F.cons_at_k([list(row)], [a], len(row))) for a in right), default=0.0))
-    return torch.tensor(results, device=correct.device)
+    return torch.tensor(results, dtype=torch.float32, device=correct.device)
 
 
-def plain_config(config: PretrainedConfig) -> dict[str, Any]:
+def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:
     """A transformers config's fields, as far as a checkpoint may hold them."""
     return {key: value for key, value in config.to_dict().items() if _is_plain(value)}
 

@@ -3,17 +3,25 @@
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import add_lora, make_model
-from rl_modules.language.scoring import completion_log_probs, completion_positions
+from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
 
 
 def frozen(model: Any) -> Any:
     """The same model, without gradient and in evaluation mode."""
     return model.requires_grad_(False).eval()
+
+
+def with_weights_in(model: Any, dtype: torch.dtype) -> Any:
+    """The same model with its parameters in a dtype; buffers such as rotary frequencies keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def without_dropout(config: Any) -> Any:
@@ -53,7 +61,7 @@ class HeadOnPolicy(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
+        self.linear = nn.Linear(hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -65,7 +73,7 @@ class HeadOnPolicy(nn.Module):
 
     def forward(
         self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,
-        entropy: bool = False,
+        entropy: bool = False, extent: Extent | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """One forward pass of the policy for everything that it and its head say about completions.
 
@@ -76,6 +84,7 @@ class HeadOnPolicy(nn.Module):
             length: tokens of the completions, [b], ≥ 1.
             temperature: the one that the tokens were sampled with.
             entropy: also return the entropies.
+            extent: of the batch; None asks the device.
 
         Returns:
             Log-probabilities, entropies (or None) and values of the completions' tokens, [b, L] each.
@@ -87,8 +96,9 @@ class HeadOnPolicy(nn.Module):
             states.append(output.hidden_states[-1])
             return output
 
-        log_prob, spread = completion_log_probs(tapped, tokens, prompt_length, length, temperature, entropy)
-        place = (completion_positions(prompt_length, length) - 1).unsqueeze(-1)
+        extent = extent_of(prompt_length, length) if extent is None else extent
+        log_prob, spread = completion_log_probs(tapped, tokens, prompt_length, length, temperature, entropy, extent)
+        place = (completion_positions(prompt_length, length, extent[2]) - 1).unsqueeze(-1)
         before = states[0].gather(1, place.expand(-1, -1, states[0].shape[-1]))
         return log_prob, spread, self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
 

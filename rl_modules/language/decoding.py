@@ -39,11 +39,15 @@ class Prompts:
         listed = [tuple(prompt) for prompt in prompts]
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(listed))}
         width = max(map(len, place))
-        tokens = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place])
-        length = torch.tensor([len(prompt) for prompt in place])
+        tokens = torch.tensor(
+            [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place], dtype=torch.int64
+        )
+        length = torch.tensor([len(prompt) for prompt in place], dtype=torch.int64)
         mask = torch.arange(width) >= width - length.unsqueeze(-1)
-        source = torch.tensor([place[prompt] for prompt in listed]).repeat_interleave(num_generations)
-        return cls(tokens.to(device), mask.to(device), length.to(device), source.to(device))
+        source = torch.tensor([place[prompt] for prompt in listed], dtype=torch.int64).repeat_interleave(
+            num_generations
+        )
+        return cls(*(x.to(device, non_blocking=True) for x in (tokens, mask, length, source)))
 
     @property
     def positions(self) -> Tensor:
@@ -70,8 +74,8 @@ class Record:
     def __init__(self, limit: Tensor, stops: Tensor, pad_token_id: int) -> None:
         shape = (len(limit), int(limit.max()))
         self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
-        self.tokens = torch.full(shape, pad_token_id, device=limit.device)
-        self.log_prob = torch.zeros(shape, device=limit.device)
+        self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
+        self.log_prob = torch.zeros(shape, dtype=torch.float32, device=limit.device)
         self.length = torch.zeros_like(limit)
         self.finished = torch.zeros_like(limit, dtype=torch.bool)
 
@@ -99,11 +103,11 @@ class _Live:
         """The prompts' masks, with ``new`` tokens more, none of them padding; (n, S + new)."""
         return None if self.mask is None else torch.nn.functional.pad(self.mask, (0, new), value=True)
 
-    def drop(self, done: Tensor, cache: RowCache) -> None:
+    def drop(self, done: list[bool], cache: RowCache) -> None:
         """Move rows from the end into the places of those that are done: few rows move, each at most once a step."""
-        left = len(done) - int(done.sum())
-        holes = done[:left].nonzero().squeeze(-1)
-        movers = (~done[left:]).nonzero().squeeze(-1) + left
+        left = len(done) - sum(done)
+        moves = [[i for i in range(left) if done[i]], [i for i in range(left, len(done)) if not done[i]]]
+        holes, movers = torch.tensor(moves, dtype=torch.int64).to(self.row.device, non_blocking=True)
         for name, lines in vars(self).items():
             if lines is not None:
                 lines[holes] = lines[movers]
@@ -142,8 +146,9 @@ def decode(
             live.position = live.position + 1
             if live.seen is not None:
                 live.seen.scatter_(-1, live.token.unsqueeze(-1), True)
-            done = record.add(step, live.row, live.token, log_prob)
-            if bool(done.any()):
+            # The one wait for the device per token: how many rows are left decides the next shapes.
+            done = record.add(step, live.row, live.token, log_prob).tolist()
+            if any(done):
                 live.drop(done, cache)
             if not len(live.row):
                 break
@@ -219,6 +224,6 @@ def _forward(model: Any, cache: RowCache) -> Callable[[Tensor, Tensor, Tensor | 
 
 
 def _any_rank(value: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(value), device=device)
+    flag = torch.tensor(int(value), dtype=torch.int64, device=device)
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
     return bool(flag)

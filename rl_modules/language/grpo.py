@@ -9,8 +9,8 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
-from rl_modules.language.scoring import completion_log_probs, completion_mask
+from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
+from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, repeated_share
 
 _CHOICES = {
@@ -36,8 +36,9 @@ class GRPO(JudgedPolicy):
     ``repetition_penalty``) or decoding rounds otherwise than training (16 bits), those of one more forward pass.
     Without a KL, completions whose advantage is 0 are in the normalisers but never go through the model.
 
-    Names and defaults are TRL's. Departures from it: ``dapo`` divides by the tokens of the optimizer step (TRL: by an
-    equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of sampling.
+    Names and defaults are those of TRL 1.16. Departures from it: ``dapo`` divides by the tokens of the optimizer step
+    (TRL: by an equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of
+    sampling.
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.
@@ -53,7 +54,8 @@ class GRPO(JudgedPolicy):
         kl_estimator: ``k1``, ``k2`` or ``k3``; as a loss k1 has no expected gradient, see ``functional.kl_estimate``.
         use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
         reward_weights: one per reward function, the reward model's last; None: all 1.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is one more reward.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is one more reward;
+            one with another tokenizer reads the texts in its own tokens.
         ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
         sync_ref_model: let the reference follow the policy.
         ref_model_mixup_alpha: α of π_ref ← α π + (1 - α) π_ref, on the weights; in (0, 1].
@@ -88,7 +90,7 @@ class GRPO(JudgedPolicy):
         scale_rewards: str = "group",
         importance_sampling_level: str = "token",
         kl_estimator: str = "k3",
-        use_bias_correction_kl: bool = False,
+        use_bias_correction_kl: bool = True,
         reward_weights: list[float] | None = None,
         reward_model_name_or_path: str | None = None,
         ref_model_name_or_path: str | None = None,
@@ -102,7 +104,7 @@ class GRPO(JudgedPolicy):
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
-        max_completion_length: int = 256,
+        max_completion_length: int = 512,
         local_rollout_forward_batch_size: int = 64,
         completions_steps: int = 100,
         learning_rate: float = 1e-6,
@@ -132,22 +134,30 @@ class GRPO(JudgedPolicy):
             raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
                              "adapters; set one of them only")  # fmt: skip
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
-        self.beta, self.epsilon, self.epsilon_high, self.delta = beta, epsilon, epsilon_high, delta
+        self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
-        self.reward_weights = reward_weights
-        self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, top_entropy_quantile
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
-        self.forward_rows = local_rollout_forward_batch_size
-        self.completions_steps = completions_steps
+        self.reward_weights = hp.reward_weights
+        self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, hp.top_entropy_quantile
+        self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
+        self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
+        self.forward_rows = hp.local_rollout_forward_batch_size
+        self.completions_steps = hp.completions_steps
         self._table_due_at = 0
         self._synced_at = 0
+
+    def reset_run(self) -> None:
+        super().reset_run()
+        self._table_due_at = self._synced_at = 0
 
     @property
     def wants_reference(self) -> bool:
         return self.beta > 0
+
+    @property
+    def reference_is_frozen(self) -> bool:
+        return not self.hparams["sync_ref_model"]
 
     def build_model(self, config: Any, source: str | None) -> None:
         super().build_model(config, source)
@@ -173,7 +183,7 @@ class GRPO(JudgedPolicy):
             rollout: a generation, see ``PromptDataModule``.
         """
         if self.reward_model is not None:
-            score = self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
+            score = self.judge_scores(rollout)
             rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
             rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
         if not rollout["reward_names"]:
@@ -187,11 +197,12 @@ class GRPO(JudgedPolicy):
         return F.combine_rewards(rollout["rewards"], weights)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
+        """Computes advantages and masks of a scored rollout.
 
         Returns:
-            tokens [B, T]; prompt_length, length, group and advantage [B]; mask, log_prob and, if β > 0, ref_log_prob
-            [B, L]; keep [B] bool where rows without advantage need no forward pass.
+            The fields that :meth:`training_step` reads: tokens [B, T]; prompt_length, length, group and advantage [B];
+            mask, log_prob and, if β > 0, ref_log_prob [B, L]; keep [B] bool where rows without advantage need no
+            forward pass.
         """
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         if self.mask_truncated_completions:
@@ -211,7 +222,7 @@ class GRPO(JudgedPolicy):
         return fields
 
     def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """What needs a forward pass per generation, [b, L] each: log π and entropy, and log π_ref."""
+        """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
         result: dict[str, Any] = {}
         if self.rescores:
@@ -232,7 +243,7 @@ class GRPO(JudgedPolicy):
 
     @property
     def rounds_differently(self) -> bool:
-        """Whether decoding token by token and training have visibly different log-probabilities, and it matters."""
+        """Whether log-probabilities of decoding and of training differ by their rounding, and a ratio would show it."""
         updates = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
         return updates > 1 and not exact
@@ -262,7 +273,7 @@ class GRPO(JudgedPolicy):
             and repeated_share(*text[1:], group) >= WORTHWHILE
         ):
             return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
-        return completion_log_probs(self.model, *text, self.temperature, entropy)
+        return completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """This micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning divides.
@@ -285,6 +296,14 @@ class GRPO(JudgedPolicy):
             return loss * (batch["mask"].sum() / batch["micro_tokens"].clamp(min=1))
         return loss * (len(log_prob) * batch["n_micro"] / batch["step_rows"])
 
+    # ---------------------------------------------------------------- evaluation
+
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Also the reward model's score of held-out completions, where there is one."""
+        super().log_completions(batch, batch_idx)
+        if self.reward_model is not None:
+            self.log_evaluation({self.score_metric: self.judge_scores(batch).mean()}, len(batch["answers"]))
+
     # ---------------------------------------------------------------- pieces to override
 
     def advantages(self, reward: Tensor, num_generations: int) -> Tensor:
@@ -303,8 +322,8 @@ class GRPO(JudgedPolicy):
         """
         values = torch.where(mask, entropy, torch.nan)
         if self._world_size > 1:
-            width = self.trainer.strategy.reduce(torch.tensor(float(values.shape[1])), reduce_op="max")
-            values = self.gathered(torch.nn.functional.pad(values, (0, int(width) - values.shape[1]), value=torch.nan))
+            width = self.most_over_ranks(values.shape[1])
+            values = self.gathered(torch.nn.functional.pad(values, (0, width - values.shape[1]), value=torch.nan))
         threshold = values.flatten().nanquantile(1 - self.top_entropy_quantile)
         chosen = mask & (entropy >= threshold)
         return torch.where(chosen, advantage if advantage.ndim == 2 else advantage.unsqueeze(1), 0.0)
@@ -327,7 +346,7 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- diagnostics
 
     def record_generation(self, rollout: Rollout, fields: dict[str, Tensor], entropy: Tensor | None) -> None:
-        """What a generation earned and how long it is, over all ranks.
+        """Records rewards and lengths of a generation, over all ranks.
 
         Args:
             rollout: with ``reward``.
@@ -350,19 +369,18 @@ class GRPO(JudgedPolicy):
             "completions/clipped_ratio": 1 - finished.mean(),
         }
         if "missing" in rollout:
-            metrics["dynamic_sampling/missing"] = torch.tensor(rollout["missing"], device=length.device)
+            metrics["dynamic_sampling/missing"] = rollout["missing"]
         self.record(**metrics)
-        ended = length[finished.bool()]
-        if len(ended):
-            self.record(**{"completions/mean_terminated_length": ended.mean(),
-                           "completions/min_terminated_length": ended.min(),
-                           "completions/max_terminated_length": ended.max()})  # fmt: skip
-        named = [("reward", "reward_std", reward)]
-        for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
-            named.append((f"rewards/{name}/mean", f"rewards/{name}/std", column))
-        for mean, std, column in named:
-            if len(scored := column[~column.isnan()]):
-                self.record(**{mean: scored.mean(), std: scored.std(correction=min(1, len(scored) - 1))})
+        ended = finished > 0
+        self.record(ended.any().float(), **{
+            "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
+            "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
+            "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
+        })  # fmt: skip
+        n, mean, std = moments(reward)
+        self.record((n > 0).float(), reward=mean, reward_std=std)
+        names = [f"rewards/{name}" for name in rollout["reward_names"]]
+        self.record_rewards(names, table[:, len(columns) :], rollout)
         self.num_tokens += int((length + prompt_length).sum())
         step = self.trainer.global_step
         if self.completions_steps and step >= self._table_due_at:
@@ -385,7 +403,7 @@ class GRPO(JudgedPolicy):
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
-        """The loss, how often a clip is active, and the KL to the reference."""
+        """Records the loss, the fractions of clipped ratios, and the KL to the reference."""
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
         weight, counts = batch["micro_tokens"], mask

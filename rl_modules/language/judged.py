@@ -1,4 +1,4 @@
-"""What algorithms with experience of their own share: frozen models beside the policy, and passes over a generation."""
+"""Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
-from rl_modules.language.critics import check_same_tokens, frozen
+from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.models import make_config, make_model, max_length
+from rl_modules.language.rereading import encode_again, same_tokens
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.sharding import shard
-from rl_modules.language.tokenizer import load_tokenizer
+from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 Rollout = dict[str, Any]
 
@@ -23,7 +24,8 @@ Rollout = dict[str, Any]
 class JudgedPolicy(LanguagePolicy):
     """A policy beside a reference to stay near and a reward model, either of which may be missing.
 
-    Both are in a checkpoint, which therefore loads and goes on without the directories that they came from.
+    A checkpoint has the path and a digest of both; with ``save_frozen_weights`` it holds their weights, and then loads
+    and resumes without the directories that they came from.
     """
 
     #: Mean score of demonstrations, which rewards are measured from.
@@ -35,10 +37,27 @@ class JudgedPolicy(LanguagePolicy):
         super().__init__(*args, **kwargs)
         self.reference: Any = None
         self.reward_model: Any = None
+        #: The reward model's tokenizer where it is another than the policy's: texts are then encoded again.
+        self.reward_tokenizer: Any = None
+
+    #: What is monitored where no reward function tells which completions are right.
+    score_metric = "eval/rewards/reward_model"
+
+    @property
+    def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
+        """Right answers on held-out prompts; where no reward function tells, the reward model's score."""
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
+        tells = datamodule is None or len(datamodule.rewards) > 0
+        return ("eval/pass@1" if tells else self.score_metric, "max")
 
     @property
     def wants_reference(self) -> bool:
-        """Whether anything asks for the reference's log-probabilities."""
+        """Whether the loss or the rewards need the reference's log-probabilities."""
+        return True
+
+    @property
+    def reference_is_frozen(self) -> bool:
+        """Whether the reference keeps the weights that it was read with; else checkpoints must hold them."""
         return True
 
     # ---------------------------------------------------------------- models
@@ -46,7 +65,8 @@ class JudgedPolicy(LanguagePolicy):
     def describe(self, config: Any) -> dict[str, Any]:
         judges = {"reward_config": self.reward_model, "reference_config": self.reference}
         described = {name: None if model is None else plain_config(model.config) for name, model in judges.items()}
-        return {**super().describe(config), **described}
+        other = None if self.reward_tokenizer is None else tokenizer_to_dict(self.reward_tokenizer)
+        return {**super().describe(config), **described, "reward_tokenizer": other}
 
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -58,11 +78,9 @@ class JudgedPolicy(LanguagePolicy):
         """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams
-        self.register_buffer("reward_offset", torch.zeros(()))
+        self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
         if hp.description is not None:
-            # Their weights are in the checkpoint.
-            self.reward_model = self._described("reward_config", "score")
-            self.reference = self._described("reference_config", "causal")
+            self._build_described(config)
             return
         if hp.reward_model_name_or_path is not None:
             self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
@@ -70,6 +88,34 @@ class JudgedPolicy(LanguagePolicy):
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
         elif self.wants_reference and hp.lora is None:
             self.reference = frozen(copy.deepcopy(self.model))
+
+    def _build_described(self, config: Any) -> None:
+        """Reference and reward model of a checkpoint: read again, or built for the weights that it brings."""
+        hp: Any = self.hparams
+        judge, reference = self.frozen_source("reward_model."), self.frozen_source("reference.")
+        if judge is not None:
+            self.reward_model = frozen(self._read_reward_model(judge))
+        else:
+            self.reward_model = self._described("reward_config", "score")
+            if (files := hp.description.get("reward_tokenizer")) is not None:
+                self.reward_tokenizer = tokenizer_from_dict(files)
+        if reference is None:
+            self.reference = self._described("reference_config", "causal")
+        elif hp.ref_model_name_or_path is not None:
+            self.reference = frozen(self._read_reference(reference))
+        else:
+            self.reference = frozen(make_model(config, reference, "causal", hp.torch_dtype, hp.attn_implementation))
+
+    def frozen_arguments(self) -> dict[str, str]:
+        hp: Any = self.hparams
+        arguments = super().frozen_arguments()
+        if self.reward_model is not None:
+            arguments["reward_model."] = "reward_model_name_or_path"
+        if self.reference is not None and self.reference_is_frozen:
+            name = "ref_model_name_or_path" if hp.ref_model_name_or_path is not None else "model_name_or_path"
+            if hp[name] is not None:  # else a copy of new weights
+                arguments["reference."] = name
+        return arguments
 
     def train(self, mode: bool = True) -> "JudgedPolicy":
         super().train(mode)
@@ -97,8 +143,26 @@ class JudgedPolicy(LanguagePolicy):
         require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
+    def judge_scores(self, rollout: Rollout) -> Tensor:
+        """The reward model's score of each completion, [B]; in its own tokens where they are not the policy's.
+
+        Args:
+            rollout: tokens, prompt_length, length; read again also ``asked``, ``texts`` and ``finished``.
+        """
+        if self.reward_tokenizer is None:
+            return self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
+        tokens, length = encode_again(
+            self.reward_tokenizer, rollout["asked"], rollout["texts"], rollout["finished"].tolist(),
+            max_length(self.reward_model.config),
+        )  # fmt: skip
+        scores = torch.zeros(len(length), dtype=torch.float32, device=self.device)
+        for rows in length.argsort(stable=True).split(self.forward_rows):
+            part = tokens[rows, : int(length[rows].max())].to(self.device)
+            scores[rows.to(self.device)] = sequence_scores(self.reward_model, part, length[rows].to(self.device))
+        return scores - self.reward_offset
+
     def in_parts(self, rollout: Rollout, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Run a forward pass over a generation in parts of rows of similar length.
+        """Runs a forward pass over a generation, in parts of rows of similar length.
 
         Args:
             rollout: tokens, prompt_length, length.
@@ -107,13 +171,19 @@ class JudgedPolicy(LanguagePolicy):
         Returns:
             The same tensors for all rows; what is narrower than the longest completion is filled with 0.
         """
-        total = rollout["prompt_length"] + rollout["length"]
+        lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
+        total, length = lengths.tolist()
+        order = sorted(range(len(total)), key=total.__getitem__)
         results: dict[str, Tensor] = {}
-        for rows in total.argsort(stable=True).split(self.forward_rows):
-            tokens = rollout["tokens"][rows, : int(total[rows].max())]
+        for rows in (
+            torch.tensor(order, dtype=torch.int64).to(lengths.device, non_blocking=True).split(self.forward_rows)
+        ):
+            longest = total[order[len(rows) - 1]]
+            order = order[len(rows) :]
+            tokens = rollout["tokens"][rows, :longest]
             for name, value in compute(tokens, rollout["prompt_length"][rows], rollout["length"][rows]).items():
                 if name not in results:
-                    width = (int(rollout["length"].max()),) * (value.ndim - 1)
+                    width = (max(length),) * (value.ndim - 1)
                     results[name] = value.new_zeros((len(total), *width))
                 if value.ndim == 1:
                     results[name][rows] = value
@@ -121,11 +191,33 @@ class JudgedPolicy(LanguagePolicy):
                     results[name][rows, : value.shape[1]] = value
         return results
 
+    def record_rewards(self, names: list[str], rewards: Tensor, rollout: Rollout, std: bool = True) -> None:
+        """Record the mean (and standard deviation) of each reward over the completions that it applies to.
+
+        Args:
+            names: F.
+            rewards: of all ranks' completions, [B, F]; NaN: does not apply.
+            rollout: with ``failed``, the number of this rank's completions that each function raised on.
+            std: also record the standard deviations.
+        """
+        for name, column in zip(names, rewards.unbind(1), strict=True):
+            n, mean, deviation = moments(column)
+            self.record((n > 0).float(), **{f"{name}/mean": mean, **({f"{name}/std": deviation} if std else {})})
+        for name, count in rollout.get("failed", {}).items():
+            self.record(**{f"rewards/{name}/failed": count * self._world_size})
+
     # ---------------------------------------------------------------- helpers
 
     @property
     def _world_size(self) -> int:
         return self.trainer.world_size if self._trainer is not None else 1
+
+    def most_over_ranks(self, number: int) -> int:
+        """The largest of the ranks' numbers; the collective runs on the strategy's device."""
+        if self._world_size == 1:
+            return number
+        value = torch.tensor(number, dtype=torch.int64, device=self.trainer.strategy.root_device)
+        return int(self.trainer.strategy.reduce(value, reduce_op="max"))
 
     def gathered(self, x: Tensor) -> Tensor:
         """The rows of all ranks, [ranks · b, …]."""
@@ -136,11 +228,12 @@ class JudgedPolicy(LanguagePolicy):
 
     def _read_reward_model(self, path: str) -> Any:
         try:
-            found = load_reward_model(path, self.tokenizer, self.hparams["torch_dtype"])
+            found = load_reward_model(path, None, self.hparams["torch_dtype"])
         except UsageError as error:
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
+        self.reward_tokenizer = None if same_tokens(found.tokenizer, self.tokenizer) else found.tokenizer
         self.reward_offset.fill_(found.offset)
-        return found.model.to(self.model.dtype)
+        return with_weights_in(found.model, self.model.dtype)
 
     def _read_reference(self, path: str) -> Any:
         hp: Any = self.hparams
@@ -160,6 +253,15 @@ class JudgedPolicy(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many numbers are no NaN, their mean, and their standard deviation (0 of a single one); scalars."""
+    counts = ~x.isnan()
+    n = counts.sum()
+    mean = torch.where(counts, x, 0.0).sum() / n.clamp(min=1)
+    squares = torch.where(counts, (x - mean).square(), 0.0).sum()
+    return n, mean, (squares / (n - 1).clamp(min=1)).sqrt()
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:

@@ -164,7 +164,8 @@ class RewardModel(LanguageModule):
                 total += torch.stack([(scores.double().cpu() * weight).sum(), weight.sum()])
         self.train(training)
         if self.trainer.world_size > 1:
-            total = self.trainer.strategy.reduce(total.to(self.device), reduce_op="sum").cpu()
+            # After a fit the module is on the CPU, the ranks' collectives still work on the strategy's device.
+            total = self.trainer.strategy.reduce(total.to(self.trainer.strategy.root_device), reduce_op="sum").cpu()
         if total[1]:
             self.reward_offset = float(total[0] / total[1])
         return self.reward_offset

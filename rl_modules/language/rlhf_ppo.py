@@ -7,11 +7,18 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.critics import HeadOnPolicy, value_model_from
+from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import logits_at
-from rl_modules.language.scoring import completion_log_probs, completion_mask, token_values
+from rl_modules.language.scoring import (
+    Extent,
+    completion_log_probs,
+    completion_mask,
+    extent_in,
+    extent_of,
+    token_values,
+)
 from rl_modules.language.sharding import shard
 
 
@@ -29,12 +36,14 @@ class RLHFPPO(JudgedPolicy):
     value model starts as a copy of the reward model. Policy, reference, reward and value model are all in a checkpoint,
     which therefore loads and goes on without the directories that they came from.
 
-    Names and defaults are those of TRL's PPO, whose ``kl_coef`` is ``beta`` here as in GRPO. Departures from it: the
-    score stands on the last token of the completion (TRL: one place behind it), and whitening is over all ranks.
+    Names and defaults are those of TRL's PPO, but for two names that are GRPO's here: ``beta`` is TRL's ``kl_coef``,
+    and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score stands
+    on the last token of the completion (TRL: one place behind it), and whitening is over all ranks.
 
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel with the policy's tokenizer.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel; with another tokenizer than the
+            policy's only under ``value_head_on_policy``, for the value model starts from it.
         ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
         value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
             of its own: half the memory, but both losses pull at the same weights.
@@ -69,6 +78,7 @@ class RLHFPPO(JudgedPolicy):
     """
 
     adam_eps = 1e-5
+    score_metric = "eval/scores"
 
     def __init__(
         self,
@@ -125,19 +135,25 @@ class RLHFPPO(JudgedPolicy):
             raise UsageError(f"kl_estimator={kl_estimator!r} must be k1 or k3")
         if target_kl is not None and beta == 0:
             raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
-        self.beta = beta
-        self.target_kl, self.kl_gain, self.kl_estimator = target_kl, kl_gain, kl_estimator
-        self.gamma, self.lam = gamma, lam
-        self.cliprange, self.cliprange_value, self.vf_coef = cliprange, cliprange_value, vf_coef
+        self.beta: float = hp.beta
+        self.target_kl, self.kl_gain, self.kl_estimator = hp.target_kl, hp.kl_gain, kl_estimator
+        self.gamma, self.lam = hp.gamma, hp.lam
+        self.cliprange, self.cliprange_value, self.vf_coef = hp.cliprange, hp.cliprange_value, hp.vf_coef
         self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards
-        self.missing_eos_penalty = missing_eos_penalty
-        self.ptx_coef = ptx_coef
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty, self.max_completion_length = repetition_penalty, max_completion_length
-        self.forward_rows = local_rollout_forward_batch_size
-        self.completions_steps = completions_steps
+        self.missing_eos_penalty = hp.missing_eos_penalty
+        self.ptx_coef = hp.ptx_coef
+        self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
+        self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
+        self.forward_rows = hp.local_rollout_forward_batch_size
+        self.completions_steps = hp.completions_steps
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
+        self._table_due_at = 0
+
+    def reset_run(self) -> None:
+        """Also the adapted β, which starts from its hyperparameter again."""
+        super().reset_run()
+        self.beta = self.hparams["beta"]
         self._table_due_at = 0
 
     # ---------------------------------------------------------------- models
@@ -149,7 +165,17 @@ class RLHFPPO(JudgedPolicy):
         if hp.value_head_on_policy:
             self.value_head = HeadOnPolicy(config.get_text_config(decoder=True).hidden_size)
         else:
-            self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, hp.lora)
+            if self.reward_tokenizer is not None:
+                check_same_tokens(f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "
+                                  "model starts (value_head_on_policy=true has none),", self.reward_tokenizer,
+                                  self.tokenizer)  # fmt: skip
+            self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, self.lora)
+
+    def frozen_arguments(self) -> dict[str, str]:
+        arguments = super().frozen_arguments()
+        if self.value_model is not None and self.hparams["lora"] is not None:
+            arguments["value_model."] = "reward_model_name_or_path"
+        return arguments
 
     def shard(self, mesh: Any) -> None:
         super().shard(mesh)
@@ -168,16 +194,17 @@ class RLHFPPO(JudgedPolicy):
         Args:
             rollout: a generation, see ``PromptDataModule``.
         """
-        score = self.in_parts(rollout, lambda *part: {"score": self.scores(*part)})["score"]
+        score = self.judge_scores(rollout)
         if self.missing_eos_penalty is None:
             return score
         return score - self.missing_eos_penalty * (~rollout["finished"]).float()
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What :meth:`training_step` reads, of a generation whose ``reward`` is there already.
+        """Computes token rewards, advantages and returns of a scored rollout.
 
         Returns:
-            tokens [B, T], prompt_length and length [B]; mask, log_prob, value, advantage and returns [B, L].
+            The fields that :meth:`training_step` reads: tokens [B, T], prompt_length and length [B]; mask, log_prob,
+            value, advantage and returns [B, L].
         """
         unscored = rollout["reward"].isnan()
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1]) & ~unscored.unsqueeze(1)
@@ -206,21 +233,24 @@ class RLHFPPO(JudgedPolicy):
         return {"log_prob": log_prob, "ref_log_prob": ref_log_prob, "value": value, "entropy": entropy}
 
     def policy_and_value(
-        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False
-    ) -> tuple[Tensor, Tensor, Any]:
+        self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
+        extent: Extent | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
         """Log π and V of the completions' tokens, and the entropies where asked for, [b, L] each."""
         text = (tokens, prompt_length, length)
+        extent = extent_of(prompt_length, length) if extent is None else extent
         if self.value_head is not None:
-            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy)
+            log_prob, spread, value = self.value_head(self.model, *text, self.temperature, entropy, extent)
         else:
-            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy)
-            value = token_values(self.value_model, *text) - self.reward_offset
-        return log_prob, torch.where(completion_mask(length), value, 0.0), spread
+            log_prob, spread = completion_log_probs(self.model, *text, self.temperature, entropy, extent)
+            value = token_values(self.value_model, *text, extent[2]) - self.reward_offset
+        return log_prob, torch.where(completion_mask(length, extent[2]), value, 0.0), spread
 
     # ---------------------------------------------------------------- optimization
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        log_prob, value, _ = self.policy_and_value(batch["tokens"], batch["prompt_length"], batch["length"])
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        log_prob, value, _ = self.policy_and_value(*text, extent=extent_in(batch))
         if batch["on_policy"]:
             # The same weights: all that could differ from the stored ones is the rounding of another batch size.
             batch = {**batch, "log_prob": log_prob.detach()}
@@ -279,9 +309,7 @@ class RLHFPPO(JudgedPolicy):
 
     def whiten(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         """``F.masked_whiten`` over the completions of all ranks, [B, L]."""
-        width = x.shape[1]
-        if self._world_size > 1:
-            width = int(self.trainer.strategy.reduce(torch.tensor(float(width)), reduce_op="max"))
+        width = self.most_over_ranks(x.shape[1])
         everyone = [self.gathered(torch.nn.functional.pad(y, (0, width - x.shape[1]))) for y in (x, mask)]
         own = slice(self.global_rank * len(x), (self.global_rank + 1) * len(x))
         return F.masked_whiten(everyone[0], everyone[1], shift_mean)[own, : x.shape[1]]
@@ -289,7 +317,7 @@ class RLHFPPO(JudgedPolicy):
     # ---------------------------------------------------------------- diagnostics, the price of KL
 
     def record_generation(self, rollout: Rollout, returns: Tensor) -> None:
-        """What a generation earned and how far it is from the reference; adapts β to that."""
+        """Records rewards, lengths and the KL to the reference of a generation; adapts β to that KL."""
         mask = rollout["mask"]
         log_prob, ref_log_prob = rollout["log_prob"], rollout["ref_log_prob"]
         paid = F.kl_estimate(log_prob, ref_log_prob, self.kl_estimator)
@@ -299,7 +327,7 @@ class RLHFPPO(JudgedPolicy):
         score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
         non_score = -self.beta * paid
         explained = F.explained_variance(rollout["value"][mask], returns[mask])
-        metrics = {
+        metrics: dict[str, Tensor | float] = {
             "objective/kl": kl.mean(),
             "objective/entropy": entropy.mean(),
             "objective/non_score_reward": non_score.mean(),
@@ -311,12 +339,11 @@ class RLHFPPO(JudgedPolicy):
             "completions/min_length": length.min(),
             "completions/max_length": length.max(),
             "completions/clipped_ratio": 1 - finished.mean(),
-            "beta": torch.tensor(self.beta, device=kl.device),
+            "beta": self.beta,
         }
-        for name, column in zip(rollout["reward_names"], table[:, len(columns) :].unbind(1), strict=True):
-            if len(scored := column[~column.isnan()]):
-                metrics[f"rewards/{name}/mean"] = scored.mean()
         self.record(**metrics)
+        names = [f"rewards/{name}" for name in rollout["reward_names"]]
+        self.record_rewards(names, table[:, len(columns) :], rollout, std=False)
         self.num_tokens += int((length + prompt_length).sum())
         if self.target_kl is not None:
             self.beta = F.proportional_kl_coefficient(self.beta, kl.mean(), self.target_kl, self.kl_gain)
@@ -338,7 +365,7 @@ class RLHFPPO(JudgedPolicy):
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,
                          batch: dict[str, Any]) -> None:  # fmt: skip
-        """What an update does: losses, ratios, and how often either clip is active."""
+        """Records losses, ratios, and the fractions that either clip is active on."""
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
         ratio = log_ratio.exp()
@@ -358,9 +385,9 @@ class RLHFPPO(JudgedPolicy):
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Also the reward model's score of held-out completions, and how far they are from the reference."""
         super().log_completions(batch, batch_idx)
-        judged = self.in_parts(batch, lambda *text: {"score": self.scores(*text), **self.judged(*text)})
+        judged = self.in_parts(batch, self.judged)
         kl = (judged["log_prob"] - judged["ref_log_prob"]).sum(-1)
-        metrics = {"eval/scores": judged["score"].mean(), "eval/kl": kl.mean()}
+        metrics = {self.score_metric: self.judge_scores(batch).mean(), "eval/kl": kl.mean()}
         self.log_evaluation(metrics, len(batch["answers"]))
 
     # ---------------------------------------------------------------- checkpoints

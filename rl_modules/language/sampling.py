@@ -108,7 +108,7 @@ def sample(
     batch = Prompts.of(prompts, num_generations, pad_token_id, device)
     limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
     draws = uniforms(seeds, int(limit.max())).to(limit.device)
-    record = Record(limit, torch.tensor(stops, device=limit.device), pad_token_id)
+    record = Record(limit, torch.tensor(stops, dtype=torch.int64, device=limit.device), pad_token_id)
     kind = SharedPromptCache if can_share_prompts(transformers_model(model), limit.device) else RowCache
     cache = kind.for_model(config, longest=int((batch.length[batch.source] + limit).max()))
     with torch.no_grad(), eval_mode(model):
@@ -118,9 +118,9 @@ def sample(
             _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
                        "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
             generate(model, batch, rule, draws, record, synced_gpus)
-    if bool(record.log_prob.isnan().any()):
+    broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
+    if broken:
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
-    longest = int(record.length.max())
     tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
     return Completions(tokens, log_prob, record.length, record.finished)
 

@@ -11,8 +11,33 @@ from torch import Tensor
 
 from rl_modules import functional as F
 
+#: Tokens of the shortest prompt, of the longest row, and of the longest completion: known where a batch was cut, they
+#: need not be asked of the device.
+Extent = tuple[int, int, int]
 
-def completion_positions(prompt_length: Tensor, length: Tensor) -> Tensor:
+
+def extent_of(prompt_length: Tensor, length: Tensor) -> Extent:
+    """The extent of a batch, by one transfer from the device.
+
+    Args:
+        prompt_length: [b].
+        length: tokens of the completions, [b].
+    """
+    first, last, width = torch.stack([prompt_length.min(), (prompt_length + length).max(), length.max()]).tolist()
+    return first, last, width
+
+
+def extent_in(batch: dict[str, Any]) -> Extent | None:
+    """The extent of a training batch, read off its shapes; None for a batch without ``shortest_prompt``.
+
+    Args:
+        batch: ``tokens`` [b, T], ``mask`` [b, L], and ``shortest_prompt``, at most the tokens of its shortest prompt.
+    """
+    first = batch.get("shortest_prompt")
+    return None if first is None else (first, batch["tokens"].shape[1], batch["mask"].shape[1])
+
+
+def completion_positions(prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
     """Where each completion's tokens stand in their sequences, [b, L] with L the longest completion.
 
     Column j is that of token j of the completion; behind a completion's end its last place is repeated.
@@ -20,8 +45,9 @@ def completion_positions(prompt_length: Tensor, length: Tensor) -> Tensor:
     Args:
         prompt_length: tokens before the completion, [b], ≥ 1.
         length: tokens of the completion, [b], ≥ 1.
+        width: L; None asks the device.
     """
-    columns = torch.arange(int(length.max()), device=length.device)
+    columns = torch.arange(int(length.max()) if width is None else width, device=length.device)
     return prompt_length.unsqueeze(1) + torch.minimum(columns, length.unsqueeze(1) - 1)
 
 
@@ -32,6 +58,7 @@ def completion_log_probs(
     length: Tensor,
     temperature: float = 1.0,
     entropy: bool = False,
+    extent: Extent | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log π of every completion token, by one forward pass with logits for the completions' places only.
 
@@ -42,17 +69,18 @@ def completion_log_probs(
         length: tokens of the completions, [b], ≥ 1.
         temperature: T, the one that the tokens were sampled with.
         entropy: also return the entropies (without gradient).
+        extent: of the batch; None asks the device.
 
     Returns:
         log π(y_j) in nats, [b, L] float32, 0 behind each completion's end; and H_j in nats, likewise, or None.
     """
-    place = completion_positions(prompt_length, length)
-    first, last = int(prompt_length.min()), int((prompt_length + length).max())
+    first, last, width = extent_of(prompt_length, length) if extent is None else extent
+    place = completion_positions(prompt_length, length, width)
     # Logits at t - 1 judge the token at t, so that nothing needs the last token's.
     judging = torch.arange(first - 1, last - 1, device=tokens.device)
     logits = model(input_ids=tokens[:, : last - 1], logits_to_keep=judging, use_cache=False).logits
     log_prob = F.token_log_probs(logits, tokens[:, first:last], temperature)
-    counts = completion_mask(length)
+    counts = completion_mask(length, width)
     aligned = torch.where(counts, log_prob.gather(1, place - first), 0.0)
     if not entropy:
         return aligned, None
@@ -71,7 +99,7 @@ def completion_mask(length: Tensor, width: int | None = None) -> Tensor:
     return columns < length.unsqueeze(1)
 
 
-def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
+def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
     """V of the state before each completion token: what has been written up to there, [b, L] float32.
 
     Args:
@@ -79,8 +107,9 @@ def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tens
         tokens: prompts and completions, right-padded, [b, T].
         prompt_length: [b], ≥ 1.
         length: tokens of the completions, [b], ≥ 1.
+        width: L; None asks the device.
     """
-    place = completion_positions(prompt_length, length) - 1
+    place = completion_positions(prompt_length, length, width) - 1
     return score_head(model, _gather_states(_hidden(model, tokens), place)).squeeze(-1).float()
 
 
@@ -112,8 +141,10 @@ def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tenso
 
 
 def score_head(model: Any, states: Tensor) -> Tensor:
-    """The head's output for hidden states, [..., 1]."""
-    return _unwrapped(model).score(states)
+    """The head's output for hidden states, [..., 1]; a head that is trained is in float32 beside 16-bit weights."""
+    head = _unwrapped(model).score
+    dtype = next((p.dtype for p in head.parameters() if p.requires_grad), next(head.parameters()).dtype)
+    return head(states.to(dtype))
 
 
 def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:

@@ -5,8 +5,11 @@ together when the layer runs, and let go behind it (Zhao et al. 2023, arXiv:2304
 are those of a run that is not sharded: nothing but the memory differs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 
@@ -102,6 +105,42 @@ def shard(model: Any, mesh: Any) -> None:
     for part in parts:
         # The outermost part too is let go, or what reads weights between two forward passes would find it whole.
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+
+@contextmanager
+def gathered_once(model: nn.Module) -> Iterator[None]:
+    """Put a sharded model's weights together at its first forward pass inside, and split them again at the end.
+
+    Sampling runs a forward pass per token: without this each of them gathers every weight. A model that would take more
+    than half of the device's memory whole is gathered layer by layer as in training.
+
+    Args:
+        model: sharded or not; a model that is not sharded stays as it is.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not parts or not _fits_whole(model):
+        yield
+        return
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+
+
+def _fits_whole(model: nn.Module) -> bool:
+    """Whether the whole weights take at most half of the device's memory: the same answer on ranks with equal cards."""
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        return True
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    return 2 * size <= torch.cuda.get_device_properties(device).total_memory
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -165,6 +165,27 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
         assert torch.equal(resumed["state_dict"][name], value)
 
 
+def test_a_run_whose_source_directory_is_gone_resumes_exactly(rl, trained):
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    assert rl("export", "--ckpt_path", checkpoint, "--output", "start")[0] == 0
+    settings = ["fit", "--config", "tiny.yaml", "--model.model_config", "null", "--model.model_name_or_path", "start",
+                "--model.lr_scheduler_type", "constant", "--seed_everything", "5"]  # fmt: skip
+    assert rl(*settings)[0] == 0
+    assert rl(*settings, "--trainer.max_steps", "3")[0] == 0
+    Path("start").rename("elsewhere")
+    code, out, err = rl(*settings, "--resume")
+    assert code == 0, err
+    assert "going on from" in out and "description" not in out
+    whole, resumed = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)
+                      for i in range(2))  # fmt: skip
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value)
+    code, out, err = rl("test", *settings[1:5], "--model.model_name_or_path", "start", "--ckpt_path", "last")
+    assert code == 0 and "eval/pass@1" in out, err
+    code, _, err = rl(*settings)
+    assert code == 1 and "'start' can't be loaded" in err
+
+
 def test_progress_bar_counts_optimizer_steps(monkeypatch, capsys, make_trainer):
     from datamodules import InstructionDataModule
     from recipes.language import StepProgressBar
@@ -251,3 +272,22 @@ def test_export_refuses_other_checkpoints_and_full_folders(rl, trained):
     code, _, err = rl("export", "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--output", ".")
     assert code == 1
     assert "exists already" in err
+
+
+def test_rows_that_are_left_out_are_reported_during_fit(rl, caplog):
+    pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no" * (1 + i % 3)} for i in range(8)]
+    pairs += [{"prompt": "same?", "chosen": "a", "rejected": "a"}] * 2 + [
+        {"prompt": "x" * 90, "chosen": "a", "rejected": "b"}
+    ]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config = {**CONFIG, "model": {"class_path": "RewardModel", "init_args": {"model_config": TINY}},
+              "data": {"class_path": "PreferenceDataModule", "init_args": {
+                  "path": "pairs.jsonl", "batch_size": 4, "max_length": 64, "overlong": "drop"}}}  # fmt: skip
+    Path("pairs.yaml").write_text(yaml.safe_dump(config))
+    code, _, err = rl("fit", "--config", "pairs.yaml", "--trainer.max_steps", "1")
+    assert code == 0, err
+    said = [record.message for record in caplog.records if "left out" in record.message]
+    assert said == [
+        "pairs.jsonl: 1 of 11 pairs left out, they are longer than 64 tokens",
+        "pairs.jsonl: 2 of 11 pairs left out, they have chosen equal to rejected",
+    ]

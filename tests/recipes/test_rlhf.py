@@ -4,13 +4,20 @@ import json
 import math
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from datamodules import PreferenceDataModule
 from datamodules.language.tasks import make_task
-from recipes import rlhf
+from recipes import r1, rlhf
+from recipes.stages import load_policy
 from rl_modules.common.errors import UsageError
+from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.sft import SFT
+from rl_modules.language.tokenizer import load_tokenizer
 
 TINY = (
     '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, '
@@ -44,6 +51,55 @@ def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities
     before = (tmp_path / "train.jsonl").read_text()
     rlhf.write_preferences("rlhf/sft.yaml", arguments, 3, [1.0, 2.0], 2, tmp_path)
     assert (tmp_path / "train.jsonl").read_text() == before
+
+
+@pytest.fixture
+def chatting(tmp_path, monkeypatch):
+    """Options for a tiny policy whose tokenizer has a chat template with a variable."""
+    monkeypatch.chdir(tmp_path)
+    policy = SFT(model_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1})
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
+        "{% if add_generation_prompt %}({{ sign or 'a' }}:{% endif %}"
+    )
+    policy.configure_model()
+    policy.export(tmp_path / "policy")
+    return {"model.model_name_or_path": str(tmp_path / "policy"), "model.model_config": "null",
+            "model.max_completion_length": "4", "threads": "1", "data.system_prompt": "be",
+            "data.chat_template_kwargs": '{"sign": "z"}'}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["rlhf", "r1"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_comparisons_are_read_and_judged_in_the_policys_chat_template(chatting, recipe, chat, tmp_path, monkeypatch):
+    read = []
+    original = SFT.act
+    monkeypatch.setattr(SFT, "act", lambda self, prompts, *rest, **how: read.extend(prompts) or original(
+        self, prompts, *rest, **how))  # fmt: skip
+    chat_word = "true" if chat else "false"
+    if recipe == "rlhf":
+        arguments = {**chatting, "data.task_kwargs": f'{{"n_nodes": 5, "chat": {chat_word}}}'}
+        rlhf.write_preferences("rlhf/sft.yaml", arguments, 2, [1.0], 1, tmp_path)
+    else:
+        arguments = {**chatting, "data.task_kwargs": f'{{"chat": {chat_word}}}'}
+        r1.write_preferences("r1/cold_start.yaml", arguments, 128, tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path / "policy"))
+    asked = {tokenizer.decode(ids) for ids in read}
+    assert all(text.startswith("(s:be)(u:") and text.endswith(")(z:") for text in asked)
+    judge = RewardModel(model_name_or_path=str(tmp_path / "policy"))
+    # The judge's own settings say otherwise; the pipeline gives chat_template=false, and the pairs bring the rest.
+    data = PreferenceDataModule(path=str(tmp_path / "train.jsonl"), chat_template=False)
+    data.trainer = SimpleNamespace(lightning_module=judge, global_rank=0, world_size=1, accumulate_grad_batches=1,
+                                   state=SimpleNamespace(fn="validate"))  # fmt: skip
+    pairs = data.load_split("train", None)
+    assert pairs and {tokenizer.decode(record["prompt_ids"]) for record in pairs} <= asked
+
+
+def test_the_policy_writes_on_the_trainers_device(chatting, monkeypatch):
+    # No second device is needed to see where it goes.
+    monkeypatch.setattr(SingleDeviceStrategy, "root_device", torch.device("meta"))
+    policy = load_policy("rlhf/sft.yaml", {**chatting, "data.task_kwargs": '{"n_nodes": 5}'})
+    assert {p.device.type for p in policy.module.parameters()} == {"meta"} and not policy.module.training
 
 
 @pytest.mark.parametrize(

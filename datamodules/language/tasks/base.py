@@ -150,7 +150,7 @@ class Task:
         return [self.accuracy, think_answer_format] if self.think_format else [self.accuracy]
 
     def accuracy(
-        self, prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any
+        self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
         """1.0 where the final answer is right, 0.0 where it is wrong or missing."""
         from datamodules.language.text import text_of
@@ -179,7 +179,7 @@ class Task:
         return self.score(record, completion)
 
     def utilities(
-        self, prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any
+        self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
         """The utility of each completion: a reward function that a config can name, ``reward_funcs: [utilities]``."""
         from datamodules.language.text import text_of

@@ -26,11 +26,11 @@ _HARMFUL = (
 )
 #: Questions that are drawn from, where the config has no size: some datasets keep a list of that length.
 SIZE = 20_000
-_PARSES = re.compile(r"(?<!\w)(?:parse_expr|sympify)\(")
-_EVALUATES = re.compile(r"(?<![\w.])eval\(")
-#: Questions that are drawn from, where the config has no size: some datasets keep a list of that length.
-SIZE = 20_000
-_EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|(?<!\w)(?:parse_expr|sympify)\(")
+_PARSES = re.compile(r"(?<!\w)(?:parse_expr|sympify)\s*\(")
+#: A call of the built-in by its own name, which :func:`secure_scorer` can replace in the scorer's module.
+_EVALUATES = re.compile(r"(?<![\w.])eval\s*\(")
+#: Calls that run text as code and can't be replaced by a reader of literals.
+_RUNS = re.compile(r"(?<!\w)exec\s*\(|(?<![\w.])compile\s*\(|\.\s*eval\s*\(|(?<!\w)__import__\s*\(")
 
 
 class ReasoningGym(Task):
@@ -116,6 +116,9 @@ def secure_scorer(dataset: Any) -> bool:
 
     Returns:
         Whether a scorer hands answers to SymPy's parser, so that they must be checked beforehand.
+
+    Raises:
+        UsageError: a scorer that runs text as code in another way, which nothing here can make safe.
     """
     parts = getattr(dataset, "datasets", None)
     if isinstance(parts, dict):
@@ -123,6 +126,10 @@ def secure_scorer(dataset: Any) -> bool:
         return any(secured)
     scorer = type(dataset).score_answer
     source = inspect.getsource(scorer)
+    found = _RUNS.search(source)
+    if found is not None:
+        raise UsageError(f"the scorer of {type(dataset).__name__} calls {found[0].strip('. (')}, which could run an "
+                         "answer as code; take another dataset")  # fmt: skip
     if _EVALUATES.search(source):
         sys.modules[scorer.__module__].__dict__["eval"] = ast.literal_eval
     return _PARSES.search(source) is not None

@@ -224,6 +224,25 @@ def test_chat_template_surrounds_the_prompt(tmp_path):
     assert tokenizer.decode(plain.train_records[0]["prompt_ids"]) == "hi"
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_turns_of_the_assistant_count_however_rows_are_laid_out(tmp_path, packing):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
+        "{% if add_generation_prompt %}(a:{% endif %}"
+    )
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]  # fmt: skip
+    records = [{"messages": talk}, {"messages": talk[:2]}, {"prompt": "5", "completion": "6"}]
+    path = jsonl(tmp_path / "a.jsonl", records)
+    data = attached(InstructionDataModule(path=path, batch_size=3, packing=packing), tokenizer=tokenizer)
+    (batch,) = data.train_dataloader()
+    assert texts(batch) == sorted(["(u:1)(a:[2][)](u:3)(a:[4][)]", "(u:1)(a:[2][)]", "(u:5)(a:[6][<eos>]"])
+    assert batch["step_tokens"] == 8
+    plain = attached(InstructionDataModule(path=path, batch_size=3, completion_only_loss=False), tokenizer=tokenizer)
+    assert plain.sequences.counted.tolist() == [19, 9, 9]
+
+
 # -------------------------------------------------------------------- bad input
 
 

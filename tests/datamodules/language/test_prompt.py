@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.language.prompt import PromptDataModule, has_signal, joined_sequences
+from datamodules.language.prompt import PromptDataModule, joined_sequences
+from datamodules.language.rows import groups_of, has_signal, joined
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
+from rl_modules.language.grpo import GRPO
 from rl_modules.language.sampling import Completions
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
@@ -48,6 +52,26 @@ class Reinforce(LanguagePolicy):
 def addition(**arguments):
     defaults = {"batch_size": 8, "num_generations": 4, "eval_steps": 0, "n_train": 12}
     return PromptDataModule("addition", **{**defaults, **arguments})
+
+
+STATES = []
+
+
+def reward_of_the_state(completions, trainer_state, **columns):
+    STATES.append(trainer_state)
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def test_reward_functions_written_for_trl_read_where_the_run_stands():
+    STATES.clear()
+    path = "tests.datamodules.language.test_prompt:reward_of_the_state"
+    fit(Reinforce(logging_steps=1), addition(reward_funcs=[path]), max_steps=3)
+    assert [(s.global_step, s.max_steps) for s in STATES] == [(0, 3), (1, 3), (2, 3)]
+    assert [round(12 * s.epoch) for s in STATES] == [2, 4, 6]
+    assert STATES[0].log_history == [] and STATES[2].log_history[-1]["step"] == 2
+    STATES.clear()
+    fit(Reinforce(), addition(reward_funcs=[path]), max_epochs=2)
+    assert [(s.global_step, s.max_steps) for s in STATES] == [(0, 2), (1, 2)]
 
 
 def test_every_completion_is_handed_out_once_per_pass_with_its_own_numbers():
@@ -212,3 +236,85 @@ def test_refused_arguments(arguments, sentence):
 def test_micro_batches_must_divide_the_batch():
     with pytest.raises(UsageError, match="accumulate_grad_batches=3 does not divide batch_size=8"):
         fit(Reinforce(), addition(), max_epochs=1, accumulate_grad_batches=3)
+
+
+# -------------------------------------------------------------------- widths
+
+
+def scripted(lengths):
+    """``act`` that writes completions of given lengths, a round after the other."""
+    rounds = iter(lengths)
+
+    def act(prompts, seeds, num_generations=1, **sampling):
+        length = torch.tensor(next(rounds))
+        assert len(length) == len(prompts) * num_generations
+        width = int(length.max())
+        mask = torch.arange(width) < length.unsqueeze(1)
+        return Completions(torch.where(mask, 5, 0), torch.where(mask, -1.0, 0.0), length, length < 4)
+
+    return act
+
+
+def silent_where_long(prompts, completions, completion_ids, **columns):
+    """Equal rewards where completions have four tokens, different ones elsewhere."""
+    return [1.0 if len(ids) == 4 else float(i) for i, ids in enumerate(completion_ids)]
+
+
+LONG_GROUP_REPLACED = [[3, 2, 3, 1] + [4] * 4, [2, 3, 3, 1]]
+
+
+@pytest.mark.parametrize(("model", "trainer", "data"), [
+    ({"beta": 0.1}, {"accumulate_grad_batches": 2}, {}),
+    ({"beta": 0.1}, {"accumulate_grad_batches": 4}, {"num_iterations": 2}),
+    ({"top_k": 5}, {}, {"num_iterations": 2}),
+    ({}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {"num_iterations": 2}),
+    ({"beta": 0.1, "top_entropy_quantile": 0.5}, {"accumulate_grad_batches": 2}, {}),
+], ids=str)  # fmt: skip
+def test_a_replaced_group_may_have_had_the_longest_completion(model, trainer, data):
+    module = GRPO(model_config=TINY, max_completion_length=4, completions_steps=0, **model)
+    module.act = scripted(LONG_GROUP_REPLACED)
+    batches, inner = [], module.training_step
+
+    def noting(batch, batch_idx):
+        batches.append(batch)
+        return inner(batch, batch_idx)
+
+    module.training_step = noting
+    source = addition(dynamic_sampling=1, reward_funcs=[f"{__name__}:silent_where_long"], **data)
+    fit(module, source, max_epochs=1, **trainer)
+    assert len(batches) == trainer.get("accumulate_grad_batches", 1) * data.get("num_iterations", 1)
+    for batch in batches:
+        longest, widest = int(batch["length"].max()), int((batch["prompt_length"] + batch["length"]).max())
+        assert longest <= 3
+        for name in ("mask", "log_prob", "ref_log_prob"):
+            assert name not in batch or batch[name].shape == (len(batch["tokens"]), longest), name
+        assert batch["tokens"].shape[1] == widest
+
+
+@given(st.lists(st.integers(1, 6), min_size=12, max_size=12), st.permutations(range(3)), st.integers(0, 4))
+def test_groups_chosen_from_two_rounds_are_as_wide_as_their_longest_row(lengths, order, columns):
+    """Whatever is joined and chosen: each row keeps its own numbers, and no column stands behind the longest row."""
+
+    def rollout(lengths, first):
+        length, prompt_length = torch.tensor(lengths), torch.tensor([1 + i % 3 for i in range(len(lengths))])
+        total, width = prompt_length + length, int(length.max())
+        number = torch.arange(first, first + len(lengths)).unsqueeze(1)
+        return {
+            "tokens": torch.where(torch.arange(int(total.max())) < total.unsqueeze(1), number + 1, 0),
+            "log_prob": torch.where(torch.arange(width) < length.unsqueeze(1), number + 1.0, 0.0),
+            "prompt_length": prompt_length, "length": length, "rewards": number.expand(-1, columns).float(),
+            "reward": number.squeeze(1).float(), "texts": [str(i) for i in number.squeeze(1).tolist()],
+            "answers": [[str(i)] for i in range(first // 4, (first + len(lengths)) // 4)],
+            "reward_names": ["f"] * columns,
+        }  # fmt: skip
+
+    both = joined(rollout(lengths[:8], 0), rollout(lengths[8:], 8))
+    chosen = groups_of(both, list(order)[:2], 4)
+    rows = [g * 4 + j for g in order[:2] for j in range(4)]
+    assert chosen["texts"] == [str(i) for i in rows] and chosen["answers"] == [[str(g)] for g in order[:2]]
+    assert chosen["reward"].tolist() == chosen["tokens"][:, 0].sub(1).tolist() == [float(i) for i in rows]
+    assert chosen["rewards"].shape == (8, columns)
+    assert chosen["length"].tolist() == [lengths[i] for i in rows]
+    assert chosen["log_prob"].shape[1] == int(chosen["length"].max())
+    assert chosen["tokens"].shape[1] == int((chosen["prompt_length"] + chosen["length"]).max())
+    assert (chosen["log_prob"] > 0).sum(1).tolist() == chosen["length"].tolist()

@@ -1,11 +1,15 @@
 """reasoning-gym as tasks: its own answers score 1, and no answer is run as code."""
 
+import ast
 import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from datamodules.language.tasks import make_task
-from datamodules.language.tasks.reasoning import is_arithmetic
+from datamodules.language.tasks import make_task, reasoning
+from datamodules.language.tasks.reasoning import is_arithmetic, secure_scorer
 from rl_modules.common.errors import UsageError
 
 needs_reasoning_gym = pytest.mark.skipif(
@@ -74,6 +78,49 @@ def test_the_parts_of_a_composite_are_secured_too(tmp_path):
     scores(task, records, [f"open({str(tmp_path / 'mark')!r}, 'w')"] * 12)
     assert not (tmp_path / "mark").exists()
     assert scores(task, records, [r["completion"] for r in records]) == [1.0] * 12
+
+
+def dataset_with_scorer(call, folder, monkeypatch):
+    """A dataset in a module of its own, whose scorer makes one call with the answer."""
+    name = "scorer_for_test"
+    (folder / f"{name}.py").write_text(
+        f"import re\n\n\nclass Fake:\n    def score_answer(self, answer, entry):\n        return {call}\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name).Fake()
+
+
+@pytest.mark.parametrize("call", ["exec(answer)", "re and exec (answer)", "compile(answer, '', 'eval')",
+                                  "__builtins__.eval(answer)", "__import__(answer)"])  # fmt: skip
+def test_a_scorer_that_runs_text_as_code_is_refused(call, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="could run an answer as code"):
+        secure_scorer(dataset_with_scorer(call, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("call", "parses", "replaces"),
+    [
+        ("eval(answer)", False, True),
+        ("eval (answer)", False, True),
+        ("parse_expr(answer)", True, False),
+        ("sympy.sympify (answer)", True, False),
+        ("re.compile(answer)", False, False),
+        ("my_eval(answer)", False, False),
+    ],
+)
+def test_eval_alone_is_replaced_and_the_parser_alone_is_reported(call, parses, replaces, tmp_path, monkeypatch):
+    dataset = dataset_with_scorer(call, tmp_path, monkeypatch)
+    assert secure_scorer(dataset) is parses
+    assert (sys.modules["scorer_for_test"].__dict__.get("eval") is ast.literal_eval) is replaces
+
+
+def test_nothing_in_the_guard_is_defined_twice():
+    # Of two definitions by one name the last counts: a merge had left the looser pattern there.
+    tree = ast.parse(Path(reasoning.__file__).read_text("utf-8"))
+    names = [target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names += [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert {name: n for name, n in Counter(names).items() if n > 1} == {}
 
 
 @pytest.mark.parametrize(

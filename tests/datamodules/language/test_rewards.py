@@ -1,7 +1,9 @@
 """Reward functions by hand-made tables and against TRL's; failures name the function and the sample."""
 
 import math
+import threading
 import time
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from datamodules.language.rewards import (
     think_answer_format,
 )
 from datamodules.language.tasks import make_task
+from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
 
 
@@ -133,6 +136,21 @@ def test_prompts_columns_and_chat_messages_reach_the_functions():
     assert RewardFunctions([later, later, everything]).names == ["later", "later_2", "everything"]
 
 
+def test_trainer_state_is_passed_whole_and_never_cut_by_samples():
+    seen = []
+
+    def scheduled(completions, trainer_state, **columns):
+        seen.append(trainer_state.global_step)
+        return [1 / (len(text) - 3) + trainer_state.global_step for text in completions]
+
+    call = RewardFunctions([scheduled])
+    call.trainer_state = TrainerState(global_step=7, max_steps=10)
+    assert call(records(2), ["a", "bb"]).tolist() == [[6.5], [6.0]]
+    rewards = call(records(2), ["a", "bbb"])
+    assert rewards[0].tolist() == [6.5] and bool(rewards[1].isnan().all())
+    assert set(seen) == {7} and len(seen) > 2
+
+
 def raises(completions, **columns):
     return [1 / (len(text) - 3) for text in completions]
 
@@ -148,10 +166,14 @@ def exits(completions, **columns):
     raise SystemExit
 
 
+def never(completions, **columns):
+    raise RuntimeError("the service\nis down")
+
+
 @pytest.mark.parametrize(
     ("func", "message"),
     [
-        (raises, r"'raises' raised ZeroDivisionError: .* on sample 1 \(completion 'abc'\)"),
+        (never, r"'never' raised RuntimeError: the service is down on all 3 completions, such as 'a'"),
         (lambda completions, **c: [0.0], r"'<lambda>' returned 1 values for 3 completions"),
         (lambda completions, **c: 0.0, "returned a float, not a list of 3 numbers"),
         (lambda completions, **c: "abc", "returned a str"),
@@ -160,7 +182,7 @@ def exits(completions, **columns):
         (lambda completions, **c: [0.0, math.inf, 0.0], "returned inf for sample 1"),
         (lambda completions, **c: [1e39, 0.0, 0.0], "sample 0"),
         (lambda completions, solution, **c: [0.0] * 3, "needs a column 'solution'.*only level"),
-        (exits, "'exits' raised SystemExit.* on sample 0"),
+        (exits, "'exits' raised SystemExit.* on all 3 completions"),
     ],
 )
 @pytest.mark.parametrize("limit", [None, 5.0])
@@ -169,19 +191,106 @@ def test_failures_name_the_function_and_the_sample(func, message, limit):
         RewardFunctions([func], limit)(records(3, level=[1, 2, 3]), ["a", "abc", "d"])
 
 
-def test_the_original_error_is_kept():
-    with pytest.raises(UsageError) as caught:
-        RewardFunctions([raises])(records(1), ["abc"])
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+class Counted:
+    """A reward function that fails on some texts; keeps what it was called with."""
+
+    __name__ = "counted"
+
+    def __init__(self, *bad):
+        self.bad, self.calls = bad, []
+
+    def __call__(self, completions, level, **columns):
+        self.calls.append(list(completions))
+        if any(text in self.bad for text in completions):
+            raise ValueError("no")
+        return [float(text) + number for text, number in zip(completions, level, strict=True)]
 
 
-def test_a_function_that_hangs_is_named_with_its_sample():
+@pytest.mark.parametrize("bad", [[], [0], [63], [31, 32], [5, 6, 7, 40], list(range(1, 64))])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_none_for_the_samples_that_a_function_failed_on(bad, workers, capsys):
+    func = Counted(*map(str, bad))
+    rewards = RewardFunctions([func, exact_answer], workers=workers)
+    rows = records(64, level=list(range(64)), answer=["7"] * 64)
+    scores = rewards(rows, [str(i) for i in range(64)])
+    assert scores[:, 0].isnan().nonzero().squeeze(1).tolist() == bad
+    expected = torch.tensor([math.nan if i in bad else 2.0 * i for i in range(64)])
+    torch.testing.assert_close(scores[:, 0], expected, equal_nan=True, rtol=0, atol=0)
+    assert scores[:, 1].tolist() == [float(i == 7) for i in range(64)], "other functions are not affected"
+    assert rewards.take_failures() == {"counted": len(bad), "exact_answer": 0}
+    assert rewards.take_failures() == {"counted": 0, "exact_answer": 0}
+    printed = capsys.readouterr().out
+    assert printed.count("counted") == (2 if bad else 0), "the name and the metric, in one line"
+    if bad:
+        assert "raised ValueError: no" in printed and "rewards/counted/failed" in printed
+    rewards(rows, [str(i) for i in range(64)])
+    assert capsys.readouterr().out == "", "said once"
+
+
+def test_one_failure_among_64_costs_few_calls():
+    """Halves are called in turn, so that the samples without a failure are mostly scored together."""
+    for bad in (0, 17, 63):
+        func = Counted(str(bad))
+        RewardFunctions([func])(records(64, level=[0] * 64), [str(i) for i in range(64)])
+        assert len(func.calls) == 1 + 2 * 6
+    func = Counted()
+    RewardFunctions([func])(records(64, level=[0] * 64), [str(i) for i in range(64)])
+    assert len(func.calls) == 1
+
+
+def test_a_run_ends_where_a_function_fails_on_every_sample_and_keeps_the_error():
+    func = Counted(*map(str, range(8)))
+    with pytest.raises(
+        UsageError, match=r"'counted' raised ValueError: no on all 8 completions, such as '0'"
+    ) as caught:
+        RewardFunctions([func])(records(8, level=[0] * 8), [str(i) for i in range(8)])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_function_that_hangs_on_a_sample_hangs_twice(workers, capsys):
+    """Its other samples are scored one by one: a half with the slow one would wait for the limit again."""
     started = time.perf_counter()
-    with pytest.raises(UsageError, match=r"'hangs' took longer than 0.2 s on sample 2 \(completion 'slow'\)"):
-        RewardFunctions([hangs], time_limit_s=0.2)(records(4), ["a", "b", "slow", "c"])
-    assert time.perf_counter() - started < 5
+    rewards = RewardFunctions([hangs], time_limit_s=0.3, workers=workers)
+    scores = rewards(records(4), ["a", "b", "slow", "c"])
+    assert scores[:, 0].isnan().tolist() == [False, False, True, False]
+    assert time.perf_counter() - started < 3
+    assert "took longer than 0.3 s on 1 of 4 completions, such as 'slow'" in capsys.readouterr().out
     with pytest.raises(UsageError, match="positive"):
         RewardFunctions([hangs], time_limit_s=0)
+
+
+def test_workers_run_side_by_side_and_keep_a_prompts_completions_together():
+    barrier, parts = threading.Barrier(4, timeout=20), []
+
+    def meets(prompts, completions, **columns):
+        barrier.wait()  # passes when four calls are under way at once
+        parts.append(list(prompts))
+        return [float(text) for text in completions]
+
+    rows = [{"prompt": name} for name in "abcde" for _ in range(3)]
+    rewards = RewardFunctions([meets], workers=4)
+    assert rewards(rows, [str(i) for i in range(15)])[:, 0].tolist() == [float(i) for i in range(15)]
+    assert len(parts) == 4 and sorted(chain.from_iterable(parts)) == sorted(row["prompt"] for row in rows)
+    for one in parts:
+        for other in parts:
+            assert one is other or not set(one) & set(other)
+    with pytest.raises(UsageError, match="reward_workers=0"):
+        RewardFunctions([meets], workers=0)
+
+
+def test_several_functions_run_side_by_side():
+    barrier = threading.Barrier(2, timeout=20)
+
+    def one(completions, **columns):
+        barrier.wait()
+        return [1.0] * len(completions)
+
+    def two(completions, **columns):
+        barrier.wait()
+        return [2.0] * len(completions)
+
+    assert RewardFunctions([one, two], workers=2)([{"prompt": "a"}], ["x"]).tolist() == [[1.0, 2.0]]
 
 
 def test_names_of_the_tasks_own_functions():

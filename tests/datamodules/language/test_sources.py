@@ -38,7 +38,7 @@ def test_a_jsonl_file_keeps_its_columns_and_order(tmp_path):
 def test_chat_prompts_are_kept_as_messages(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "x"}]
     (record,) = load_records(path=jsonl(tmp_path, {"prompt": messages}))
-    assert record["prompt"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert record["prompt"] == messages
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,45 @@ def test_gsm8k_from_every_kind_of_local_dataset(tmp_path, kind):
     assert [r["prompt"] for r in records] == ["Two and two?\n", "A dozen dozens?\n"]
     assert [r["answer"] for r in records] == ["4", "144"]
     assert [r["completion"] for r in records] == [row["answer"] for row in GSM8K]
+
+
+TOOL_CALL = [
+    {"role": "user", "content": "weather in Oslo?"},
+    {"role": "assistant", "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "day": None}}}]},
+    {"role": "tool", "name": "weather", "tool_call_id": "7", "content": "rain"},
+]  # fmt: skip
+
+
+def test_tool_calls_keep_their_keys(tmp_path):
+    (record,) = load_records(path=jsonl(tmp_path, {"prompt": TOOL_CALL, "tools": [{"name": "weather"}]}))
+    assert record["prompt"] == [TOOL_CALL[0], {**TOOL_CALL[1], "content": ""}, TOOL_CALL[2]]
+    assert record["tools"] == [{"name": "weather"}]
+
+
+def test_what_a_table_fills_in_between_messages_is_left_out(tmp_path):
+    Dataset.from_list([{"prompt": TOOL_CALL}, {"prompt": TOOL_CALL[:1]}]).to_parquet(tmp_path / "chat.parquet")
+    first, second = load_records(path=tmp_path / "chat.parquet")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    assert first["prompt"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert first["prompt"][2] == TOOL_CALL[2]
+    assert second["prompt"] == TOOL_CALL[:1]
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.bin", "train.csv", "train.arrow"])
+def test_a_path_may_be_a_table(tmp_path, name):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "été=", "answer": "x"}]
+    place, table = tmp_path / name, Dataset.from_list(rows)
+    if name.endswith(".csv"):
+        table.to_csv(place)
+    elif name.endswith(".arrow"):
+        table.save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(place)
+    else:
+        table.to_parquet(place)
+    assert load_records(path=place) == rows
+    with pytest.raises(UsageError, match=rf"{name}, row 0: there is no 'completion'"):
+        load_records(path=place, required=("prompt", "completion"))
 
 
 def test_splits_and_parts_of_them(tmp_path):

@@ -402,7 +402,7 @@ def test_runs_resume_exactly_between_generations_with_a_reward_model_whose_direc
     judge.export(tmp_path / "judge")
 
     def make():
-        return grpo(reward_model_name_or_path=str(tmp_path / "judge"), beta=0.1)
+        return grpo(reward_model_name_or_path=str(tmp_path / "judge"), beta=0.1, save_frozen_weights=True)
 
     assert_resumes_exactly(make, addition, tmp_path, epochs=3)
     (tmp_path / "judge").rename(tmp_path / "elsewhere")
@@ -543,12 +543,13 @@ def test_completions_without_any_reward_are_refused(tmp_path):
         fit(grpo(), data, max_steps=1)
 
 
-def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path):
+def test_a_reward_model_with_another_tokenizer_brings_it_along(tmp_path):
     judge = RewardModel(model_config=TINY, tokenizer_name_or_path=small_tokenizer(tmp_path / "tokenizer"))
     judge.configure_model()
     judge.export(tmp_path / "judge")
-    with pytest.raises(UsageError, match=r"reward_model_name_or_path=.*tokenizer with 3 tokens"):
-        grpo(reward_model_name_or_path=str(tmp_path / "judge")).configure_model()
+    module = grpo(reward_model_name_or_path=str(tmp_path / "judge"))
+    module.configure_model()
+    assert len(module.reward_tokenizer) == 3 and len(module.tokenizer) == 99
 
 
 def test_references_that_do_not_fit_are_refused(tmp_path):

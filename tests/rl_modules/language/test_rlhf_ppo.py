@@ -604,7 +604,7 @@ def test_a_checkpoint_needs_none_of_the_directories_it_came_from(tmp_path, folde
     for name in ("policy", "reward", "other"):
         export(tmp_path / name, "score" if name == "reward" else "causal", 5, hidden_size=32 if name == "other" else 16)
     module = RLHFPPO(str(tmp_path / "policy"), str(tmp_path / "reward"), str(tmp_path / "other"),
-                     max_completion_length=4, lr_scheduler_type="constant")  # fmt: skip
+                     max_completion_length=4, lr_scheduler_type="constant", save_frozen_weights=True)  # fmt: skip
     data = PromptDataModule(path=str(folders / "prompts.jsonl"), num_generations=1, batch_size=4, n_eval=0)
     fit(module, data, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
     for name in ("policy", "reward", "other"):

@@ -324,8 +324,8 @@ def test_completions_without_reward_functions_are_written_but_not_judged(tmp_pat
     {"model_config": TINY_GPT2},
     {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
     {"gradient_checkpointing": True},
-    {"torch_dtype": "bfloat16"},
-], ids=["gpt2", "lora", "checkpointing", "bfloat16"])  # fmt: skip
+    {"torch_dtype": "bfloat16", "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
+], ids=["gpt2", "lora", "checkpointing", "bfloat16 under lora"])  # fmt: skip
 def test_other_models_train_and_come_back_from_export_and_checkpoint(tmp_path, model):
     module, data = tiny(**model), demonstrations(tmp_path)
     trainer = fit(module, data, max_steps=2)
@@ -337,7 +337,9 @@ def test_other_models_train_and_come_back_from_export_and_checkpoint(tmp_path, m
 
         folder = module.export(tmp_path / "exported")
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.get("torch_dtype", "float32"))
-        torch.testing.assert_close(theirs.eval()(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5)
+        # The export rounds the sum of weights and adapters to bfloat16.
+        tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(theirs.eval()(input_ids=tokens).logits, expected, atol=tolerance, rtol=tolerance)
         assert AutoTokenizer.from_pretrained(folder)("12+3=").input_ids == module.tokenizer("12+3=").input_ids
 
         again = SFT.load_from_checkpoint(tmp_path / "end.ckpt", weights_only=True)

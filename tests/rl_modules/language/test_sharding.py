@@ -134,7 +134,10 @@ def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, tr
     start = case(name, files, 1)[0]
     start.configure_model()
     moved = 0.0
-    for key, value in start.state_dict().items():
+    weights = start.state_dict()
+    assert {key.partition(".")[0] for key in weights.keys() - left["state_dict"].keys()} <= {"reward_model"}
+    for key in left["state_dict"]:
+        value = weights[key]
         torch.testing.assert_close(right["state_dict"][key], left["state_dict"][key], rtol=1e-4, atol=3e-6)
         moved = max(moved, float((left["state_dict"][key] - value).abs().max()))
     assert moved > 1e-2, "something was learned"
@@ -212,6 +215,50 @@ def test_a_resumed_run_is_the_uninterrupted_one(files: Path, tmp_path: Path) -> 
     one, other = (torch.load(tmp_path / run / "sft.ckpt", weights_only=True) for run in ("whole", "unsharded"))
     for key in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=3e-6)
+
+
+# -------------------------------------------------------------------- sampling
+
+
+def sampled(files: Path, ranks: int) -> dict[str, Any]:
+    """What a generation writes, how often it gathers weights, and whether they are split again behind it."""
+    module, data = case("grpo", files, ranks)
+    gathers, found = [0], []
+    # What FSDP2 gathers with goes by another name since torch 2.13.
+    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+    gather, act = getattr(torch.distributed, name), module.act
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        gathers[0] += 1
+        return gather(*args, **kwargs)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = gathers[0]
+        written = act(*args, **kwargs)
+        split = all(hasattr(parameter, "full_tensor") for parameter in module.model.parameters())
+        found.append({"gathers": gathers[0] - before, "split": split, "tokens": written.tokens.tolist()})
+        return written
+
+    module.act = watched
+    setattr(torch.distributed, name, counted)
+    try:
+        fit(module, data, max_steps=1, devices=ranks, strategy=ModelParallelStrategy() if ranks > 1 else "auto")
+    finally:
+        setattr(torch.distributed, name, gather)
+    parts = len([m for m in module.model.modules() if hasattr(m, "set_reshard_after_forward")])
+    return {"generations": found, "parts": parts}
+
+
+def test_a_generation_gathers_each_weight_once(files: Path, tmp_path: Path) -> None:
+    alone = sampled(files, 1)["generations"][0]
+    first, second = on_ranks(lambda: sampled(files, 2), tmp_path / "ranks")
+    for rank in (first, second):
+        (generation,) = rank["generations"]
+        assert 0 < generation["gathers"] <= rank["parts"] and generation["split"]
+    rows = [row for rank in (first, second) for row in rank["generations"][0]["tokens"]]
+    width = max(map(len, [*rows, *alone["tokens"]]))
+    padded = [[row + [0] * (width - len(row)) for row in some] for some in (rows, alone["tokens"])]
+    assert padded[0] == padded[1]
 
 
 # -------------------------------------------------------------------- what people get wrong

@@ -1,0 +1,139 @@
+"""What `benchmarks.gpu` runs: every language module and two control algorithms, at two sizes, on made-up data."""
+
+import json
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datamodules import (
+    InstructionDataModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    ReplayDataModule,
+    RolloutDataModule,
+)
+from rl_modules import DQN, GRPO, PPO, RLHFPPO, SFT, RewardModel
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's config, and how much text a step has."""
+
+    model_config: dict[str, Any]
+    #: Sequences, pairs or completions of an optimizer step.
+    batch_size: int
+    prompt: int
+    completion: int
+
+
+#: The config of Qwen2.5-0.5B, random weights; the texts are those of 16 × 512 tokens.
+HALF_BILLION = Size(
+    {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+     "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    batch_size=16, prompt=128, completion=384,
+)  # fmt: skip
+TINY = Size(
+    {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+     "num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 64},
+    batch_size=4, prompt=6, completion=5,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module and a datamodule, made anew for every run."""
+
+    name: str
+    make: Callable[[Size, Path], tuple[Any, Any]]
+    #: Copies of the weights that are on the device, and those of them that AdamW trains.
+    copies: float
+    trained: float
+    is_language: bool = True
+
+
+def some_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A number that differs between completions, at no cost."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def write_data(size: Size, folder: Path, n: int = 256) -> None:
+    """``texts.jsonl`` and ``pairs.jsonl``: random letters, one token each."""
+    rng = random.Random(0)
+
+    def text(length: int) -> str:
+        return "".join(rng.choices(string.ascii_lowercase, k=length))
+
+    with (folder / "texts.jsonl").open("w") as texts, (folder / "pairs.jsonl").open("w") as pairs:
+        for _ in range(n):
+            prompt = text(size.prompt)
+            texts.write(json.dumps({"prompt": prompt, "completion": text(size.completion - 1)}) + "\n")
+            row = {"prompt": prompt, "chosen": text(size.completion - 1), "rejected": text(size.completion - 1)}
+            pairs.write(json.dumps(row) + "\n")
+
+
+def write_judge(size: Size, folder: Path) -> None:
+    """A reward model with random weights, in ``judge``."""
+    module = RewardModel(model_config=size.model_config)
+    module.configure_model()
+    module.export(folder / "judge")
+
+
+def _model(size: Size) -> dict[str, Any]:
+    return {"model_config": size.model_config, "learning_rate": 1e-5, "lr_scheduler_type": "constant",
+            "logging_steps": 1}  # fmt: skip
+
+
+def _prompts(size: Size, folder: Path, num_generations: int) -> PromptDataModule:
+    reward = [f"{__name__}:some_reward"] if num_generations > 1 else None
+    return PromptDataModule(path=str(folder / "texts.jsonl"), batch_size=size.batch_size, eval_steps=0,
+                            num_generations=num_generations, reward_funcs=reward)  # fmt: skip
+
+
+def _sft(size: Size, folder: Path) -> tuple[Any, Any]:
+    data = InstructionDataModule(path=str(folder / "texts.jsonl"), batch_size=size.batch_size, eval_steps=0)
+    return SFT(**_model(size)), data
+
+
+def _reward_model(size: Size, folder: Path) -> tuple[Any, Any]:
+    data = PreferenceDataModule(path=str(folder / "pairs.jsonl"), batch_size=size.batch_size, eval_steps=0,
+                                n_demonstrations=4)  # fmt: skip
+    return RewardModel(**_model(size)), data
+
+
+def _grpo(**more: Any) -> Callable[[Size, Path], tuple[Any, Any]]:
+    def make(size: Size, folder: Path) -> tuple[Any, Any]:
+        module = GRPO(max_completion_length=size.completion, **_model(size), **more)
+        return module, _prompts(size, folder, 4)
+
+    return make
+
+
+def _rlhf_ppo(size: Size, folder: Path) -> tuple[Any, Any]:
+    module = RLHFPPO(reward_model_name_or_path=str(folder / "judge"), max_completion_length=size.completion,
+                     **_model(size))  # fmt: skip
+    return module, _prompts(size, folder, 1)
+
+
+def _ppo(size: Size, folder: Path) -> tuple[Any, Any]:
+    return PPO(), RolloutDataModule("CartPole-v1", n_envs=8, n_steps=128, batch_size=256, n_epochs=4, eval_freq=0,
+                                    total_timesteps=10**9)  # fmt: skip
+
+
+def _dqn(size: Size, folder: Path) -> tuple[Any, Any]:
+    return DQN(), ReplayDataModule("CartPole-v1", learning_starts=256, batch_size=64, buffer_size=4096, eval_freq=0,
+                                   total_timesteps=10**9)  # fmt: skip
+
+
+CASES = (
+    Case("SFT", _sft, 1, 1),
+    Case("RewardModel", _reward_model, 1, 1),
+    Case("GRPO", _grpo(), 1, 1),
+    Case("GRPO with a reference", _grpo(beta=0.04), 2, 1),
+    Case("GRPO, LoRA", _grpo(lora={"r": 16, "target_modules": "all-linear"}), 1, 0.02),
+    Case("RLHFPPO", _rlhf_ppo, 4, 2),
+    Case("PPO", _ppo, 0, 0, is_language=False),
+    Case("DQN", _dqn, 0, 0, is_language=False),
+)

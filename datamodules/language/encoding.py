@@ -1,0 +1,240 @@
+"""Prompts, completions and conversations as token ids, by the tokenizer and its chat template."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from datamodules.language.notices import notice
+from rl_modules.common.errors import UsageError
+
+Messages = list[dict[str, Any]]
+#: Characters that a message about unknown ones shows.
+_SHOWN = 20
+
+
+class TextEncoder:
+    """Turns records into the tokens that a model reads.
+
+    Args:
+        tokenizer: the model's.
+        chat_template: put prompts that are text into the tokenizer's chat template as a user message; None: where it
+            has one. Prompts that are messages always go through it.
+        system_prompt: first message of every conversation that has no system message of its own.
+        chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
+            column of that name wins.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: bool | None = None,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        #: Whether prompts that are text go through the chat template.
+        self.chats = tokenizer.chat_template is not None if chat_template is None else chat_template
+        self.system_prompt = system_prompt
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._unknown: dict[str, None] = {}
+        self._reported = 0
+
+    # ---------------------------------------------------------------- prompts and completions
+
+    def prompts(
+        self, prompts: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts, up to where the model is to write.
+
+        Args:
+            prompts: texts or chat messages. Where the last message is the assistant's, the model continues it (a
+                prefill); otherwise the template opens the assistant's turn.
+            records: the prompts' records, whose columns ``tools`` and ``chat_template_kwargs`` the template reads.
+
+        Raises:
+            UsageError: messages without a chat template, or a template that refuses them or has no place for tools.
+        """
+        if not prompts:
+            return []
+        columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
+        if not self.chats and all(isinstance(prompt, str) for prompt in prompts):
+            return self._tokens(list(prompts))
+        ids: list[list[int]] = []
+        for prompt, record in zip(prompts, columns, strict=True):
+            if isinstance(prompt, str) and not self.chats:
+                ids += self._tokens([prompt])
+            else:
+                ids += self._tokens([self._prompt_text(prompt, record)], add_special_tokens=False)
+        return ids
+
+    def completions(self, completions: Sequence[str]) -> list[list[int]]:
+        """Token ids of completions, each with the EOS token that ends it.
+
+        They are tokenized apart from their prompts, for that is where a model that writes them begins.
+        """
+        if not completions:
+            return []
+        return [[*ids, self.tokenizer.eos_token_id] for ids in self._tokens(list(completions), False)]
+
+    def messages(self, prompt: str | Messages) -> Messages:
+        """A prompt as the messages that the chat template gets, the system prompt included."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def as_read(self, prompt: str | Messages) -> str | Messages:
+        """A prompt as the text, or as the messages that the chat template gets."""
+        return prompt if isinstance(prompt, str) and not self.chats else self.messages(prompt)
+
+    # ---------------------------------------------------------------- conversations
+
+    def conversation(
+        self, messages: Messages, record: Mapping[str, Any], first: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation, and which of them the assistant wrote.
+
+        The template's own ``{% generation %}`` blocks tell. A template without them must render a conversation's
+        beginning as it renders the beginning of the whole: then each assistant turn is what is added to the messages
+        before it, opened for the assistant.
+
+        Args:
+            messages: of all turns.
+            record: read for ``tools`` and ``chat_template_kwargs``.
+            first: number of the message from which on assistant turns count.
+
+        Raises:
+            UsageError: no assistant turn counts, or the template has neither.
+        """
+        added = len(self.messages(messages)) - len(messages)
+        messages, first = self.messages(messages), first + added
+        turns = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
+        if not turns:
+            raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
+        template = str(self.tokenizer.chat_template)
+        if "{% generation" in template or "{%- generation" in template:
+            return self._by_own_mask(messages, record, first)
+        return self._by_prefixes(messages, record, turns)
+
+    def _by_own_mask(self, messages: Messages, record: Mapping[str, Any], first: int) -> tuple[list[int], list[bool]]:
+        rendered = self._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
+        self._note_unknown([ids], [self._render(messages, record)])
+        if first:  # what the template renders of the messages before does not count
+            before = self._tokens([self._render(messages[:first], record)], False, note=False)[0]
+            shared = common_length(before, ids)
+            written[:shared] = [False] * shared
+        if not any(written):
+            raise UsageError("the chat template's {% generation %} blocks mark no token of an assistant message; mend "
+                             "the template, or set completion_only_loss=false")  # fmt: skip
+        return ids, written
+
+    def _by_prefixes(
+        self, messages: Messages, record: Mapping[str, Any], turns: Sequence[int]
+    ) -> tuple[list[int], list[bool]]:
+        whole = self._render(messages, record)
+        ids = self._tokens([whole], False)[0]
+        written = [False] * len(ids)
+        for turn in turns:
+            opened = self._render(messages[:turn], record, add_generation_prompt=True)
+            closed = self._render(messages[: turn + 1], record)
+            start, end = (self._tokens([text], False, note=False)[0] for text in (opened, closed))
+            if ids[: len(start)] != start or ids[: len(end)] != end:
+                raise UsageError(
+                    f"the chat template renders message {turn} of a conversation differently when others follow, and "
+                    "has no {% generation %} blocks that mark what the assistant wrote; give a template with them, or "
+                    "set completion_only_loss=false to learn all tokens"
+                )
+            written[len(start) : len(end)] = [True] * (len(end) - len(start))
+        return ids, written
+
+    def whole(self, messages: Messages, record: Mapping[str, Any]) -> list[int]:
+        """Token ids of a whole conversation."""
+        return self._tokens([self._render(self.messages(messages), record)], False)[0]
+
+    # ---------------------------------------------------------------- the chat template
+
+    def _prompt_text(self, prompt: str | Messages, record: Mapping[str, Any]) -> str:
+        messages = self.messages(prompt)
+        prefilled = messages[-1]["role"] == "assistant"
+        return self._render(messages, record, add_generation_prompt=not prefilled, continue_final_message=prefilled)
+
+    def _render(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> Any:
+        if self.tokenizer.chat_template is None:
+            raise UsageError("the prompts are chat messages, but the tokenizer has no chat template; give prompts as "
+                             "text, or another tokenizer")  # fmt: skip
+        tools = tools_of(record)
+        template = str(self.tokenizer.chat_template)
+        for name, there in (("tools", tools), ("tool_calls", any(m.get("tool_calls") for m in messages))):
+            if there and name not in template:
+                raise UsageError(f"a record has {name}, which the tokenizer's chat template does not read; give a "
+                                 f"tokenizer for tool calls, or leave out {name}")  # fmt: skip
+        variables = {**self.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **how, **variables})
+        except Exception as error:  # templates raise errors of their own, of jinja's and of Python's kinds
+            if isinstance(error, UsageError):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UsageError(f"the chat template refuses a conversation with roles "
+                             f"{', '.join(m['role'] for m in messages)} ({reason})") from error  # fmt: skip
+
+    # ---------------------------------------------------------------- tokens
+
+    def _tokens(self, texts: list[Any], add_special_tokens: bool = True, note: bool = True) -> list[list[int]]:
+        ids = [list(row) for row in self.tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]
+        if note:
+            self._note_unknown(ids, texts)
+        return ids
+
+    def _note_unknown(self, ids: list[list[int]], texts: list[str]) -> None:
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None:
+            return
+        for row, text in zip(ids, texts, strict=True):
+            if unknown in row:
+                lacking = self._unknown_pieces(dict.fromkeys(text), unknown)
+                # A tokenizer of words may know every character of a word that it lacks.
+                self._unknown |= dict.fromkeys(lacking or self._unknown_pieces(dict.fromkeys(text.split()), unknown))
+
+    def _unknown_pieces(self, pieces: Iterable[str], unknown: int) -> list[str]:
+        return [
+            piece for piece in pieces if piece in self._unknown or unknown in self._tokens([piece], False, False)[0]
+        ]
+
+    def report_unknown(self, source: str) -> None:
+        """Name the characters met since the last report that the tokenizer lacks; nothing where there are none.
+
+        Args:
+            source: where the texts come from.
+        """
+        new = list(self._unknown)[self._reported :]
+        self._reported = len(self._unknown)
+        if new:
+            more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+            notice(f"{source}: the tokenizer lacks {' '.join(map(repr, new[:_SHOWN]))}{more}, which the model reads as "
+                   f"{self.tokenizer.unk_token}; to keep them set model.tokenizer_name_or_path")  # fmt: skip
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """A record's tools, a list of JSON schemas or the JSON text of one; None where it has none.
+
+    Raises:
+        UsageError: anything else.
+    """
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"tools={tools[:60]!r} is not valid JSON, {error.msg}; give a list of schemas") from error
+    if tools is not None and not isinstance(tools, list):
+        raise UsageError(f"tools is a {type(tools).__name__}, where a list of JSON schemas should be")
+    return tools or None  # some templates open a section for an empty list
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of leading tokens that two sequences share."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

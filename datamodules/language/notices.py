@@ -1,0 +1,16 @@
+"""Messages to the person who runs the program, which no log level that a recipe sets leaves out."""
+
+import logging
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+log = logging.getLogger(__name__)
+
+
+@rank_zero_only
+def notice(text: str) -> None:
+    """Log a warning on rank 0: without any logging configured Python writes it to standard error.
+
+    Lightning's own ``rank_zero_info`` is silenced by ``rl fit`` together with Lightning's messages.
+    """
+    log.warning(text)

@@ -1,0 +1,131 @@
+"""Rows of a rollout: joining, choosing and cutting them, and the one place that knows how wide each field is.
+
+A rollout's ``tokens`` are as wide as its longest row, what belongs to the completions' tokens (``log_prob``, ``mask``,
+``advantage`` …) as its longest completion. Every function here returns fields of exactly that width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Tokens of the shortest prompt, of the longest row, and of the longest completion of a batch.
+Extent = tuple[int, int, int]
+#: Two-dimensional fields whose columns are no completion tokens.
+_OTHER_COLUMNS = frozenset({"tokens", "rewards", "correct"})
+
+
+def has_signal(reward: Tensor, num_generations: int) -> Tensor:
+    """Whether the scored rewards of each group differ, [P] bool; equal ones teach nothing.
+
+    Args:
+        reward: [P · num_generations], NaN where nothing could score.
+        num_generations: completions per group.
+    """
+    groups = reward.view(-1, num_generations)
+    highest = groups.nan_to_num(nan=-torch.inf).amax(-1)
+    lowest = groups.nan_to_num(nan=torch.inf).amin(-1)
+    return highest > lowest
+
+
+def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two rollouts as one; the narrower one's tokens and per-token fields are padded with zeros."""
+    result: dict[str, Any] = {}
+    for name, left in one.items():
+        right = other[name]
+        if isinstance(left, Tensor):
+            if left.ndim == 2 and left.shape[1] != right.shape[1]:
+                width = max(left.shape[1], right.shape[1])
+                left, right = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (left, right))
+            result[name] = torch.cat([left, right])
+        elif isinstance(left, list) and name != "reward_names":
+            result[name] = left + right
+        else:
+            result[name] = left
+    return result
+
+
+def groups_of(rollout: dict[str, Any], groups: Sequence[int], num_generations: int) -> dict[str, Any]:
+    """Some groups of a rollout, in the order given.
+
+    Args:
+        rollout: see ``PromptDataModule``.
+        groups: numbers of groups.
+        num_generations: completions per group; what has one entry per group is chosen by group.
+    """
+    rows = [g * num_generations + j for g in groups for j in range(num_generations)]
+    n_rows = len(rollout["length"])
+    chosen: dict[str, Any] = {}
+    for name, value in rollout.items():
+        if name == "reward_names" or not isinstance(value, Tensor | list):
+            chosen[name] = value
+            continue
+        numbers = rows if len(value) == n_rows else list(groups)
+        if isinstance(value, list):
+            chosen[name] = [value[i] for i in numbers]
+        else:
+            chosen[name] = value[torch.tensor(numbers, dtype=torch.int64, device=value.device)]
+    extent = RowLengths.of(chosen).extent(range(len(rows)))
+    return _cut(chosen, extent, before=rollout["log_prob"].shape[1])
+
+
+def chosen_rows(fields: dict[str, Tensor], rows: Tensor, extent: Extent) -> dict[str, Tensor]:
+    """Some rows of what a module prepared.
+
+    Args:
+        fields: [B, …] each, ``mask`` among them.
+        rows: numbers, [b].
+        extent: of these rows.
+    """
+    return _cut({name: value[rows] for name, value in fields.items()}, extent, before=fields["mask"].shape[1])
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Lengths of a rollout's rows on the host, so that choosing rows does not wait for the device."""
+
+    prompt: list[int]
+    completion: list[int]
+    #: Whether a row teaches something and must go through the model.
+    keep: list[bool]
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "RowLengths":
+        """Copy them from the device, once.
+
+        Args:
+            fields: ``prompt_length``, ``length`` and, where rows may be left out, ``keep``, [B] each.
+        """
+        keep = fields.get("keep", torch.ones_like(fields["length"]))
+        table = torch.stack([fields["prompt_length"], fields["length"], keep.to(fields["length"])]).tolist()
+        return cls(table[0], table[1], [bool(flag) for flag in table[2]])
+
+    def total(self, row: int) -> int:
+        """Tokens of a row, prompt and completion."""
+        return self.prompt[row] + self.completion[row]
+
+    def kept(self, rows: Sequence[int]) -> list[int]:
+        """Those rows that teach something; one row stays in any case, so that every rank makes the same steps."""
+        return [row for row in rows if self.keep[row]] or list(rows[:1])
+
+    def extent(self, rows: Sequence[int]) -> Extent:
+        """Tokens of the shortest prompt, of the longest row, and of the longest completion among some rows."""
+        return (
+            min(self.prompt[row] for row in rows),
+            max(self.total(row) for row in rows),
+            max(self.completion[row] for row in rows),
+        )
+
+
+def _cut(fields: dict[str, Any], extent: Extent, before: int) -> dict[str, Any]:
+    """Fields without the columns behind the longest row; per-token fields are ``before`` columns wide so far."""
+    _, total, width = extent
+    result = dict(fields)
+    for name, value in fields.items():
+        if name == "tokens":
+            result[name] = value[:, :total]
+        elif isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == before and name not in _OTHER_COLUMNS:
+            result[name] = value[:, :width]
+    return result

@@ -1,0 +1,42 @@
+"""Where a run stands, as reward functions written for TRL read it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainerState:
+    """The fields of transformers' ``TrainerState`` that have a meaning here; a reward may follow a schedule by them."""
+
+    #: Optimizer steps so far.
+    global_step: int = 0
+    #: Optimizer steps of the whole run; 0: not known.
+    max_steps: int = 0
+    #: Passes over the training records so far, a fraction.
+    epoch: float = 0.0
+    #: Tokens that training has seen so far, over all ranks.
+    num_input_tokens_seen: int = 0
+    is_world_process_zero: bool = True
+    #: The last logged metrics with their ``step``, in a list of at most one.
+    log_history: list[dict[str, float]] = field(default_factory=list)
+
+
+def trainer_state(trainer: Any, epoch: float) -> TrainerState:
+    """The state of a Lightning trainer; zeros where there is none.
+
+    Args:
+        trainer: Lightning's, or None.
+        epoch: passes over the training records.
+    """
+    if trainer is None:
+        return TrainerState()
+    step, total = trainer.global_step, trainer.max_steps
+    if total < 0 and trainer.state.fn == "fit":
+        estimate = trainer.estimated_stepping_batches
+        total = 0 if estimate == float("inf") else int(estimate)
+    module = trainer.lightning_module
+    latest = getattr(module, "latest_metrics", {})
+    return TrainerState(
+        step, max(0, total), epoch, getattr(module, "num_tokens", 0), trainer.is_global_zero,
+        [{**latest, "step": step}] if latest else [],
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Frozen weights in checkpoints: left out where a path names them, with a digest that shows whether they changed."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_modules.common.errors import UsageError
+
+#: Per part of a module, by the prefix of its parameters' names: where its frozen weights came from, and their digest.
+Sources = dict[str, dict[str, str]]
+
+
+def describe_sources(module: nn.Module, arguments: dict[str, str], given: Any) -> Sources:
+    """What a checkpoint keeps in place of frozen weights.
+
+    Args:
+        module: with all weights as they were read.
+        arguments: by prefix (``reference.``), the argument that named the weights' directory.
+        given: the arguments' values by name.
+
+    Returns:
+        By prefix ``argument``, ``given`` (its value), ``path`` (absolute, or the hub name) and ``digest``.
+    """
+    sources: Sources = {}
+    for prefix, argument in arguments.items():
+        place = str(given[argument])
+        sources[prefix] = {
+            "argument": argument,
+            "given": place,
+            "path": str(Path(place).resolve()) if Path(place).exists() else place,
+            "digest": digest(frozen_parameters(module, prefix)),
+        }
+    return sources
+
+
+def source_path(source: dict[str, str], given: Any) -> str:
+    """Where frozen weights are read from again: the argument's value where it is a new one, else the recorded path.
+
+    Args:
+        source: one of :data:`Sources`.
+        given: the arguments' values by name.
+
+    Raises:
+        UsageError: a directory or file that is no longer there.
+    """
+    place, argument = source["path"], source["argument"]
+    if given[argument] is not None and str(given[argument]) != source["given"]:
+        place = str(given[argument])
+    if Path(place).is_absolute() and not Path(place).exists():
+        raise UsageError(f"{argument}={place!r} is not there, and the checkpoint holds a digest of its weights only; "
+                         f"give its new place with {argument} (next time save_frozen_weights=true keeps them in the "
+                         "checkpoint)")  # fmt: skip
+    return place
+
+
+def check_sources(module: nn.Module, sources: Sources, given: Any) -> None:
+    """Compare weights that were read again with the digests of those the run began with.
+
+    Raises:
+        UsageError: they differ; names the directory.
+    """
+    for prefix, source in sources.items():
+        _compare(digest(frozen_parameters(module, prefix)), source, given)
+
+
+def require_same_weights(own: Sources, saved: Sources, given: Any) -> None:
+    """Compare a module's frozen weights with the digests in a checkpoint that lacks the weights.
+
+    Args:
+        own: digests of the weights that the module was built with.
+        saved: the checkpoint's.
+        given: the arguments' values by name.
+
+    Raises:
+        UsageError: they differ; names the directory.
+    """
+    for prefix, source in saved.items():
+        if prefix in own:  # a module without such a part fails where its weights are loaded
+            _compare(own[prefix]["digest"], source, given)
+
+
+def _compare(found: str, source: dict[str, str], given: Any) -> None:
+    if found != source["digest"]:
+        raise UsageError(
+            f"{source['argument']}={given[source['argument']] or source['path']!r} holds other weights than the run "
+            f"began with (digest {found[:12]}, the checkpoint has {source['digest'][:12]}); put the old ones back, or "
+            "begin a new run"
+        )
+
+
+def frozen_parameters(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Parameters of a part that never change, by name.
+
+    Args:
+        module: the whole.
+        prefix: of the names.
+    """
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        # peft keeps the first weights of a head that is trained whole, which may have been drawn, not read.
+        if name.startswith(prefix) and not parameter.requires_grad and "original_module" not in name
+    }
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and every byte."""
+
+    def of_one(name: str) -> bytes:
+        tensor = tensors[name].detach().cpu().contiguous()
+        sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return sha.digest()
+
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        return hashlib.sha256(b"".join(pool.map(of_one, sorted(tensors)))).hexdigest()

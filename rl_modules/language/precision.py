@@ -1,0 +1,114 @@
+"""Precision of language models: which weights may have 16 bits, and what stays in float32 whatever the Trainer says."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+
+from rl_modules.common.errors import UsageError
+
+
+class FrozenHalfPrecision(HalfPrecision):
+    """``bf16-true`` as language models use it: frozen weights in bfloat16, trained weights and data as they are.
+
+    Lightning's own plugin casts every floating-point tensor of a batch, so that token counts, rewards and
+    log-probabilities arrive rounded to 8 bits, and it changes torch's default dtype while the module runs. Here
+    arithmetic is autocast, as under ``bf16-mixed``; batches, buffers (rotary frequencies, reward offsets) and adapters
+    stay in float32.
+    """
+
+    #: Type of the device that the strategy computes on; autocast must name it.
+    device_type = "cpu"
+    #: Whether parameters that require a gradient are adapters, which stay in float32; else all weights are converted.
+    trains_adapters = False
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and not (self.trains_adapters and parameter.requires_grad):
+                parameter.data = parameter.data.to(self._desired_input_dtype)
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager:
+        return nullcontext()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with torch.autocast(self.device_type, dtype=self._desired_input_dtype, cache_enabled=False):
+            yield
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
+    """Replace Lightning's ``bf16-true`` or ``16-true`` plugin by :class:`FrozenHalfPrecision`.
+
+    Called from ``configure_model``, before weights are converted and the first batch is read.
+
+    Args:
+        trainer: about to run.
+        trains_adapters: whether the module's trainable parameters are adapters.
+
+    Raises:
+        UsageError: ``16-true`` in training, where nothing scales the loss.
+    """
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, HalfPrecision):
+        return
+    if plugin.precision == "16-true" and trainer.state.fn == "fit":
+        raise UsageError("trainer.precision=16-true trains without a scale of the loss, so that small gradients become "
+                         "0; take bf16-true with lora, bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
+    ours = FrozenHalfPrecision(plugin.precision)
+    ours.device_type, ours.trains_adapters = trainer.strategy.root_device.type, trains_adapters
+    trainer.strategy.precision_plugin = ours
+
+
+def convert_frozen(module: L.LightningModule) -> None:
+    """Store a module's frozen weights in the trainer's 16 bits, before they may be split over ranks."""
+    if isinstance(plugin := module.trainer.precision_plugin, FrozenHalfPrecision):
+        plugin.convert_module(module)
+
+
+def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: str, learning_rate: float) -> None:
+    """Refuse to train weights that are stored in 16 bits; called when a fit begins.
+
+    A bfloat16 number has 8 significant bits: AdamW's step of about ``learning_rate`` is lost wherever it is less than
+    1/512 of the weight.
+
+    Args:
+        module: with its weights.
+        lora: whether adapters are trained in place of the weights.
+        torch_dtype: of the weights, for the message.
+        learning_rate: for the message.
+
+    Raises:
+        UsageError: names the argument to change.
+    """
+    precision = module.trainer.precision
+    sixteen = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if not sixteen and (lora or precision != "bf16-true"):
+        return
+    set_by = f"trainer.precision={precision}" if precision == "bf16-true" else f"torch_dtype={torch_dtype}"
+    name = str(sixteen[0]).removeprefix("torch.") if sixteen else "bfloat16"
+    raise UsageError(
+        f"{set_by} would keep the trained weights in {name}, which rounds off steps of learning_rate="
+        f"{learning_rate:g}; train all weights with trainer.precision=bf16-mixed and torch_dtype=float32, or adapters "
+        "with lora"
+    )
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """New tensors without a dtype are float32 inside, whatever a precision plugin has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,207 @@
+"""Checkpoints without frozen weights: what they hold, what they load, and what they say about changed files."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from recipes.language import export as export_checkpoint
+from rl_modules.common.errors import UsageError
+from rl_modules.language.frozen_weights import digest
+from rl_modules.language.grpo import GRPO
+from rl_modules.language.reward_model import RewardModel
+from rl_modules.language.rlhf_ppo import RLHFPPO
+from rl_modules.language.sft import SFT
+from tests.training import assert_resumes_exactly, fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+
+
+def write_model(folder, kind=SFT, seed=1):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = kind(model_config=TINY)
+        module.configure_model()
+        for parameter in module.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        shutil.rmtree(folder, ignore_errors=True)
+        return str(module.export(folder))
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return {"policy": write_model(tmp_path / "policy"), "judge": write_model(tmp_path / "judge", RewardModel, 2),
+            "other": write_model(tmp_path / "other", seed=3)}  # fmt: skip
+
+
+COMMON = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
+SAMPLING = {**COMMON, "max_completion_length": 3}
+
+
+def prompts():
+    return PromptDataModule("addition", batch_size=8, num_generations=4, n_train=8, eval_steps=0)
+
+
+def ppo_prompts():
+    return PromptDataModule("addition", batch_size=8, num_generations=1, n_train=8, eval_steps=0)
+
+
+def examples():
+    return InstructionDataModule("addition", batch_size=8, n_train=16, eval_steps=0)
+
+
+def pairs():
+    return PreferenceDataModule("paths", batch_size=8, n_train=16, eval_steps=0, n_demonstrations=4)
+
+
+#: Module, datamodule, and the first words of what its checkpoint's weights are called.
+CASES = {
+    "sft lora": (lambda p: SFT(model_name_or_path=p["policy"], lora=LORA, **COMMON), examples, {"model"}),
+    "reward model lora": (lambda p: RewardModel(p["policy"], lora=LORA, **COMMON), pairs, {"model"}),
+    "grpo": (lambda p: GRPO(p["policy"], beta=0.1, reward_model_name_or_path=p["judge"], **SAMPLING), prompts,
+             {"model", "reward_offset"}),
+    "grpo other reference": (
+        lambda p: GRPO(p["policy"], beta=0.1, ref_model_name_or_path=p["other"], **SAMPLING), prompts,
+        {"model", "reward_offset"}),
+    "grpo moving reference": (
+        lambda p: GRPO(p["policy"], beta=0.1, ref_model_name_or_path=p["other"], sync_ref_model=True,
+                       ref_model_sync_steps=1, **SAMPLING), prompts, {"model", "reference", "reward_offset"}),
+    "grpo lora": (lambda p: GRPO(p["policy"], beta=0.1, lora=LORA, **SAMPLING), prompts, {"model", "reward_offset"}),
+    "ppo": (lambda p: RLHFPPO(p["policy"], p["judge"], **SAMPLING), ppo_prompts,
+            {"model", "value_model", "reward_offset"}),
+    "ppo lora": (lambda p: RLHFPPO(p["policy"], p["judge"], lora=LORA, **SAMPLING), ppo_prompts,
+                 {"model", "value_model", "reward_offset"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_frozen_weights_are_left_out_and_runs_resume_exactly(case, paths, tmp_path):
+    make, data, parts = CASES[case]
+    epochs = 3 if "moving" in case else 2  # the reference moves before a step, from the second on
+    assert_resumes_exactly(lambda: make(paths), data, tmp_path, epochs=epochs)
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == parts
+    if "lora" in case:
+        kept = [name for name in checkpoint["state_dict"] if not name.startswith("reward_offset")]
+        assert all("lora_" in name or "score" in name for name in kept)
+        assert len(checkpoint["optimizer_states"][0]["state"]) < len(kept) + 1
+    loaded = type(make(paths)).load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    again = make(paths)
+    fit(again, data(), max_epochs=epochs)
+    state = again.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_base_from_scratch_has_no_source_and_is_kept(tmp_path):
+    module = SFT(model_config=TINY, lora=LORA, **COMMON)
+    fit(module, examples(), max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    loaded = SFT.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    state = module.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "argument"),
+    [
+        ("sft lora", "policy", "model_name_or_path"),
+        ("grpo", "judge", "reward_model_name_or_path"),
+        ("grpo", "policy", "model_name_or_path"),
+        ("grpo other reference", "other", "ref_model_name_or_path"),
+        ("ppo lora", "judge", "reward_model_name_or_path"),
+    ],
+)
+def test_a_changed_directory_is_an_error_that_names_it(case, changed, argument, paths, tmp_path):
+    make, data, _ = CASES[case]
+    fit(make(paths), data(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    write_model(paths[changed], RewardModel if changed == "judge" else SFT, seed=9)
+    message = rf"^{argument}='?{paths[changed]}'? holds other weights than the run began with"
+    with pytest.raises(UsageError, match=message):
+        type(make(paths)).load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    with pytest.raises(UsageError, match=message):
+        fit(make(paths), data(), ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+
+
+def test_a_directory_that_is_gone_is_named_and_may_have_moved(paths, tmp_path):
+    make, data, _ = CASES["grpo other reference"]
+    fit(make(paths), data(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    shutil.move(paths["other"], tmp_path / "moved")
+    with pytest.raises(UsageError, match=rf"^ref_model_name_or_path='{paths['other']}' is not there.*digest"):
+        GRPO.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    moved = str(tmp_path / "moved")
+    loaded = GRPO.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True, ref_model_name_or_path=moved)
+    theirs = AutoModelForCausalLM.from_pretrained(moved).state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in loaded.reference.state_dict().items())
+
+
+@pytest.mark.parametrize("case", ["sft lora", "ppo lora"])
+def test_asked_for_they_are_kept_and_the_directories_may_go(case, paths, tmp_path):
+    make, data, _ = CASES[case]
+    module = make(paths)
+    module.hparams["save_frozen_weights"] = True
+    fit(module, data(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    for path in paths.values():
+        shutil.rmtree(path)
+    loaded = type(module).load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    state = module.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_resumed_run_may_choose_anew_and_stays_exact(at_first, paths, tmp_path):
+    def module(keep):
+        return GRPO(paths["policy"], beta=0.1, lora=LORA, reward_model_name_or_path=paths["judge"],
+                    save_frozen_weights=keep, **SAMPLING)  # fmt: skip
+
+    def state(keep, epochs, **more):
+        fit(made := module(keep), prompts(), max_epochs=epochs, precision="bf16-true", **more).save_checkpoint(
+            tmp_path / "last.ckpt"
+        )
+        return made.state_dict()
+
+    whole = state(True, 2)
+    state(at_first, 1)
+    shutil.move(tmp_path / "last.ckpt", tmp_path / "part.ckpt")
+    resumed = state(not at_first, 2, ckpt_path=tmp_path / "part.ckpt")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+    # Once they were written they are written on: the directory may have changed.
+    kept = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys()
+    assert kept == whole.keys()
+
+
+def test_a_policy_is_exported_without_its_judges(paths, tmp_path):
+    module = CASES["ppo"][0](paths)
+    fit(module, ppo_prompts(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    for path in paths.values():
+        shutil.rmtree(path)
+    folder = export_checkpoint(str(tmp_path / "last.ckpt"), str(tmp_path / "exported"))
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder).state_dict(), module.model.state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in theirs.items())
+
+
+def test_adapters_alone_export_as_a_whole_model(paths, tmp_path):
+    module = CASES["sft lora"][0](paths)
+    fit(module, examples(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    folder = export_checkpoint(str(tmp_path / "last.ckpt"), str(tmp_path / "exported"))
+    theirs, tokens = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = module.model.eval()(input_ids=tokens).logits
+        torch.testing.assert_close(theirs(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_digest_changes_with_any_byte_name_and_type():
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1.0)}
+    same = {"b": weights["b"].clone(), "a": weights["a"].clone()}
+    changed = [
+        {"a": weights["a"], "b": torch.tensor(1.0000001)},
+        {"a": weights["a"].view(3, 2), "b": weights["b"]},
+        {"a": weights["a"].bfloat16(), "b": weights["b"]},
+        {"c": weights["a"], "b": weights["b"]},
+    ]
+    assert digest(same) == digest(weights)
+    assert digest(weights) not in [digest(other) for other in changed]

@@ -1,0 +1,127 @@
+"""A reward model with another tokenizer than the policy reads the same texts in its own tokens."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from datamodules import PromptDataModule
+from rl_modules.common.errors import UsageError
+from rl_modules.language.grpo import GRPO
+from rl_modules.language.rereading import encode_again
+from rl_modules.language.reward_model import RewardModel, load_reward_model
+from rl_modules.language.rlhf_ppo import RLHFPPO
+from rl_modules.language.scoring import sequence_scores
+from rl_modules.language.tokenizer import ALPHABET, character_tokenizer
+from tests.training import assert_resumes_exactly, fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+TEMPLATE = ("{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
+            "{% if add_generation_prompt %}(a:{% endif %}")  # fmt: skip
+SAMPLING = {"model_config": TINY, "lr_scheduler_type": "constant", "max_completion_length": 4}
+
+
+def pair_tokenizer(template=None):
+    """Characters in another order, and some pairs of digits as one token."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<eos>", "<pad>", *reversed(ALPHABET)])}
+    merges = [(a, b) for a in "0123456789" for b in "0123456789"]
+    vocabulary |= {a + b: len(vocabulary) + i for i, (a, b) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
+                                   chat_template=template)  # fmt: skip
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """The directory of a reward model over pairs of digits."""
+
+    def write(template=None):
+        module = RewardModel(model_config=TINY)
+        module._tokenizer = pair_tokenizer(template)
+        module.configure_model()
+        module.reward_offset = 0.25
+        return str(module.export(tmp_path / "judge"))
+
+    return write
+
+
+def addition(**arguments):
+    return PromptDataModule("addition", **{"batch_size": 8, "num_generations": 4, "n_train": 8, "eval_steps": 0,
+                                           "n_eval": 4, **arguments})  # fmt: skip
+
+
+def test_scores_are_those_of_the_judge_alone_on_its_own_tokens(judge):
+    path = judge()
+    seen = []
+
+    class Watched(GRPO):
+        def rewards(self, rollout):
+            reward = super().rewards(rollout)
+            seen.append((rollout, rollout["rewards"][:, -1].clone()))
+            return reward
+
+    fit(Watched(reward_model_name_or_path=path, **SAMPLING), addition(), max_steps=2)
+    found = load_reward_model(path)
+    tokenizer = found.tokenizer
+    for rollout, scores in seen:
+        rows = zip(rollout["records"], rollout["texts"], rollout["finished"].tolist(), scores, strict=True)
+        for record, text, finished, score in rows:
+            ids = tokenizer(record["prompt"]).input_ids + tokenizer(text).input_ids
+            ids += [tokenizer.eos_token_id] * finished
+            with torch.no_grad():
+                alone = sequence_scores(found.model, torch.tensor([ids]), torch.tensor([len(ids)])) - 0.25
+            torch.testing.assert_close(score, alone[0], atol=1e-5, rtol=1e-5)
+    assert tokenizer("1+2=").input_ids != character_tokenizer()("1+2=").input_ids
+
+
+def test_messages_go_through_the_judges_own_template():
+    tokenizer = pair_tokenizer(TEMPLATE)
+    asked = [
+        [{"role": "user", "content": "12"}],
+        [{"role": "user", "content": "1"}, {"role": "assistant", "content": "x"}],
+    ]
+    tokens, length = encode_again(tokenizer, asked, ["3", "4"], [True, False], 100)
+    texts = [tokenizer.decode(row[:n]) for row, n in zip(tokens.tolist(), length.tolist(), strict=True)]
+    assert texts == ["(u:12)(a:3)", "(u:1)(a:x4)"]
+    with pytest.raises(UsageError, match="the reward model's tokenizer has no chat template"):
+        encode_again(pair_tokenizer(), asked, ["3", "4"], [True, True], 100)
+    with pytest.raises(UsageError, match="have 11 of the reward model's tokens, it takes 9"):
+        encode_again(tokenizer, asked, ["3", "4"], [True, False], 9)
+
+
+def test_such_runs_resume_exactly_and_evaluate(judge, tmp_path):
+    path = judge()
+    make = lambda keep: GRPO(reward_model_name_or_path=path, save_frozen_weights=keep, **SAMPLING)  # noqa: E731
+    assert_resumes_exactly(lambda: make(False), addition, tmp_path, epochs=2)
+    trainer = fit(make(True), addition(), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "kept.ckpt")
+    for name in ("whole.ckpt", "kept.ckpt"):
+        loaded = GRPO.load_from_checkpoint(tmp_path / name, weights_only=True)
+        assert loaded.reward_tokenizer.get_vocab() == pair_tokenizer().get_vocab()
+    module = make(False)
+    metrics = fit(module, addition(eval_steps=1, reward_funcs=[]), max_steps=1).callback_metrics
+    assert "eval/rewards/reward_model" in metrics and module.best_metric == ("eval/pass@1", "max")
+
+
+def test_without_reward_functions_the_judges_score_is_monitored(judge, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
+    path = str(tmp_path / "prompts.jsonl")
+    data = lambda **more: PromptDataModule(path=path, eval_path=path, batch_size=8, n_eval=4, eval_steps=1, **more)  # noqa: E731
+    grpo = GRPO(reward_model_name_or_path=judge(), **SAMPLING)
+    metrics = fit(grpo, data(num_generations=4), max_steps=1).callback_metrics
+    assert grpo.best_metric == ("eval/rewards/reward_model", "max") and grpo.best_metric[0] in metrics
+    ppo = RLHFPPO(reward_model_name_or_path=judge(), value_head_on_policy=True, **SAMPLING)
+    metrics = fit(ppo, data(num_generations=1), max_steps=1).callback_metrics
+    assert ppo.best_metric == ("eval/scores", "max") and ppo.best_metric[0] in metrics
+
+
+def test_a_value_model_needs_the_policys_tokens(judge):
+    module = RLHFPPO(reward_model_name_or_path=judge(), **SAMPLING)
+    with pytest.raises(UsageError, match=r"^reward_model_name_or_path=.*value_head_on_policy=true has none.*id 0"):
+        fit(module, addition(num_generations=1), max_steps=1)
+    assert character_tokenizer().get_vocab() != pair_tokenizer().get_vocab()
