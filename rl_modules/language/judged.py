@@ -64,7 +64,7 @@ class JudgedPolicy(LanguagePolicy):
             self.reward_model = self._described("reward_config", "score")
             self.reference = self._described("reference_config", "causal")
             return
-        if hp.reward_model_name_or_path is not None:
+        if hp.get("reward_model_name_or_path") is not None:
             self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
         if self.wants_reference and hp.ref_model_name_or_path is not None:
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
