@@ -18,6 +18,7 @@ _EXPORTS = {
     "MonteCarlo": "rl_modules.monte_carlo",
     "SARSA": "rl_modules.sarsa",
     "QLearning": "rl_modules.q_learning",
+    "RLOO": "rl_modules.language.rloo",
     "RLHFPPO": "rl_modules.language.rlhf_ppo",
     "RewardModel": "rl_modules.language.reward_model",
     "SFT": "rl_modules.language.sft",
@@ -32,6 +33,7 @@ __all__ = [
     "PPO",
     "REINFORCE",
     "RLHFPPO",
+    "RLOO",
     "SARSA",
     "SFT",
     "TRPO",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from rl_modules.language.kto import KTO
     from rl_modules.language.reward_model import RewardModel
     from rl_modules.language.rlhf_ppo import RLHFPPO
+    from rl_modules.language.rloo import RLOO
     from rl_modules.language.sft import SFT
     from rl_modules.monte_carlo import MonteCarlo
     from rl_modules.ppo import PPO
