@@ -148,6 +148,7 @@ class GRPO(JudgedPolicy):
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
         self.beta, self.epsilon, self.epsilon_high, self.delta = beta, epsilon, epsilon_high, delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
+        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
         self.reward_weights = reward_weights
@@ -292,8 +293,7 @@ class GRPO(JudgedPolicy):
             use_bias_correction_kl=self.use_bias_correction_kl, loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
             max_completion_length=self.max_completion_length, num_items_in_batch=batch["step_tokens"],
-            sapo_temperature_pos=self.hparams["sapo_temperature_pos"],
-            sapo_temperature_neg=self.hparams["sapo_temperature_neg"],
+            sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
         )  # fmt: skip
         if self.loss_type in ("dapo", "cispo"):
             return loss * batch["n_micro"]

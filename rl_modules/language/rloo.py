@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.judged import Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
+
+#: GRPO's options of which RLOO is one choice: no arguments of this class, whose checkpoints load it.
+_FIXED = (
+    "loss_type", "importance_sampling_level", "scale_rewards", "top_entropy_quantile", "kl_estimator",
+    "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg",
+)  # fmt: skip
 
 
 class RLOO(GRPO):
@@ -45,12 +50,13 @@ class RLOO(GRPO):
         epsilon_high: float | None = None,
         **policy: Any,
     ) -> None:
-        fixed = {"loss_type": "grpo", "importance_sampling_level": "token", "scale_rewards": "none",
-                 "top_entropy_quantile": 1.0}  # fmt: skip
-        for name, value in fixed.items():
-            if policy.get(name, value) != value:
-                raise UsageError(f"{name}={policy[name]!r} is an option of GRPO, not of RLOO; leave it out")
-        super().__init__(model_name_or_path, beta, epsilon, epsilon_high, **{**policy, **fixed})
+        super().__init__(
+            model_name_or_path, beta, epsilon, epsilon_high, loss_type="grpo", importance_sampling_level="token",
+            scale_rewards="none", top_entropy_quantile=1.0, kl_estimator="k1", use_bias_correction_kl=False,
+            sapo_temperature_pos=1.0, sapo_temperature_neg=1.0, **policy,
+        )  # fmt: skip
+        for name in _FIXED:
+            del self.hparams[name]
         #: β of the reward; the loss has no KL term.
         self.kl_coefficient, self.beta = self.beta, 0.0
 

@@ -229,9 +229,13 @@ def test_a_subclass_overrides_the_advantage():
     (grpo, {"loss_type": "cispo"}, "epsilon_high=None leaves loss_type='cispo' without its bound"),
     (grpo, {"loss_type": "sapo", "delta": 2.0}, "delta=2.0 does nothing for loss_type='sapo'"),
     (grpo, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0 must be above 0"),
-    (rloo, {"loss_type": "dapo"}, "loss_type='dapo' is an option of GRPO, not of RLOO"),
-    (rloo, {"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2 is an option of GRPO"),
 ])  # fmt: skip
 def test_refused_arguments(make, arguments, sentence):
     with pytest.raises(UsageError, match=sentence):
         make(**arguments)
+
+
+def test_options_that_rloo_fixes_are_none_of_its_arguments():
+    for name in ("loss_type", "importance_sampling_level", "scale_rewards", "top_entropy_quantile", "kl_estimator"):
+        with pytest.raises(TypeError, match=name):
+            rloo(**{name: "group"})
