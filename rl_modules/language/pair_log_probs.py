@@ -10,6 +10,52 @@ from rl_modules.language.logits import logits_at
 from rl_modules.language.pair_scores import visible
 
 
+@torch.no_grad()
+def can_pack_pairs(model: Any) -> bool:
+    """Whether answers in packed rows have the log-probabilities that each has alone: computed for two pairs.
+
+    Args:
+        model: causal language model.
+    """
+    config = model.config
+    windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    # Windows and chunks are longer than what is compared here; other kernels have rules of their own about masks.
+    if windows or getattr(config, "attention_chunk_size", None) or config._attn_implementation not in ("sdpa", "eager"):
+        return False
+    weight = next(model.parameters())
+    lengths = torch.tensor([[3, 2, 3], [2, 4, 1]], device=weight.device)
+    sizes = lengths.flatten()
+    tokens = torch.arange(int(sizes.sum()), device=weight.device) * 7 % config.get_text_config().vocab_size
+    segment = torch.arange(6, device=weight.device).repeat_interleave(sizes)
+    pieces = tokens.split(sizes.tolist())
+    position = [torch.arange(len(p), device=weight.device) for p in pieces]
+    for i, prompt in ((1, 3), (2, 3), (4, 2), (5, 2)):
+        position[i] = position[i] + prompt
+    packed = {
+        "tokens": tokens.unsqueeze(0), "lengths": lengths, "last": (sizes.cumsum(0) - 1)[[1, 4, 2, 5]],
+        "position_ids": torch.cat(position).unsqueeze(0), "segment": segment.unsqueeze(0),
+        "prompt_segment": (segment // 3 * 3).unsqueeze(0),
+    }  # fmt: skip
+    training = model.training
+    model.eval()
+    try:
+        together = pair_log_probs(model, packed)[0].sum(-1)
+        alone = torch.stack([_alone(model, pieces[p], pieces[a]) for p, a in ((0, 1), (3, 4), (0, 2), (3, 5))])
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        # What a model says that takes no mask of this shape, or no positions.
+        return False
+    finally:
+        model.train(training)
+    # A token that sees another text, or the wrong position, is off by more than rounding.
+    rounding = 1e-3 if weight.dtype is torch.float32 else 0.1
+    return bool((together - alone).abs().max() < rounding)
+
+
+def _alone(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
+    logits = model(input_ids=torch.cat([prompt, answer]).unsqueeze(0), use_cache=False).logits
+    return F.token_log_probs(logits[:, len(prompt) - 1 : -1], answer.unsqueeze(0)).sum()
+
+
 def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Log π of every token of the chosen and of the rejected answers.
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.judged import JudgedPolicy
-from rl_modules.language.pair_log_probs import pair_log_probs
-from rl_modules.language.pair_scores import can_pack
+from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
 
 
 class PreferencePolicy(JudgedPolicy):
@@ -63,6 +62,7 @@ class PreferencePolicy(JudgedPolicy):
         # Reference log-probabilities by data ("train", "eval") and pair, [n, 2]; NaN: not computed yet.
         self._tables: dict[str, Tensor] = {}
         self._saved_table: dict[str, Any] | None = None
+        self._packs: bool | None = None
 
     @property
     def wants_reference(self) -> bool:
@@ -71,7 +71,9 @@ class PreferencePolicy(JudgedPolicy):
     @property
     def can_pack(self) -> bool:
         """Whether batches may hold several texts to a row."""
-        return can_pack(self.model.config)
+        if self._packs is None:
+            self._packs = can_pack_pairs(self.model)
+        return self._packs
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
