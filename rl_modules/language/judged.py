@@ -82,7 +82,7 @@ class JudgedPolicy(LanguagePolicy):
         if hp.description is not None:
             self._build_described(config)
             return
-        if hp.reward_model_name_or_path is not None:
+        if hp.get("reward_model_name_or_path") is not None:
             self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
         if self.wants_reference and hp.ref_model_name_or_path is not None:
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
