@@ -14,8 +14,10 @@ from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.self_check import require_left_to_right
 from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
@@ -108,6 +110,11 @@ class LanguageModule(L.LightningModule):
         self.latest_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        # Python comes here when a property raised AttributeError; torch would call the property itself missing.
+        found = getattr(type(self), name, None)
+        return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)
+
     # ---------------------------------------------------------------- model and tokenizer
 
     @property
@@ -184,6 +191,15 @@ class LanguageModule(L.LightningModule):
     def on_fit_start(self) -> None:
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
+        self.check_architecture()
+
+    def check_architecture(self) -> None:
+        """Find out which fast paths are right on the model; an algorithm with further ones adds them.
+
+        Raises:
+            UsageError: a model that no algorithm here can train.
+        """
+        require_left_to_right(self.model)
 
     # ---------------------------------------------------------------- metrics
 
@@ -402,6 +418,10 @@ class LanguagePolicy(LanguageModule):
             eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
             synced_gpus=is_sharded(self.model), **settings,
         )  # fmt: skip
+
+    def check_architecture(self) -> None:
+        super().check_architecture()
+        prepare_head(self.model)
 
     # ---------------------------------------------------------------- evaluation on held-out prompts
 

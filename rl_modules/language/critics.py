@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import add_lora, make_model
+from rl_modules.language.models import add_lora, make_model, remove_dropout
 from rl_modules.language.scoring import completion_log_probs, completion_positions
 
 
@@ -19,9 +19,7 @@ def frozen(model: Any) -> Any:
 def without_dropout(config: Any) -> Any:
     """A copy of a transformers config with every dropout rate at 0."""
     config = copy.deepcopy(config)
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    remove_dropout(config)
     return config
 
 
@@ -35,9 +33,10 @@ def value_model_from(
         gradient_checkpointing: recompute activations in the backward pass, see :func:`make_model`.
         lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
     """
-    dtype = str(next(reward_model.parameters()).dtype).removeprefix("torch.")
-    model = make_model(without_dropout(reward_model.config), None, "score", dtype, None, gradient_checkpointing)
-    model.load_state_dict(reward_model.state_dict())
+    weight = next(reward_model.parameters())
+    dtype, attention = str(weight.dtype).removeprefix("torch."), reward_model.config._attn_implementation
+    model = make_model(without_dropout(reward_model.config), None, "score", dtype, attention, gradient_checkpointing)
+    model.to(weight.device).load_state_dict(reward_model.state_dict())
     model.requires_grad_(True).train()
     return model if lora is None else add_lora(model, lora, "SEQ_CLS", gradient_checkpointing)
 

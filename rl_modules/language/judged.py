@@ -79,6 +79,7 @@ class JudgedPolicy(LanguagePolicy):
         return self
 
     def on_fit_start(self) -> None:
+        super().on_fit_start()
         self.train()
 
     @contextmanager
@@ -136,7 +137,8 @@ class JudgedPolicy(LanguagePolicy):
 
     def _read_reward_model(self, path: str) -> Any:
         try:
-            found = load_reward_model(path, self.tokenizer, self.hparams["torch_dtype"])
+            hp: Any = self.hparams
+            found = load_reward_model(path, self.tokenizer, hp.torch_dtype, hp.attn_implementation)
         except UsageError as error:
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
         self.reward_offset.fill_(found.offset)

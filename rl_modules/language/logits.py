@@ -4,10 +4,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-#: Architectures whose last block ends with an ``mlp`` that sees one token at a time; each is in the tests.
-PLAIN = frozenset({"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+from rl_modules.language.models import text_config
+from rl_modules.language.self_check import agrees, probe_texts
+
+#: What the list of blocks is called in transformers' models, and a block's feed-forward part.
+_BLOCKS = ("layers", "h", "blocks")
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 
 
 def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
@@ -38,6 +43,12 @@ def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
         model: causal language model of transformers, adapters of ``peft`` included.
         place: ``row * width + column``, all different, [m].
     """
+    with _hooked(model, place, _last_mlp(model)):
+        yield
+
+
+@contextmanager
+def _hooked(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[None]:
     shape: list[int] = []
 
     def choose(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -50,19 +61,49 @@ def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
 
     with ExitStack() as hooks:
         hooks.callback(model.get_output_embeddings().register_forward_pre_hook(choose).remove)
-        mlp = _last_mlp(model)
         if mlp is not None:
             hooks.callback(mlp.register_forward_pre_hook(choose).remove)
             hooks.callback(mlp.register_forward_hook(put_back).remove)
         yield
 
 
+def prepare_head(model: Any) -> None:
+    """Run the self-checks of this module now, not with the first batch.
+
+    Args:
+        model: causal language model.
+    """
+    _last_mlp(model)
+
+
 def _last_mlp(model: Any) -> nn.Module | None:
-    """The last block's feed-forward part; None where it can't be told, or would be run again without our hooks."""
+    """The last block's feed-forward part, if it reads one token at a time; else, or where recomputed, None."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     # Newer versions of transformers warn of the old name.
     old, new = "is_gradient_checkpointing", "is_activation_checkpointing"
-    if network.config.model_type not in PLAIN or getattr(network, new if hasattr(network, new) else old):
+    part = _feed_forward(network)
+    if (
+        part is None
+        or getattr(network, new if hasattr(network, new) else old)
+        or getattr(text_config(network.config), "output_router_logits", False)  # of all tokens, for the balance
+        or not agrees(model, "choosing tokens before the last feed-forward part", lambda: _compare(model, part), "")
+    ):
         return None
-    body: Any = network.base_model
-    return (body.h if hasattr(body, "h") else body.layers)[-1].mlp
+    return part
+
+
+def _feed_forward(network: Any) -> nn.Module | None:
+    body = network.get_decoder() if hasattr(network, "get_decoder") else network.base_model
+    blocks = next((found for name in _BLOCKS if (found := getattr(body, name, None))), None)
+    if not isinstance(blocks, nn.ModuleList):
+        return None
+    return next((found for name in _FEED_FORWARD if (found := getattr(blocks[-1], name, None))), None)
+
+
+def _compare(model: Any, part: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    text = probe_texts(model, [9])[0]
+    place = torch.tensor([1, 4, 5, 8], device=text.device)
+    whole = model(input_ids=text[None], use_cache=False).logits[0].log_softmax(-1)
+    with _hooked(model, place, part):
+        chosen = model(input_ids=text[None], use_cache=False).logits[0].log_softmax(-1)
+    return chosen, whole[place], whole[place]

@@ -10,6 +10,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.logits import logits_at
+from rl_modules.language.packing import can_pack_texts, packed_inputs
 
 
 class SFT(LanguagePolicy):
@@ -87,9 +88,7 @@ class SFT(LanguagePolicy):
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
-            inputs["position_ids"] = batch["position_ids"]
-            if self.wants_one_row:
-                inputs = {name: value.view(1, -1) for name, value in inputs.items()}
+            inputs = packed_inputs(self.model, tokens, batch["position_ids"])
         # The state before a token is the one that predicts it.
         if self._drops and "seed" in batch:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -101,9 +100,9 @@ class SFT(LanguagePolicy):
         return F.token_log_probs(logits, target), logits, target
 
     @property
-    def wants_one_row(self) -> bool:
-        """Whether packed rows go end to end: flash attention tells sequences apart by position within one row only."""
-        return "flash" in str(self.model.config._attn_implementation)
+    def can_pack(self) -> bool:
+        """Whether batches may hold several texts to a row."""
+        return can_pack_texts(self.model)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Completions of held-out prompts, and likelihood of held-out demonstrations."""

@@ -12,27 +12,60 @@ from transformers import DynamicCache
 
 from rl_modules import functional as F
 from rl_modules.language.logits import logits_at
+from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.scoring import completion_log_probs
+from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.sharding import is_sharded
 
 #: Share of a batch's tokens that must be repeated prompts for two passes over less to be better than one over all.
 WORTHWHILE = 0.2
+#: Columns of the self-check's layout.
+_SMALLEST = 8
 
 
-def can_share(model: Any, longest: int) -> bool:
+def can_share(model: Any, width: int) -> bool:
     """Whether a model's keys and values of a prompt are all that its completions need, with gradient.
 
     Args:
         model: causal language model.
-        longest: tokens of the longest row.
+        width: columns of the layout that the completions are read in, see :func:`layout_width`. Padding between a
+            prompt and its completion counts for a sliding window, so that none may be shorter than the layout.
     """
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    plain = RowCache.for_model(model.config.get_text_config(decoder=True), longest=longest) is not None
+    window = shortest_window(model.config)
     # Sharded ranks go through the model equally often, whatever rows each has. Other kernels than these have rules of
     # their own about masks.
     return (
-        plain and not checkpointing and not is_sharded(model) and model.config._attn_implementation in ("sdpa", "eager")
+        not checkpointing
+        and not is_sharded(model)
+        and model.config._attn_implementation in ("sdpa", "eager")
+        and (window is None or window >= max(width, _SMALLEST))
+        and RowCache.for_model(text_config(model.config), longest=width) is not None
+        and agrees(model, "reading each prompt once", lambda: _compare(model), "each completion is read with its own")
     )
+
+
+def layout_width(prompt_length: Tensor, length: Tensor) -> int:
+    """Columns of :func:`grouped_log_probs`' layout: the longest prompt, and behind it the longest completion."""
+    return int(prompt_length.max() + length.max())
+
+
+def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of four completions of two prompts, of unequal lengths, in a layout of 8 columns."""
+    first, second, *endings = probe_texts(model, [4, 2, 1, 4, 3, 2])
+    texts = [torch.cat([first, endings[0]]), torch.cat([first, endings[1]]), torch.cat([second, endings[2]]),
+             torch.cat([second, endings[3]])]  # fmt: skip
+    tokens = side_by_side(texts)
+    lengths = torch.tensor([4, 4, 2, 2], device=tokens.device), torch.tensor([1, 4, 3, 2], device=tokens.device)
+    group = torch.tensor([0, 0, 1, 1], device=tokens.device)
+    shared, _ = grouped_log_probs(model, tokens, *lengths, group)
+    batched, _ = completion_log_probs(model, tokens, *lengths)
+    alone = torch.zeros_like(batched)
+    for i, (text, start) in enumerate(zip(texts, (4, 4, 2, 2), strict=True)):
+        logits = model(input_ids=text[None], use_cache=False).logits[:, start - 1 : -1]
+        alone[i, : len(text) - start] = F.token_log_probs(logits, text[None, start:])[0]
+    return shared, alone, batched
 
 
 def repeated_share(prompt_length: Tensor, length: Tensor, group: Tensor) -> float:
@@ -67,7 +100,7 @@ def grouped_log_probs(
     source, first = _first_rows(group)
     rows, width = torch.arange(len(length), device=length.device), int(length.max())
     prompt_width = int(prompt_length.max())
-    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=text_config(model.config))
     last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
     before = logits_at(model, last, input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
     logits = [before[:, source]]
@@ -83,7 +116,7 @@ def grouped_log_probs(
         counted = columns < length.unsqueeze(1) - 1
         within = logits_at(
             model, counted.flatten().nonzero().squeeze(1), input_ids=tokens.gather(1, place), attention_mask=mask,
-            past_key_values=cache, position_ids=prompt_length.unsqueeze(1) + columns, use_cache=True
+            past_key_values=cache, position_ids=place, use_cache=True
         )  # fmt: skip
         logits.append(within)
         at = counted.nonzero()

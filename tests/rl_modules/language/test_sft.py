@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from datamodules import InstructionDataModule
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
+from rl_modules.language import packing as texts_in_rows
 from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model
 from rl_modules.language.tokenizer import character_tokenizer
@@ -202,7 +203,7 @@ def test_one_row_for_attention_that_needs_one(tmp_path, monkeypatch):
     assert len(batch["tokens"]) > 1
     with torch.no_grad():
         several = model.demonstrated(batch)[0]
-        monkeypatch.setattr(SFT, "wants_one_row", property(lambda self: True))
+        monkeypatch.setattr(texts_in_rows, "wants_one_row", lambda model: True)
         shapes = []
         hook = model.model.register_forward_pre_hook(
             lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
