@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.decoding import transformers_model
 from rl_modules.language.models import add_lora, make_model, remove_dropout
 from rl_modules.language.scoring import completion_log_probs, completion_positions
 
@@ -80,15 +81,15 @@ class HeadOnPolicy(nn.Module):
             Log-probabilities, entropies (or None) and values of the completions' tokens, [b, L] each.
         """
         states: list[Tensor] = []
-
-        def tapped(**inputs: Any) -> Any:
-            output = model(**inputs, output_hidden_states=True)
-            states.append(output.hidden_states[-1])
-            return output
-
-        log_prob, spread = completion_log_probs(tapped, tokens, prompt_length, length, temperature, entropy)
+        body = transformers_model(model).base_model
+        hook = body.register_forward_hook(lambda module, inputs, output: states.append(output.last_hidden_state))
+        try:
+            log_prob, spread = completion_log_probs(model, tokens, prompt_length, length, temperature, entropy)
+        finally:
+            hook.remove()
         place = (completion_positions(prompt_length, length) - 1).unsqueeze(-1)
-        before = states[0].gather(1, place.expand(-1, -1, states[0].shape[-1]))
+        # A self-check's own passes come before.
+        before = states[-1].gather(1, place.expand(-1, -1, states[-1].shape[-1]))
         return log_prob, spread, self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
 
 

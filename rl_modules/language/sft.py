@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
-from rl_modules.language.logits import logits_at
+from rl_modules.language.logits import log_probs_at
 from rl_modules.language.packing import can_pack_texts, packed_inputs
+from rl_modules.language.tiled_head import TokenStatistics
 
 
 class SFT(LanguagePolicy):
@@ -60,44 +60,38 @@ class SFT(LanguagePolicy):
         self._drops = any(isinstance(rate, int | float) and rate > 0 for rate in [*rates, *layers])
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        log_prob, logits, target = self.demonstrated(batch)
-        total = -log_prob.sum()
-        counted = log_prob.numel()
+        is_logged = (self.trainer.global_step + 1) % self.logging_steps == 0
+        found = self.demonstrated(batch, entropy=is_logged, accuracy=is_logged)
+        total = -found.log_prob.sum()
+        counted = found.log_prob.numel()
         self.num_tokens += batch["num_tokens"]
         self.record(counted, loss=total / counted)
-        if (self.trainer.global_step + 1) % self.logging_steps == 0:
-            logits = logits.detach()
-            self.record(
-                counted,
-                mean_token_accuracy=(logits.argmax(-1) == target).float().mean(),
-                entropy=F.token_entropy(logits).mean(),
-            )
+        if found.entropy is not None and found.is_likeliest is not None:
+            accuracy = found.is_likeliest.float().mean()
+            self.record(counted, mean_token_accuracy=accuracy, entropy=found.entropy.mean())
         # Lightning divides by the number of micro-batches; the tokens of the whole step are divided by here.
         return total * batch["n_micro"] / batch["step_tokens"]
 
-    def demonstrated(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log π of the demonstrations' tokens that count.
+    def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
+        """Log π of the demonstrations' tokens that count, in nats, [1, m].
 
         Args:
             batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
                 rows are packed; ``seed`` of the dropout, in training.
-
-        Returns:
-            log π [1, m] in nats, the logits [1, m, V], and the tokens [1, m].
+            entropy: also their entropies.
+            accuracy: also whether each is the likeliest token.
         """
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
             inputs = packed_inputs(self.model, tokens, batch["position_ids"])
         # The state before a token is the one that predicts it.
-        if self._drops and "seed" in batch:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(batch["seed"])
-                logits = logits_at(self.model, counted - 1, **inputs)
-        else:
-            logits = logits_at(self.model, counted - 1, **inputs)
-        target = tokens.flatten()[counted].unsqueeze(0)
-        return F.token_log_probs(logits, target), logits, target
+        asked = self.model, counted - 1, tokens.flatten()[counted], 1.0, entropy, accuracy
+        if not (self._drops and "seed" in batch):
+            return log_probs_at(*asked, **inputs)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(batch["seed"])
+            return log_probs_at(*asked, **inputs)
 
     @property
     def can_pack(self) -> bool:
@@ -109,12 +103,13 @@ class SFT(LanguagePolicy):
         if "texts" in batch:
             self.log_completions(batch, batch_idx)
             return
-        log_prob, logits, target = self.demonstrated(batch)
+        found = self.demonstrated(batch, accuracy=True)
+        assert found.is_likeliest is not None
         metrics = {
-            "eval/loss": -log_prob.mean(),
-            "eval/mean_token_accuracy": (logits.argmax(-1) == target).float().mean(),
+            "eval/loss": -found.log_prob.mean(),
+            "eval/mean_token_accuracy": found.is_likeliest.float().mean(),
         }
-        self.log_evaluation(metrics, log_prob.numel())
+        self.log_evaluation(metrics, found.log_prob.numel())
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)

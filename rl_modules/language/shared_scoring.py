@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rl_modules import functional as F
-from rl_modules.language.logits import logits_at
+from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.scoring import completion_log_probs
+from rl_modules.language.scoring import completion_log_probs, placed
 from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.sharding import is_sharded
 
@@ -102,9 +102,12 @@ def grouped_log_probs(
     prompt_width = int(prompt_length.max())
     cache: Any = DynamicCache(config=text_config(model.config))
     last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
-    before = logits_at(model, last, input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
-    logits = [before[:, source]]
-    row, column = [rows], [torch.zeros_like(rows)]
+    beginning = tokens[rows, prompt_length]
+    found = [
+        log_probs_at(model, last, beginning, temperature, entropy, source=source,
+                     input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
+    ]  # fmt: skip
+    where = [rows * width]
     if width > 1:
         # The last token of a completion predicts nothing that counts.
         columns = torch.arange(width - 1, device=length.device)
@@ -113,24 +116,20 @@ def grouped_log_probs(
             layer.keys, layer.values = layer.keys.index_select(0, source), layer.values.index_select(0, source)
         seen = torch.arange(prompt_width, device=length.device) < prompt_length.unsqueeze(1)
         mask = None if bool(seen.all()) else torch.cat([seen, seen.new_ones(place.shape)], 1)
-        counted = columns < length.unsqueeze(1) - 1
-        within = logits_at(
-            model, counted.flatten().nonzero().squeeze(1), input_ids=tokens.gather(1, place), attention_mask=mask,
-            past_key_values=cache, position_ids=place, use_cache=True
-        )  # fmt: skip
-        logits.append(within)
-        at = counted.nonzero()
-        row.append(at[:, 0])
-        column.append(at[:, 1] + 1)
-    where = torch.cat(row) * width + torch.cat(column)
-    target = tokens[torch.cat(row), prompt_length[torch.cat(row)] + torch.cat(column)]
-    parts = target.unsqueeze(0).split([len(part) for part in row], 1)
-    values = [F.token_log_probs(z, y, temperature) for z, y in zip(logits, parts, strict=True)]
-    log_prob = _placed(torch.cat(values, 1), where, length, width)
+        row, column = (columns < length.unsqueeze(1) - 1).nonzero(as_tuple=True)
+        if len(row):
+            found.append(log_probs_at(
+                model, row * (width - 1) + column, tokens[row, prompt_length[row] + column + 1], temperature, entropy,
+                input_ids=tokens.gather(1, place), attention_mask=mask, past_key_values=cache, position_ids=place,
+                use_cache=True,
+            ))  # fmt: skip
+            where.append(row * width + column + 1)
+    shape = torch.Size([len(length), width])
+    log_prob = placed(torch.cat([part.log_prob[0] for part in found]), torch.cat(where), shape)
     if not entropy:
         return log_prob, None
-    spread = torch.cat([F.token_entropy(z.detach(), temperature) for z in logits], 1)
-    return log_prob, _placed(spread, where, length, width)
+    spread = torch.cat([part.entropy[0] for part in found if part.entropy is not None])
+    return log_prob, placed(spread, torch.cat(where), shape)
 
 
 def _first_rows(group: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +138,3 @@ def _first_rows(group: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(group), device=group.device)
     first = torch.full_like(names, len(group)).scatter_reduce(0, source, rows, "amin")
     return source, first
-
-
-def _placed(values: Tensor, where: Tensor, length: Tensor, width: int) -> Tensor:
-    flat = values.new_zeros(len(length) * width).index_copy(0, where, values.squeeze(0))
-    return flat.view(len(length), width)

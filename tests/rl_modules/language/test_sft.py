@@ -285,7 +285,10 @@ def test_evaluation_reports_loss_of_held_out_demonstrations_and_pass_at_1(make_t
     metrics = {name: float(value) for name, value in trainer.validate(model, data, verbose=False)[0].items()}
     sequences = data._as_sequences(data.eval_records)
     with torch.no_grad():
-        log_prob, logits, target = model.demonstrated(sequences.batch(torch.arange(8), 0))
+        batch = sequences.batch(torch.arange(8), 0)
+        logits = model.model(input_ids=batch["tokens"]).logits.flatten(0, 1)[batch["counted"] - 1]
+        target = batch["tokens"].flatten()[batch["counted"]]
+        log_prob = logits.log_softmax(-1).gather(1, target.unsqueeze(1))
     assert metrics["eval/loss"] == pytest.approx(-log_prob.mean().item(), rel=1e-5)
     assert metrics["eval/perplexity"] == pytest.approx(math.exp(-log_prob.mean().item()), rel=1e-5)
     assert metrics["eval/mean_token_accuracy"] == pytest.approx((logits.argmax(-1) == target).float().mean().item())
