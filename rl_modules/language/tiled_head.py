@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from rl_modules import functional as F
+from rl_modules.functional.tokens import token_log_probs_gradient
 from rl_modules.language.models import text_config
 
 #: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
@@ -74,20 +75,66 @@ def tiled_statistics(
         entropy: also the entropies.
         accuracy: also whether each is the likeliest.
     """
-    head, tail = model.get_output_embeddings(), _tails[model]
-
-    def tile(states: Tensor, target: Tensor) -> TokenStatistics:
-        return statistics(tail(head(states)), target, temperature, entropy, accuracy)
-
+    head = model.get_output_embeddings()
+    tail = _tails[model]
     rows = max(1, TILE[_device(model)] // text_config(model.config).vocab_size)
-    parts = [
-        checkpoint(tile, *part, use_reentrant=False) if torch.is_grad_enabled() else tile(*part)
-        for part in zip(states.split(rows, 1), target.split(rows, 1), strict=True)
-    ]
-    log_prob, spread, likeliest = zip(*parts, strict=True)
-    return TokenStatistics(
-        torch.cat(log_prob, 1), torch.cat(spread, 1) if entropy else None, torch.cat(likeliest, 1) if accuracy else None
-    )
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    asked = _Asked(lambda x: tail(head(x)), rows, temperature, entropy, accuracy)
+    found = _Tiles.apply(states, target, asked, *weights)
+    return TokenStatistics(found[0], found[1] if entropy else None, found[2] if accuracy else None)
+
+
+class _Asked(NamedTuple):
+    logits: Tail
+    #: Tokens of a tile.
+    rows: int
+    temperature: float
+    entropy: bool
+    accuracy: bool
+
+
+class _Tiles(torch.autograd.Function):
+    """Log-probabilities, entropies and whether each token is the likeliest (or empty tensors), tile by tile."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, target: Tensor, asked: _Asked, *weights: Tensor) -> tuple[Tensor, ...]:
+        parts = [
+            statistics(asked.logits(x), y, asked.temperature, asked.entropy, asked.accuracy)
+            for x, y in zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True)
+        ]
+        log_prob, *others = (
+            states.new_empty(0) if column[0] is None else torch.cat(column, 1) for column in zip(*parts, strict=True)
+        )
+        ctx.save_for_backward(states, target, log_prob, *weights)
+        ctx.asked = asked
+        device = states.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.mark_non_differentiable(*others)
+        return log_prob, *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Any, ...]:
+        states, target, log_prob, *weights = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        parts: list[Tensor] = []
+        sums: list[Tensor] | None = None
+        with torch.autocast(*ctx.autocast):
+            for x, y, value, slope in zip(
+                *(tensor.split(asked.rows, 1) for tensor in (states, target, log_prob, grad)), strict=True
+            ):
+                x = x.detach().requires_grad_()
+                with torch.enable_grad():
+                    logits = asked.logits(x)
+                z = logits.detach()
+                chosen = z.gather(-1, y.unsqueeze(-1)).to(value.dtype) / asked.temperature
+                normaliser = chosen - value.unsqueeze(-1)
+                # No operation of a known tail needs its own result again.
+                token_log_probs_gradient(z, y, normaliser, slope, asked.temperature, out=z)
+                part, *found = torch.autograd.grad(logits, [x, *weights], z)
+                parts.append(part)
+                sums = found if sums is None else [total.add_(more) for total, more in zip(sums, found, strict=True)]
+        return torch.cat(parts, 1), None, None, *(sums or [])
 
 
 def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
@@ -103,6 +150,8 @@ def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if any(True for _ in network.parameters(recurse=False)):
         return False  # a weight of the model's own may be behind the output layer
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.get_output_embeddings().modules()):
+        return False  # the second pass would drop other numbers
     for tail in _tails_of(text_config(model.config)):
         found = tail(output)
         error = (found.float() - logits.float()).abs().max()
