@@ -43,7 +43,8 @@ class Sequences:
 
         Returns:
             ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count;
-            where packed also ``position_ids`` [rows, width], which begin again at 0 where a sequence begins.
+            ``filled`` [rows], the tokens of each row before its padding; where packed also ``position_ids``
+            [rows, width], which begin again at 0 where a sequence begins.
         """
         total = self.total[index]
         width = int(total.max())
@@ -57,7 +58,11 @@ class Sequences:
         rows = int(row.max()) + 1
         tokens = torch.full((rows * width,), pad_id)
         tokens[place] = self._tokens[self._start[index][owner] + within]
-        batch = {"tokens": tokens.view(rows, width), "counted": place[within >= self._first[index][owner]]}
+        batch = {
+            "tokens": tokens.view(rows, width),
+            "counted": place[within >= self._first[index][owner]],
+            "filled": torch.zeros(rows, dtype=torch.long).index_add_(0, row, total),
+        }
         if packing:
             # Each pad is at 0 too: a sequence of its own, that no other token sees.
             position = torch.zeros_like(tokens)

@@ -16,6 +16,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
+from rl_modules.language.router_loss import wants_router_loss
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.self_check import require_left_to_right
 from rl_modules.language.sharding import adopt, is_sharded, shard, share, whole
@@ -54,6 +55,8 @@ class LanguageModule(L.LightningModule):
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
     head = "causal"
+    #: Whether the loss of a mixture of experts is added to the algorithm's own.
+    balances_experts = False
     #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
     dropout = False
     #: What the best checkpoint is the best in, and whether more is better: ``max`` or ``min``.
@@ -200,6 +203,9 @@ class LanguageModule(L.LightningModule):
             UsageError: a model that no algorithm here can train.
         """
         require_left_to_right(self.model)
+        if wants_router_loss(self.model) and not self.balances_experts:
+            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
+                             f"and {type(self).__name__} does not; set it to false in model_config")  # fmt: skip
 
     # ---------------------------------------------------------------- metrics
 

@@ -42,6 +42,7 @@ def log_probs_at(
     entropy: bool = False,
     accuracy: bool = False,
     source: Tensor | None = None,
+    equal_weights: bool = False,
     **inputs: Any,
 ) -> TokenStatistics:
     """Log π of tokens that are predicted at chosen places; where their logits would be large, by tiles.
@@ -54,6 +55,8 @@ def log_probs_at(
         entropy: also the entropies.
         accuracy: also whether each token is the likeliest.
         source: which of the places predicts each token, [m] in [0, n); None: each the one of its own number.
+        equal_weights: the loss will be a multiple of the sum of all log-probabilities, which saves a second pass
+            over the tiles.
         inputs: of the model, see :func:`logits_at`.
     """
     arguments = target.unsqueeze(0), temperature, entropy, accuracy
@@ -63,7 +66,7 @@ def log_probs_at(
             logits = model(**inputs).logits
         return statistics(logits if source is None else logits[:, source], *arguments)
     states = _states_at(model, place, _last_mlp(model), **inputs)
-    return tiled_statistics(model, states if source is None else states[:, source], *arguments)
+    return tiled_statistics(model, states if source is None else states[:, source], *arguments, equal_weights)
 
 
 @contextmanager

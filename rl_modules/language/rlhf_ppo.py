@@ -254,7 +254,7 @@ class RLHFPPO(JudgedPolicy):
             raise UsageError("ptx_batch_size brings demonstrations, but ptx_coef=0 makes nothing of them; set both or "
                              "neither")  # fmt: skip
         tokens, counted = batch["ptx_tokens"], batch["ptx_counted"]
-        found = log_probs_at(self.model, counted - 1, tokens.flatten()[counted], input_ids=tokens)
+        found = log_probs_at(self.model, counted - 1, tokens.flatten()[counted], equal_weights=True, input_ids=tokens)
         loss = -found.log_prob.sum() / batch["ptx_step_tokens"] * batch["n_micro"]
         self.record(**{"loss/ptx_avg": loss})
         return loss

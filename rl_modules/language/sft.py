@@ -1,6 +1,7 @@
 """Supervised fine-tuning."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.packing import can_pack_texts, packed_inputs
+from rl_modules.language.router_loss import router_logits, router_loss, wants_router_loss
 from rl_modules.language.tiled_head import TokenStatistics
 
 
@@ -31,6 +33,7 @@ class SFT(LanguagePolicy):
             ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
     """
 
+    balances_experts = True
     #: A model's own dropout stays on; what it drops follows from the batch's seed.
     dropout = True
     temperature = 1.0
@@ -61,7 +64,8 @@ class SFT(LanguagePolicy):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         is_logged = (self.trainer.global_step + 1) % self.logging_steps == 0
-        found = self.demonstrated(batch, entropy=is_logged, accuracy=is_logged)
+        with router_logits(self.model) if wants_router_loss(self.model) else nullcontext() as routers:
+            found = self.demonstrated(batch, entropy=is_logged, accuracy=is_logged)
         total = -found.log_prob.sum()
         counted = found.log_prob.numel()
         self.num_tokens += batch["num_tokens"]
@@ -70,7 +74,12 @@ class SFT(LanguagePolicy):
             accuracy = found.is_likeliest.float().mean()
             self.record(counted, mean_token_accuracy=accuracy, entropy=found.entropy.mean())
         # Lightning divides by the number of micro-batches; the tokens of the whole step are divided by here.
-        return total * batch["n_micro"] / batch["step_tokens"]
+        loss = total * batch["n_micro"] / batch["step_tokens"]
+        if routers is None:
+            return loss
+        balance = router_loss(self.model, routers[-1], batch["filled"], batch["tokens"].shape[1])
+        self.record(aux_loss=balance)
+        return loss + balance
 
     def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
         """Log π of the demonstrations' tokens that count, in nats, [1, m].
@@ -88,10 +97,10 @@ class SFT(LanguagePolicy):
         # The state before a token is the one that predicts it.
         asked = self.model, counted - 1, tokens.flatten()[counted], 1.0, entropy, accuracy
         if not (self._drops and "seed" in batch):
-            return log_probs_at(*asked, **inputs)
+            return log_probs_at(*asked, equal_weights=True, **inputs)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(batch["seed"])
-            return log_probs_at(*asked, **inputs)
+            return log_probs_at(*asked, equal_weights=True, **inputs)
 
     @property
     def can_pack(self) -> bool:

@@ -63,23 +63,31 @@ def statistics(
 
 
 def tiled_statistics(
-    model: Any, states: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False
+    model: Any,
+    states: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    accuracy: bool = False,
+    equal_weights: bool = False,
 ) -> TokenStatistics:
     """:func:`statistics` from what the output layer reads, with one tile of logits at a time.
 
     Args:
-        model: causal language model whose :func:`tail` is known.
+        model: causal language model for which :func:`find_tail` was successful.
         states: inputs of the output layer, [1, m, D].
         target: the tokens, [1, m].
         temperature: T.
         entropy: also the entropies.
         accuracy: also whether each is the likeliest.
+        equal_weights: the loss will be a multiple of the sum of all log-probabilities. Its gradient is then known but
+            for that factor, and taken with the forward pass: no tile is computed again.
     """
-    head = model.get_output_embeddings()
-    tail = _tails[model]
+    head, tail = model.get_output_embeddings(), _tails[model]
     rows = max(1, TILE[_device(model)] // text_config(model.config).vocab_size)
+    at_once = equal_weights and torch.is_grad_enabled()
+    asked = _Asked(lambda x: tail(head(x)), rows, temperature, entropy, accuracy, at_once)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
-    asked = _Asked(lambda x: tail(head(x)), rows, temperature, entropy, accuracy)
     found = _Tiles.apply(states, target, asked, *weights)
     return TokenStatistics(found[0], found[1] if entropy else None, found[2] if accuracy else None)
 
@@ -91,6 +99,39 @@ class _Asked(NamedTuple):
     temperature: float
     entropy: bool
     accuracy: bool
+    #: Whether gradients are taken with the forward pass.
+    at_once: bool
+
+
+class _Gradients:
+    """Gradients of states and weights, summed up over tiles."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.weights: list[Tensor] | None = None
+
+    def add(self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], weights: list[Tensor]) -> None:
+        """Those of one tile.
+
+        Args:
+            asked: what the tile is computed by.
+            x: its states, a leaf.
+            logits: of these, with gradient; overwritten.
+            tile: its tokens, their log-probabilities, and the gradient of these.
+            weights: of the output layer.
+        """
+        target, log_prob, slope = tile
+        z = logits.detach()
+        chosen = z.gather(-1, target.unsqueeze(-1)).to(log_prob.dtype) / asked.temperature
+        # No operation of a known tail needs its own result again.
+        token_log_probs_gradient(z, target, chosen - log_prob.unsqueeze(-1), slope, asked.temperature, out=z)
+        part, *found = torch.autograd.grad(logits, [x, *weights], z)
+        self.states.append(part)
+        if self.weights is None:
+            self.weights = found
+        else:
+            for total, more in zip(self.weights, found, strict=True):
+                total.add_(more)
 
 
 class _Tiles(torch.autograd.Function):
@@ -98,16 +139,24 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, target: Tensor, asked: _Asked, *weights: Tensor) -> tuple[Tensor, ...]:
-        parts = [
-            statistics(asked.logits(x), y, asked.temperature, asked.entropy, asked.accuracy)
-            for x, y in zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True)
-        ]
+        parts, gradients = [], _Gradients()
+        for x, y in zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True):
+            with torch.set_grad_enabled(asked.at_once):
+                x = x.detach().requires_grad_(asked.at_once)
+                logits = asked.logits(x)
+            parts.append(statistics(logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy))
+            if asked.at_once:
+                log_prob = parts[-1].log_prob
+                gradients.add(asked, x, logits, (y, log_prob, torch.ones_like(log_prob)), list(weights))
+            del logits
         log_prob, *others = (
             states.new_empty(0) if column[0] is None else torch.cat(column, 1) for column in zip(*parts, strict=True)
         )
-        ctx.save_for_backward(states, target, log_prob, *weights)
-        ctx.asked = asked
-        device = states.device.type
+        if asked.at_once:
+            ctx.save_for_backward(torch.cat(gradients.states, 1), *(gradients.weights or []))
+        else:
+            ctx.save_for_backward(states, target, log_prob, *weights)
+        ctx.asked, device = asked, states.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.mark_non_differentiable(*others)
         return log_prob, *others
@@ -115,26 +164,25 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Any, ...]:
-        states, target, log_prob, *weights = ctx.saved_tensors
         asked: _Asked = ctx.asked
-        parts: list[Tensor] = []
-        sums: list[Tensor] | None = None
+        if asked.at_once:
+            torch._assert_async(
+                (grad == grad[:, :1]).all(), "equal_weights=True, but the loss weights tokens unequally"
+            )
+            factor = grad[0, 0]
+            states, *weights = (tensor * factor.to(tensor.dtype) for tensor in ctx.saved_tensors)
+            return states, None, None, *weights
+        states, target, log_prob, *weights = ctx.saved_tensors
+        gradients = _Gradients()
         with torch.autocast(*ctx.autocast):
-            for x, y, value, slope in zip(
+            for x, *tile in zip(
                 *(tensor.split(asked.rows, 1) for tensor in (states, target, log_prob, grad)), strict=True
             ):
                 x = x.detach().requires_grad_()
                 with torch.enable_grad():
                     logits = asked.logits(x)
-                z = logits.detach()
-                chosen = z.gather(-1, y.unsqueeze(-1)).to(value.dtype) / asked.temperature
-                normaliser = chosen - value.unsqueeze(-1)
-                # No operation of a known tail needs its own result again.
-                token_log_probs_gradient(z, y, normaliser, slope, asked.temperature, out=z)
-                part, *found = torch.autograd.grad(logits, [x, *weights], z)
-                parts.append(part)
-                sums = found if sums is None else [total.add_(more) for total, more in zip(sums, found, strict=True)]
-        return torch.cat(parts, 1), None, None, *(sums or [])
+                gradients.add(asked, x, logits, tuple(tile), weights)
+        return torch.cat(gradients.states, 1), None, None, *(gradients.weights or [])
 
 
 def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:

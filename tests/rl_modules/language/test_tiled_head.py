@@ -193,3 +193,32 @@ def test_the_check_of_a_large_vocabulary_runs_at_the_start(monkeypatch):
     monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 2**20})
     logits_module.prepare_head(model)
     assert any("tiles" in what for what, _ in _known[model])
+
+
+@pytest.mark.parametrize(("kind", "lora"), [*((kind, None) for kind in HEADS), ("plain", LORA)])
+def test_a_loss_of_equal_weights_has_its_gradient_from_the_forward_pass(kind, lora, request):
+    model = build(kind, lora)
+    tokens = torch.randint(3, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+    place, target = torch.tensor([0, 5, 6, 13, 17, 18]), torch.tensor([4, 5, 6, 7, 8, 9])
+    found = []
+    for tiled in (False, True):
+        if tiled:
+            request.getfixturevalue("tiles")
+            assert _can_tile(model)
+            logits_module.prepare_head(model)
+            widths = Widths(model)
+        model.zero_grad()
+        log_prob = log_probs_at(model, place, target, equal_weights=True, input_ids=tokens).log_prob
+        (log_prob.sum() * -0.3).backward()
+        gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((log_prob.detach(), log_prob.detach(), gradient))
+    assert_same(*found, atol=2e-5, rtol=1e-4)
+    assert widths.seen == [1, ROWS, 2]
+
+
+def test_unequal_weights_are_not_taken_for_equal_ones(tiles):
+    model = build("plain")
+    place, target = torch.tensor([0, 3]), torch.tensor([4, 5])
+    found = log_probs_at(model, place, target, equal_weights=True, input_ids=torch.tensor([[5, 6, 7, 8]]))
+    with pytest.raises(RuntimeError, match="the loss weights tokens unequally"):
+        (found.log_prob * torch.tensor([1.0, 2.0])).sum().backward()
