@@ -40,7 +40,23 @@ def can_pack_texts(model: Any) -> bool:
     # The chunks that attention keeps to are counted from the row's beginning, not from the text's.
     if getattr(text_config(model.config), "attention_chunk_size", None):
         return False
-    return agrees(model, "packing", lambda: _compare(model), "every text has a row of its own")
+    instead = "every text has a row of its own"
+    return agrees(model, "packing", lambda: _compare(model), instead) and agrees(
+        model, "packing beside another text", lambda: _beside_another(model), instead, exact=True
+    )
+
+
+def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of a text whose neighbour in the row changes: a leak shows however small, in any dtype."""
+    first, second, text = probe_texts(model, [5, 5, 6])
+    place = torch.arange(6, 11, device=text.device)
+    position = torch.cat([torch.arange(5), torch.arange(6), torch.zeros(1, dtype=torch.long)])[None].to(text.device)
+    found = []
+    for neighbour in (first, second):
+        tokens = torch.cat([neighbour, text, text.new_zeros(1)])[None]
+        logits = logits_at(model, place - 1, **packed_inputs(model, tokens, position))
+        found.append(F.token_log_probs(logits, text[None, 1:]))
+    return found[1], found[0], found[0]
 
 
 def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,20 @@ def can_pack(model: Any) -> bool:
         shortest_window(model.config) is None
         and model.config._attn_implementation in ("sdpa", "eager")
         and agrees(model, "packing pairs", lambda: _compare(model), "")
+        and agrees(model, "packing beside another pair", lambda: _beside_another(model), "", exact=True)
     )
+
+
+def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of two answers whose neighbours in the row change: a leak shows however small, in any dtype."""
+    first, second, own = probe_texts(model, [6, 6, 6])
+    segment = torch.arange(6, device=own.device).repeat_interleave(2)
+    position = torch.tensor([0, 1, 2, 3, 2, 3], device=own.device).repeat(2)
+    batch = {"position_ids": position[None], "segment": segment[None], "prompt_segment": (segment // 3 * 3)[None],
+             "last": torch.tensor([9, 11], device=own.device)}  # fmt: skip
+    found = [torch.cat(pair_scores(model, {**batch, "tokens": torch.cat([neighbour, own])[None]}))
+             for neighbour in (first, second)]  # fmt: skip
+    return found[1], found[0], found[0]
 
 
 def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
