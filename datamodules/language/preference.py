@@ -130,8 +130,8 @@ class PreferenceDataModule(LanguageDataModule):
         """Whether rows are packed. Asked for with the first batch, when the model is there."""
         wanted, can = self.hparams["packing"], self.policy.can_pack
         if wanted and not can:
-            raise UsageError("packing=true needs a model that takes a mask and positions (Llama, Qwen, GPT-2, "
-                             "GPT-NeoX; no sliding window; attn_implementation sdpa or eager); set "
+            raise UsageError("packing=true needs a model that keeps the texts of a row apart by a mask and positions "
+                             "(no sliding window, ALiBi or recurrent state; attn_implementation sdpa or eager); set "
                              "packing=false")  # fmt: skip
         return can if wanted is None else wanted
 

@@ -11,7 +11,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
-from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, repeated_share
+from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 
 _CHOICES = {
     "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
@@ -187,6 +187,10 @@ class GRPO(JudgedPolicy):
         if stage == "fit" and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
 
+    def check_architecture(self) -> None:
+        super().check_architecture()
+        can_share(self.model, 0)
+
     # ---------------------------------------------------------------- experience
 
     def rewards(self, rollout: Rollout) -> Tensor:
@@ -284,8 +288,8 @@ class GRPO(JudgedPolicy):
         text, group = (batch["tokens"], batch["prompt_length"], batch["length"]), batch.get("group")
         if (
             group is not None
-            and can_share(self.model, batch["tokens"].shape[1])
             and repeated_share(*text[1:], group) >= WORTHWHILE
+            and can_share(self.model, layout_width(*text[1:]))
         ):
             return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
         return completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
