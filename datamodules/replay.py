@@ -133,6 +133,7 @@ class ReplayDataModule(ControlDataModule):
         self._position = 0
         self._drawn: deque[Batch] = deque()
         self._learning: Tensor | None = None
+        self._parts: list[torch.nn.Module] = []
 
     def begin_run(self) -> None:
         super().begin_run()
@@ -146,6 +147,7 @@ class ReplayDataModule(ControlDataModule):
         self._position = 0
         self._drawn.clear()
         self._learning = None
+        self._parts = []
 
     def _require_memory(self) -> None:
         """Say how much memory the buffer will take, before it does.
@@ -214,12 +216,15 @@ class ReplayDataModule(ControlDataModule):
             self._warm_up()
         module: Any = self.learner
         device = module.device
+        if not self._parts:
+            # Rounds are short, and looking the parts up takes as long as an action.
+            self._parts = list(module.modules())
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
             acted = module.act(tree_map(lambda x: x.to(device), observation), generator)
             return {"action": acted["action"].cpu()}
 
-        with evaluation_mode(module), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
+        with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             self._collect(act, self.train_freq)
 
     def _warm_up(self) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from gymnasium.vector import AutoresetMode
@@ -14,7 +14,7 @@ from datamodules.envs.vector import EnvId
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
-from rl_modules.common.contract import MINIBATCHES
+from rl_modules.common.contract import MINIBATCHES, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
@@ -184,7 +184,7 @@ class RolloutDataModule(ControlDataModule):
         """Collect, let the module prepare, and flatten [T, N] to the valid rows."""
         learner: Any = self.learner
         self.before_collecting()
-        with evaluation_mode(learner), torch.no_grad():
+        with evaluation_mode(learner.modules()), torch.no_grad():
             with self.learner_trainer.precision_plugin.forward_context():
                 rollout = self.collector.collect(learner.act, self.n_steps, learner.device)
             valid = rollout["valid"]
@@ -242,3 +242,9 @@ class RolloutDataModule(ControlDataModule):
 
 def _nearest_divisor(size: int, wanted: int) -> int:
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
+
+
+if TYPE_CHECKING:
+
+    def _is_a_source(datamodule: RolloutDataModule) -> RolloutSource:
+        return datamodule  # mypy compares the two

@@ -61,9 +61,10 @@ class CompletionWriter(EpisodeWriter):
         """Returns the rows to write, from the batches that ``predict_step`` returned."""
         rows = []
         for batch in predictions:
-            if "chosen_reward" in batch:
-                self.rows_are = "pairs"
-                rewards = {name: batch[name].tolist() for name in ("chosen_reward", "rejected_reward")}
+            judged = [name for name in ("chosen_reward", "rejected_reward", "reward") if name in batch]
+            if judged:
+                self.rows_are = "judgements" if judged == ["reward"] else "pairs"
+                rewards = {name: batch[name].tolist() for name in judged}
                 for i, texts in enumerate(batch["texts"]):
                     rows.append({**texts, **{name: values[i] for name, values in rewards.items()}})
                 continue

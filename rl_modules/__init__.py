@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
+    "DPO": "rl_modules.language.dpo",
     "DQN": "rl_modules.dqn",
     "GRPO": "rl_modules.language.grpo",
+    "KTO": "rl_modules.language.kto",
     "REINFORCE": "rl_modules.reinforce",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
     "MonteCarlo": "rl_modules.monte_carlo",
     "SARSA": "rl_modules.sarsa",
     "QLearning": "rl_modules.q_learning",
+    "RLOO": "rl_modules.language.rloo",
     "RLHFPPO": "rl_modules.language.rlhf_ppo",
     "RewardModel": "rl_modules.language.reward_model",
     "SFT": "rl_modules.language.sft",
@@ -23,11 +26,14 @@ _EXPORTS = {
 
 __all__ = [
     "A2C",
+    "DPO",
     "DQN",
     "GRPO",
+    "KTO",
     "PPO",
     "REINFORCE",
     "RLHFPPO",
+    "RLOO",
     "SARSA",
     "SFT",
     "TRPO",
@@ -39,9 +45,12 @@ __all__ = [
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
     from rl_modules.dqn import DQN
+    from rl_modules.language.dpo import DPO
     from rl_modules.language.grpo import GRPO
+    from rl_modules.language.kto import KTO
     from rl_modules.language.reward_model import RewardModel
     from rl_modules.language.rlhf_ppo import RLHFPPO
+    from rl_modules.language.rloo import RLOO
     from rl_modules.language.sft import SFT
     from rl_modules.monte_carlo import MonteCarlo
     from rl_modules.ppo import PPO

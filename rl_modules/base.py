@@ -1,7 +1,7 @@
 """Base of the control algorithms: building the network, acting, schedules, the optimizer, checkpoints."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
 from rl_modules.common.checks import at_least, make_plain, plain
-from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource
+from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
@@ -191,6 +191,17 @@ class ControlModule(CheckpointMixin):
         """
         raise UsageError(f"{type(self).__name__} must define act")
 
+    def prepare(self, rollout: Any) -> dict[str, Any]:
+        """Compute what the loss needs of new experience; called once per rollout, or per draw from the buffer.
+
+        Args:
+            rollout: a :class:`~rl_modules.common.contract.Rollout` or :class:`~rl_modules.common.contract.Replayed`.
+
+        Returns:
+            A :class:`~rl_modules.common.contract.Minibatch` of all its rows: what ``training_step`` reads.
+        """
+        raise UsageError(f"{type(self).__name__} must define prepare")
+
     def forward(self, observation: Any) -> Tensor:
         """The most likely actions, [N, *act], for a batch of observations as ``act`` takes them."""
         return self.act(observation, deterministic=True)["action"]
@@ -228,7 +239,7 @@ class ControlModule(CheckpointMixin):
         tensors = tree_map(lambda x: torch.as_tensor(x).to(self.device), arrays)
         if self._predict_generator is None or self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
-        with evaluation_mode(self):
+        with evaluation_mode(self.modules()):
             acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)
         action = to_environment(self.action_space, acted["action"].cpu().numpy())
         return (action[0] if single else action), state
@@ -328,3 +339,9 @@ class ControlModule(CheckpointMixin):
             self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+
+if TYPE_CHECKING:
+
+    def _is_a_learner(module: ControlModule) -> Learner:
+        return module  # mypy compares the two

@@ -147,13 +147,12 @@ class DQN(ControlModule):
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
         reward = sample["reward"]
-        discounts = torch.pow(self.gamma, torch.arange(reward.shape[1], device=reward.device))
-        prepared = {
-            **kept,
-            "reward": (reward * discounts).sum(1),
-            "discount": torch.pow(self.gamma, sample["n_steps"]),
-            "next_q": self.next_q(sample["next_observation"]),
-        }
+        if reward.shape[1] == 1:
+            kept.update(reward=reward[:, 0], discount=torch.full_like(reward[:, 0], self.gamma))
+        else:
+            discounts = torch.pow(self.gamma, torch.arange(reward.shape[1], device=reward.device))
+            kept.update(reward=(reward * discounts).sum(1), discount=torch.pow(self.gamma, sample["n_steps"]))
+        prepared = {**kept, "next_q": self.next_q(sample["next_observation"])}
         if not self.uses_double:
             # Only Double DQN's target changes with every step of the network.
             prepared["target"] = self.td_target(prepared)

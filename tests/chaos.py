@@ -77,8 +77,14 @@ CASES: dict[str, list[str]] = {
             "--trainer.accumulate_grad_batches=2"],
     "reward-model": ["--model=RewardModel", f"--model.model_config={TINY}", "--data=PreferenceDataModule", *LANGUAGE,
                      "--data.task=paths", "--data.n_train=96", "--data.batch_size=16"],
+    "dpo": ["--model=DPO", f"--model.model_config={TINY}", "--model.rpo_alpha=0.5", "--data=PreferenceDataModule",
+            *LANGUAGE, "--data.task=paths", "--data.n_train=96", "--data.batch_size=16"],
+    "kto": ["--model=KTO", f"--model.model_config={TINY}", "--data=PreferenceDataModule", *LANGUAGE,
+            "--data.task=paths", "--data.n_train=48", "--data.batch_size=16", "--trainer.accumulate_grad_batches=2"],
     "grpo": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.beta=0.01", "--trainer.max_steps=72"],
+    "rloo": ["--model=RLOO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
+             "--data.num_generations=4", "--trainer.max_steps=48"],
     "rlhf-ppo": ["--model=RLHFPPO", *PROMPTS, "--data.batch_size=8", "--data.num_generations=1"],
 }  # fmt: skip
 

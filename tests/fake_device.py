@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -194,9 +195,7 @@ class FakeRanks(DDPStrategy):
 def fake_device() -> Iterator[FakeDevice]:
     """The mode, with collectives of Python objects let through: they choose their tensors' device themselves."""
     mode = FakeDevice()
-    objects = ("all_gather_object", "broadcast_object_list")
-    before: dict[Any, Any] = {(torch.distributed, name): getattr(torch.distributed, name) for name in objects}
-    before |= {(torch, name): getattr(torch, name) for name in ("tensor", "as_tensor")}
+    before = {name: getattr(torch.distributed, name) for name in ("all_gather_object", "broadcast_object_list")}
 
     def let_through(inner: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,18 +207,25 @@ def fake_device() -> Iterator[FakeDevice]:
 
         return call
 
-    def by_way_of_the_host(inner: Any) -> Any:
-        def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-            # Torch itself would leave out the numbers.
-            return inner(*args, **kwargs).to(device) if _is_fake(device) else inner(*args, device=device, **kwargs)
-
-        return make
-
-    for (owner, name), inner in before.items():
-        setattr(owner, name, (let_through if owner is torch.distributed else by_way_of_the_host)(inner))
+    for name, inner in before.items():
+        setattr(torch.distributed, name, let_through(inner))
     try:
-        with mode:
+        with mode, _ByWayOfTheHost():
             yield mode
     finally:
-        for (owner, name), inner in before.items():
-            setattr(owner, name, inner)
+        for name, inner in before.items():
+            setattr(torch.distributed, name, inner)
+
+
+class _ByWayOfTheHost(TorchFunctionMode):
+    """``torch.tensor(numbers, device=…)`` makes a tensor on the host and copies it; torch would leave out the numbers.
+
+    A mode and no patch: torch keeps a table of its constructors, which would go on holding the patch.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and _is_fake(kwargs.get("device")):
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        return func(*args, **kwargs)

@@ -31,7 +31,8 @@ class InstructionDataModule(LanguageDataModule):
         task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
         completion_only_loss: the completions' tokens count in the loss (of a conversation the assistant turns, told by
             the chat template's ``{% generation %}`` blocks, or without them by rendering turn after turn); False: all.
-        packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest.
+        packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest. A model
+            that does not keep them apart, as a check of its first batch finds, gets them padded.
         group_by_length: sequences of similar length come in the same step (50 steps' sequences are sorted, and their
             steps shuffled). Less padding, but steps that see one kind of record each may learn much worse, while
             ``packing`` avoids padding and leaves the steps as they are.
@@ -178,12 +179,12 @@ class InstructionDataModule(LanguageDataModule):
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = index[self._rank :: self._world_size]
         # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
-        parts = [own[i::n_micro] for i in range(n_micro)] if self.packing else list(own.tensor_split(n_micro))
+        parts = [own[i::n_micro] for i in range(n_micro)] if self._packs else list(own.tensor_split(n_micro))
         step_tokens = int(self.sequences.counted[index].sum()) / self._world_size
         num_tokens = int(self.sequences.total[index].sum())
         return [
             {
-                **self.sequences.batch(part, self._pad_id, self.packing),
+                **self.sequences.batch(part, self._pad_id, self._packs),
                 "step_tokens": step_tokens,
                 "n_micro": n_micro,
                 "num_tokens": num_tokens if i == n_micro - 1 else 0,
@@ -210,6 +211,11 @@ class InstructionDataModule(LanguageDataModule):
         return self._bucket[1][offset]
 
     @property
+    def _packs(self) -> bool:
+        """Whether rows are packed: where asked for and the model keeps texts apart. Asked when the model is there."""
+        return self.packing and self.policy.can_pack
+
+    @property
     def _pad_id(self) -> int:
         return int(self.policy.tokenizer.pad_token_id)
 
@@ -234,7 +240,7 @@ class InstructionDataModule(LanguageDataModule):
         def batches() -> Iterator[Batch]:
             sequences = self._as_sequences(records)
             for part in sequences.total.argsort(stable=True).split(size):
-                yield sequences.batch(part, self._pad_id, self.packing)
+                yield sequences.batch(part, self._pad_id, self._packs)
 
         return LazyLoader(-(-share // size), batches)
 

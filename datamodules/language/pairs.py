@@ -26,7 +26,8 @@ class Pairs:
         pieces = [piece for pair in zip(prompts, chosen, rejected, strict=True) for piece in pair]
         #: Tokens of prompt, chosen and rejected answer, [n, 3].
         self.lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.long).view(-1, 3)
-        self._tokens = torch.tensor([token for piece in pieces for token in piece], dtype=torch.int32)
+        #: All pieces behind each other, prompt, chosen and rejected answer of each pair.
+        self.tokens = torch.tensor([token for piece in pieces for token in piece], dtype=torch.int32)
         flat = self.lengths.flatten()
         self._start = (flat.cumsum(0) - flat).view(-1, 3)
 
@@ -52,8 +53,9 @@ class Pairs:
                 row, in rows as wide as the longest; False: one row per answer.
 
         Returns:
-            ``tokens`` [rows, width], 0 where nothing stands; ``last`` [2b], the places in ``tokens.flatten()`` of each
-            sequence's last token, the chosen ones first. Where packed also ``position_ids``, ``segment`` (which piece a
+            ``tokens`` [rows, width], 0 where nothing stands; ``lengths`` [b, 3], the tokens of each prompt, chosen and
+            rejected answer; ``last`` [2b], the places in ``tokens.flatten()`` of each sequence's last token, the
+            chosen ones first. Where packed also ``position_ids``, ``segment`` (which piece a
             token belongs to, -1: none) and ``prompt_segment`` (the piece that it reads besides), [rows, width] each.
         """
         lengths, b = self.lengths[index], len(index)
@@ -81,8 +83,8 @@ class Pairs:
         within = torch.arange(len(owner)) - (size.cumsum(0) - size)[owner]
         place = start[owner] + within
         tokens = torch.zeros(rows * width, dtype=torch.long)
-        tokens[place] = self._tokens[self._start[index[pair], piece][owner] + within].long()
-        batch = {"tokens": tokens.view(rows, width), "last": last}
+        tokens[place] = self.tokens[self._start[index[pair], piece][owner] + within].long()
+        batch = {"tokens": tokens.view(rows, width), "last": last, "lengths": lengths}
         if packing:
             # Both answers go on where the prompt ends.
             position = torch.where(piece > 0, lengths[pair, 0], 0)[owner] + within

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from datamodules.language.base import Batch, LanguageDataModule, Record
+from datamodules.language.judgements import as_judgement, encode_judgements
 from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
@@ -18,10 +19,13 @@ from rl_modules.common.errors import UsageError
 
 
 class PreferenceDataModule(LanguageDataModule):
-    """Pairs of a chosen and a rejected answer, from a file, a dataset, or a task that synthesises them.
+    """Preferences from a file, a dataset, or a task that synthesises them: pairs of answers, or answers one by one.
 
     A record has ``prompt``, ``chosen``, ``rejected`` and perhaps a ``margin`` in units of reward. Without ``prompt``,
-    it is what both answers begin with. Answers are texts or lists of chat messages. One epoch is one pass over the
+    it is what both answers begin with. Answers are texts or lists of chat messages. For a module that learns from
+    single answers (its attribute ``unpaired`` is true, as :class:`~rl_modules.KTO`'s), a record may instead have
+    ``prompt``, ``completion`` and ``label``, true where the answer is good; pairs become two such records, and
+    "pairs" below are answers. One epoch is one pass over the
     pairs; what does not fill an optimizer step waits for another pass.
 
     Args:
@@ -60,7 +64,8 @@ class PreferenceDataModule(LanguageDataModule):
         UsageError: an argument or a record that can't be used, in one sentence.
     """
 
-    required = eval_required = ("prompt", "chosen", "rejected")
+    required: tuple[str, ...] = ("prompt", "chosen", "rejected")
+    eval_required: tuple[str, ...] = ("prompt", "chosen", "rejected")
 
     def __init__(
         self,
@@ -102,6 +107,9 @@ class PreferenceDataModule(LanguageDataModule):
         self._position = 0  # micro-batches handed out since the run began
 
     def setup(self, stage: str) -> None:
+        if self.unpaired and self.task is None:
+            # `reshape` takes rows of either form, and refuses others.
+            self.required = self.eval_required = ("prompt",)
         super().setup(stage)
         self.train_pairs, self.eval_pairs = as_pairs(self.train_records), as_pairs(self.eval_records)
         if stage != "fit":
@@ -122,19 +130,31 @@ class PreferenceDataModule(LanguageDataModule):
         """Whether rows are packed. Asked for with the first batch, when the model is there."""
         wanted, can = self.hparams["packing"], self.policy.can_pack
         if wanted and not can:
-            raise UsageError("packing=true needs a model that takes a mask and positions (Llama, Qwen, GPT-2, "
-                             "GPT-NeoX; no sliding window; attn_implementation sdpa or eager); set "
+            raise UsageError("packing=true needs a model that keeps the texts of a row apart by a mask and positions "
+                             "(no sliding window, ALiBi or recurrent state; attn_implementation sdpa or eager); set "
                              "packing=false")  # fmt: skip
         return can if wanted is None else wanted
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether the module in training learns from single answers."""
+        return bool(getattr(self.policy, "unpaired", False))
 
     # ---------------------------------------------------------------- records and tokens
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Any form of a preference as ``prompt`` and two texts; the margin is checked."""
+        """Any form of a preference as ``prompt`` and two texts, or ``completion`` and ``label``; values are checked."""
+        if self.unpaired:
+            return as_judgement(row, place)
+        if row.get("label") is not None and row.get("completion") is not None and row.get("chosen") is None:
+            raise UsageError(f"{place}: 'completion' and 'label' are a judgement of one answer, from which KTO learns; "
+                             f"{type(self.policy).__name__} needs chosen and rejected")  # fmt: skip
         return as_preference(row, place)
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Add both sequences as token ids; pairs that are too long are refused or dropped, equal ones dropped."""
+        if self.unpaired:
+            return encode_judgements(self, records, self._limit)
         prompts = self.encode_prompts([record["prompt"] for record in records], records)
         sides = [self.encode_completions([record[name] for record in records]) for name in ("chosen", "rejected")]
         limit = self._limit
@@ -218,8 +238,9 @@ class PreferenceDataModule(LanguageDataModule):
     def _step(self, number: int, packs: bool) -> list[Batch]:
         """This rank's micro-batches of one optimizer step; see :func:`collate` for what they hold.
 
-        Besides, ``step_pairs``: this rank's pairs in the step; ``n_micro``: its micro-batches; ``num_tokens``: tokens
-        of the step over all ranks, told once, with its last micro-batch.
+        Besides, ``step_pairs``: this rank's pairs in the step; ``step_chosen_tokens``: tokens of the step's chosen
+        answers, the mean over ranks; ``n_micro``: this rank's micro-batches; ``num_tokens``: tokens of the step over
+        all ranks, recorded once, with its last micro-batch.
         """
         n_micro = self._n_micro
         rows = self.pairs_of_step(number)
@@ -229,10 +250,12 @@ class PreferenceDataModule(LanguageDataModule):
         # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
         parts = [own[i::n_micro] for i in range(n_micro)] if packs else list(own.tensor_split(n_micro))
         tokens = int(self.train_pairs.total[rows].sum())
+        chosen_tokens = int(self.train_pairs.lengths[rows, 1].sum()) / self._world_size
         return [
             {
                 **collate(self.train_pairs, self.train_records, part, packs),
                 "step_pairs": self.batch_size,
+                "step_chosen_tokens": chosen_tokens,
                 "n_micro": n_micro,
                 "num_tokens": tokens if i == n_micro - 1 else 0,
             }
@@ -273,7 +296,7 @@ class PreferenceDataModule(LanguageDataModule):
             for part in parts:
                 batch = collate(self.eval_pairs, self.eval_records, part, self._packs)
                 if texts:
-                    columns = ("prompt", "chosen", "rejected")
+                    columns = ("prompt", "completion", "label") if self.unpaired else ("prompt", "chosen", "rejected")
                     batch["texts"] = [{name: self.eval_records[i][name] for name in columns} for i in part.tolist()]
                 yield batch
 
@@ -335,12 +358,17 @@ def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -
         packing: see :meth:`~datamodules.language.pairs.Pairs.batch`.
 
     Returns:
-        What :meth:`~datamodules.language.pairs.Pairs.batch` returns; ``margin`` [b], 0 where none is given;
-        ``probability`` [b] that the chosen one wins, NaN where it is not known.
+        What :meth:`~datamodules.language.pairs.Pairs.batch` returns; ``index``; ``margin`` [b], 0 where none is given;
+        ``probability`` [b] that the chosen one wins, NaN where it is not known; ``label`` [b] bool of judgements.
     """
     chosen = [records[i] for i in index.tolist()]
+    labels = {}
+    if chosen and "label" in chosen[0]:
+        labels = {"label": torch.tensor([record["label"] for record in chosen], dtype=torch.bool)}
     return {
         **pairs.batch(index, packing),
+        **labels,
+        "index": index,
         "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
         "probability": torch.tensor([float(record.get("probability", math.nan)) for record in chosen]),
     }

@@ -58,7 +58,8 @@ class Sequences:
 
         Returns:
             ``tokens`` [rows, width]; ``counted`` [m], the places in ``tokens.flatten()`` of the tokens that count;
-            where packed also ``position_ids`` [rows, width], which begin again at 0 where a sequence begins.
+            ``filled`` [rows], the tokens of each row before its padding; where packed also ``position_ids``
+            [rows, width], which begin again at 0 where a sequence begins.
         """
         total = self.total[index]
         width = int(total.max())
@@ -74,7 +75,11 @@ class Sequences:
         source = self._start[index][owner] + within
         tokens[place] = self._tokens[source]
         counts = within >= self._first[index][owner] if self._counts is None else self._counts[source]
-        batch = {"tokens": tokens.view(rows, width), "counted": place[counts]}
+        batch = {
+            "tokens": tokens.view(rows, width),
+            "counted": place[counts],
+            "filled": torch.zeros(rows, dtype=torch.long).index_add_(0, row, total),
+        }
         if packing:
             # Each pad is at 0 too: a sequence of its own, that no other token sees.
             position = torch.zeros_like(tokens)

@@ -83,6 +83,8 @@ class Checkpoints(ModelCheckpoint):
     # ---------------------------------------------------------------- a run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and self._trainer not in (None, trainer):
+            self._forget_run()
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         own = getattr(pl_module, "best_metric", None)
@@ -96,6 +98,13 @@ class Checkpoints(ModelCheckpoint):
         with contextlib.suppress(NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+    def _forget_run(self) -> None:
+        """Starts with a folder and a best checkpoint of its own, where the callback served another Trainer before."""
+        self.dirpath = self.last_path = self.best_model_score = self.current_score = None
+        self.best_model_path = self.kth_best_model_path = ""
+        self.best_k_models = {}
+        self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The optimizers are new here; Lightning loads a checkpoint's state into them after this hook.

@@ -14,7 +14,6 @@ from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.recorder import record_episodes
-from recipes.callbacks.transition_axis import log_over_transitions
 from recipes.cli import resume, runs, summary, trainer_settings
 from recipes.cli.parser import RLParser, accepts, add_arguments, import_named
 from recipes.cli.sentences import which_class
@@ -95,8 +94,6 @@ class RLCLI(LightningCLI):
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
         if self.resumed is not None:
             runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
-        if self._controls:
-            log_over_transitions(self.trainer, self.datamodule)
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
 
     def instantiate_classes(self) -> None:

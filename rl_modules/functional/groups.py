@@ -40,23 +40,42 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
         "batch": Hu et al. 2025, arXiv:2501.03262, and Liu et al. 2025, arXiv:2508.08221.
     """
     require_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
-    require_ndim("reward", reward, 1, "[B]")
-    if num_generations < 2:
-        raise ValueError(f"num_generations must be at least 2, got {num_generations!r}: one answer has no peers.")
-    if len(reward) % num_generations:
-        raise ValueError(
-            f"reward has {len(reward)} elements, expected a multiple of num_generations = {num_generations}."
-        )
-    group = as_constant(reward).view(-1, num_generations)
-    scored = ~group.isnan()
-    highest = torch.where(scored, group, -torch.inf).amax(-1, keepdim=True)
-    lowest = torch.where(scored, group, torch.inf).amin(-1, keepdim=True)
-    centred = torch.where(scored & (highest > lowest), group - _mean(group, scored, -1), 0.0)
+    group, scored, has_spread = _groups(reward, num_generations)
+    centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)
     if scale_rewards == "group":
         centred = centred / (_std(group, scored, -1) + _STD_FLOOR)
     elif scale_rewards == "batch":
         centred = centred / (_std(group.view(1, -1), scored.view(1, -1), -1) + _STD_FLOOR)
     return centred.view(-1)
+
+
+def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
+    """How much better an answer is than the mean of the *other* answers to its prompt: REINFORCE leave-one-out.
+
+    A_i = r_i - 1 / (n - 1) Σ_{j ≠ i} r_j = n / (n - 1) (r_i - mean_g)
+
+    with the sums over the n scored answers of group g. The baseline does not depend on answer i, so the policy
+    gradient is unbiased.
+
+    Args:
+        reward: one per answer, shape (B,), in units of reward; the G answers to a prompt stand next to each other.
+            NaN says that nothing could score the answer: it counts in no mean.
+        num_generations: G, answers per prompt, at least 2; B is a multiple of it.
+
+    Returns:
+        A, shape (B,), in units of reward, detached. Exactly 0 for answers that were not scored, and throughout a
+        group whose scored rewards are all equal, or which has fewer than two.
+
+    Raises:
+        ValueError: reward is not one-dimensional or no multiple of num_generations, or num_generations is below 2.
+
+    Source: Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740, section 3.3. Equals TRL 1.16's RLOO without
+        ``normalize_advantages``.
+    """
+    group, scored, has_spread = _groups(reward, num_generations)
+    count = scored.sum(-1, keepdim=True)
+    centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)
+    return (centred * (count / (count - 1).clamp(min=1))).view(-1)
 
 
 def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
@@ -84,6 +103,22 @@ def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> 
             raise ValueError(f"weights has {len(weights)} elements, expected {rewards.shape[1]}, one per reward.")
         rewards = rewards * torch.tensor(list(weights), dtype=rewards.dtype, device=rewards.device)
     return rewards.nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
+
+
+def _groups(reward: Tensor, num_generations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rewards in rows of one group each, where they are scored, and where their group has two that differ."""
+    require_ndim("reward", reward, 1, "[B]")
+    if num_generations < 2:
+        raise ValueError(f"num_generations must be at least 2, got {num_generations!r}: one answer has no peers.")
+    if len(reward) % num_generations:
+        raise ValueError(
+            f"reward has {len(reward)} elements, expected a multiple of num_generations = {num_generations}."
+        )
+    group = as_constant(reward).view(-1, num_generations)
+    scored = ~group.isnan()
+    highest = torch.where(scored, group, -torch.inf).amax(-1, keepdim=True)
+    lowest = torch.where(scored, group, torch.inf).amin(-1, keepdim=True)
+    return group, scored, scored & (highest > lowest)
 
 
 def _mean(x: Tensor, counts: Tensor, dim: int) -> Tensor:

@@ -6,6 +6,11 @@ The sum of the token losses is divided
 * ``bnpo``: by the counted tokens of this micro-batch (the token mean of most RLHF code);
 * ``dapo``: by the counted tokens of the whole accumulated, global batch (DAPO, arXiv:2503.14476, eq. 8);
 * ``dr_grpo``: by sequences times max_completion_length, a constant (Dr. GRPO, arXiv:2503.20783).
+
+These four clip the ratio as PPO does. Two more have a surrogate of their own:
+
+* ``cispo``: a clipped importance weight without gradient on log π, reduced as ``dapo`` (MiniMax-M1, arXiv:2506.13585);
+* ``sapo``: a sigmoid of the ratio in place of the clip, reduced as ``grpo`` (SAPO, arXiv:2511.20347).
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from rl_modules.functional.checks import (
 from rl_modules.functional.kl import kl_estimate
 from rl_modules.functional.reductions import masked_mean
 
-_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo")
+_UNCLIPPED = ("cispo", "sapo")
 
 
 def grpo_loss(
@@ -45,10 +51,16 @@ def grpo_loss(
     importance_sampling_level: str = "token",
     max_completion_length: int | None = None,
     num_items_in_batch: int | Tensor | None = None,
+    importance_weight: Tensor | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
 ) -> Tensor:
-    """The policy loss of GRPO, BNPO, DAPO, Dr. GRPO, and with sequence-level ratios of GSPO.
+    """The policy loss of GRPO, BNPO, DAPO, Dr. GRPO, CISPO, SAPO, and with sequence-level ratios of GSPO.
 
-    ℓ_t = -min(min(ρ_t, δ) A, clip(ρ_t, 1 - ε, 1 + ε_high) A) + β KL_t [ρ_t]
+    ℓ_t = w_t s_t + β KL_t [ρ_t]
+    s_t = -min(min(ρ_t, δ) A, clip(ρ_t, 1 - ε, 1 + ε_high) A)         "grpo", "bnpo", "dapo", "dr_grpo"
+    s_t = -sg(min(ρ_t, ε_high)) A log π(y_t)                          "cispo"; sg: without gradient
+    s_t = -σ(τ (ρ_t - 1)) 4 / τ A,   τ = τ_pos if A > 0 else τ_neg    "sapo"
     L   = Σ ℓ_t / normaliser,   the normaliser as listed at the top of this module
 
     ρ_t = exp(log π - log π_old) per token, or exp of that log-ratio's mean over the sequence's counted tokens.
@@ -59,27 +71,35 @@ def grpo_loss(
         advantage: A, shape (B,), or (B, L) where tokens differ.
         mask: true (nonzero) where a token counts, shape (B, L). What stands elsewhere may be anything, NaN included.
         epsilon: ε, the clip range below 1 (and above, unless epsilon_high is given), at least 0.
-        epsilon_high: ε_high, the clip range above 1, at least 0; None: ε.
-        delta: δ, an upper bound on the ratio that also holds for negative advantages, above 0; None: none.
+        epsilon_high: ε_high, the clip range above 1, at least 0; None: ε. For "cispo" it is the bound on the ratio
+            itself, not 1 + ε_high, and must be given (ScaleRL, arXiv:2510.13786: 5).
+        delta: δ, an upper bound on the ratio that also holds for negative advantages, above 0; None: none. For the
+            four clipped loss types only.
         beta: β, the price of KL per nat, at least 0. At 0 ref_log_prob is not needed and not read.
         ref_log_prob: log π_ref(y_t) in nats, shape (B, L).
         kl_estimator: "k1", "k2" or "k3", see ``kl_estimate`` for what their gradients are.
         use_bias_correction_kl: multiply the estimate by ρ, gradient included: with k3 its expected gradient is then
             that of KL(π || π_ref).
-        loss_type: "grpo", "bnpo", "dapo" or "dr_grpo".
+        loss_type: "grpo", "bnpo", "dapo", "dr_grpo", "cispo" or "sapo".
         importance_sampling_level: "token" or "sequence".
         max_completion_length: tokens; the constant normaliser of "dr_grpo", which needs it. Others ignore it.
         num_items_in_batch: counted tokens of the whole accumulated batch (per process: divided by their number,
-            since their gradients are averaged), at least 1. Read by "dapo" only: the sum over micro-batches is then
-            the loss of the full batch. None: the tokens of this call.
+            since their gradients are averaged), at least 1. Read by "dapo" and "cispo" only: the sum over
+            micro-batches is then the loss of the full batch. None: the tokens of this call.
+        importance_weight: w, a plain factor on each token's policy term, shape (B, L), for instance from
+            ``importance_weights``; None: all 1. The KL term is not weighted.
+        sapo_temperature_pos: τ_pos, above 0; how fast "sapo" fades as ρ leaves 1 where the advantage is positive.
+        sapo_temperature_neg: τ_neg, above 0, the same where it is not.
 
     Returns:
-        Scalar to minimise. A row without counted tokens is a sequence with loss 0 under "grpo" and "dr_grpo", and
-        nothing under the other two. For "grpo", "bnpo" and "dr_grpo" the caller averages over micro-batches.
+        Scalar to minimise. A row without counted tokens is a sequence with loss 0 under "grpo", "dr_grpo" and
+        "sapo", and nothing under the other three. For "grpo", "bnpo", "dr_grpo" and "sapo" the caller averages over
+        micro-batches.
 
     Raises:
         ValueError: shapes do not fit, a number is out of range, a word is unknown, beta is set without
-            ref_log_prob, or "dr_grpo" comes without max_completion_length.
+            ref_log_prob, "dr_grpo" comes without max_completion_length, "cispo" without epsilon_high, or "cispo" or
+            "sapo" with delta.
 
     Source: the papers listed at the top of this module; ε_high: DAPO, eq. 8; sequence ratios: GSPO, arXiv:2507.18071,
         eq. 7; δ: INTELLECT-2, arXiv:2505.07291; corrected KL: DeepSeek-V3.2, arXiv:2512.02556. Equals TRL 1.16.
@@ -98,10 +118,20 @@ def grpo_loss(
     else:
         require_shape("advantage", advantage, log_prob.shape, "log_prob")
     if epsilon_high is None:
+        if loss_type == "cispo":
+            raise ValueError(
+                "epsilon_high must be given for loss_type 'cispo', the bound on the ratio itself; got None."
+            )
         epsilon_high = epsilon
     require_nonnegative("epsilon_high", epsilon_high)
     if delta is not None:
+        if loss_type in _UNCLIPPED:
+            raise ValueError(f"delta must be None for loss_type {loss_type!r}, which does not clip; got {delta!r}.")
         require_positive("delta", delta)
+    if importance_weight is not None:
+        require_shape("importance_weight", importance_weight, log_prob.shape, "log_prob")
+    require_positive("sapo_temperature_pos", sapo_temperature_pos)
+    require_positive("sapo_temperature_neg", sapo_temperature_neg)
     if beta:
         if ref_log_prob is None:
             raise ValueError(f"ref_log_prob is None, but beta = {beta} asks for a KL penalty towards the reference.")
@@ -120,7 +150,15 @@ def grpo_loss(
     log_prob = torch.where(counts, as_float(log_prob), 0.0)
     old_log_prob = torch.where(counts, as_constant(old_log_prob), 0.0)
     ratio = _importance_ratio(log_prob - old_log_prob, counts, importance_sampling_level)
-    token_loss = _clipped_surrogate(ratio, as_constant(advantage), epsilon, epsilon_high, delta)
+    advantage = as_constant(advantage)
+    if loss_type == "cispo":
+        token_loss = -ratio.detach().clamp(max=epsilon_high) * advantage * log_prob
+    elif loss_type == "sapo":
+        token_loss = _soft_surrogate(ratio, advantage, sapo_temperature_pos, sapo_temperature_neg)
+    else:
+        token_loss = _clipped_surrogate(ratio, advantage, epsilon, epsilon_high, delta)
+    if importance_weight is not None:
+        token_loss = token_loss * torch.where(counts, as_constant(importance_weight), 0.0)
     if ref_log_prob is not None and beta:
         kl = kl_estimate(log_prob, torch.where(counts, as_constant(ref_log_prob), 0.0), kl_estimator)
         token_loss = token_loss + beta * (kl * ratio if use_bias_correction_kl else kl)
@@ -142,6 +180,13 @@ def _clipped_surrogate(
     return -torch.min(bounded * advantage, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage)
 
 
+def _soft_surrogate(ratio: Tensor, advantage: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
+    """-σ(τ (ρ - 1)) 4 / τ A, per element: the gradient is that of ρ A at ρ = 1 and fades on both sides."""
+    positive = (advantage > 0).to(ratio.dtype)
+    temperature = temperature_pos * positive + temperature_neg * (1 - positive)
+    return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+
+
 def _reduce(
     token_loss: Tensor,
     counts: Tensor,
@@ -149,10 +194,10 @@ def _reduce(
     max_completion_length: int | None,
     num_items_in_batch: int | Tensor | None,
 ) -> Tensor:
-    """The scalar of a (B, L) loss: the one place in which the four loss types differ."""
-    if loss_type == "grpo":
+    """The scalar of a (B, L) loss, divided as the module's docstring lists."""
+    if loss_type in ("grpo", "sapo"):
         return masked_mean(token_loss, counts, dim=-1).mean()
-    if loss_type == "bnpo" or (loss_type == "dapo" and num_items_in_batch is None):
+    if loss_type == "bnpo" or (loss_type in ("dapo", "cispo") and num_items_in_batch is None):
         return masked_mean(token_loss, counts)
     total = torch.where(counts, token_loss, 0.0).sum()
     if loss_type == "dr_grpo":

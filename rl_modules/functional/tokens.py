@@ -98,13 +98,29 @@ class _TokenLogProbs(torch.autograd.Function):
         """∂ log π(y) / ∂ logits_v = ([v = y] - p_v) / T."""
         logits, tokens, normaliser = ctx.saved_tensors
         result = torch.empty_like(logits)
-        factor = (grad / ctx.temperature).unsqueeze(-1)
-        for scratch, piece, result_piece, normaliser_piece, token, weight in _pieces(
-            logits, result, normaliser, tokens.unsqueeze(-1), factor
-        ):
-            probability = _log_softmax(piece, scratch, normaliser_piece, ctx.temperature).exp_()
-            result_piece.copy_(probability.mul_(-weight).scatter_add_(-1, token, weight))
-        return result, None, None
+        return token_log_probs_gradient(logits, tokens, normaliser, grad, ctx.temperature, out=result), None, None
+
+
+def token_log_probs_gradient(
+    logits: Tensor, tokens: Tensor, normaliser: Tensor, grad: Tensor, temperature: float, out: Tensor
+) -> Tensor:
+    """The gradient of :func:`token_log_probs` with respect to the logits, for callers that have let these go.
+
+    Args:
+        logits: [B, L, V].
+        tokens: [B, L].
+        normaliser: log Σ_v exp(z_v / T), [B, L, 1].
+        grad: of the log-probabilities, [B, L].
+        temperature: T.
+        out: where the result goes, shaped as the logits; may be the logits.
+    """
+    factor = (grad / temperature).unsqueeze(-1)
+    for scratch, piece, result, normaliser_piece, token, weight in _pieces(
+        logits, out, normaliser, tokens.unsqueeze(-1), factor
+    ):
+        probability = _log_softmax(piece, scratch, normaliser_piece, temperature).exp_()
+        result.copy_(probability.mul_(-weight).scatter_add_(-1, token, weight))
+    return out
 
 
 class _TokenEntropy(torch.autograd.Function):

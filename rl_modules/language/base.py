@@ -25,9 +25,12 @@ from rl_modules.language.frozen_weights import (
     source_path,
 )
 from rl_modules.language.hyperparameters import make_plain
+from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
+from rl_modules.language.router_loss import wants_router_loss
 from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.self_check import require_left_to_right
 from rl_modules.language.sharding import adopt, gathered_once, is_sharded, shard, share, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
@@ -69,6 +72,8 @@ class LanguageModule(L.LightningModule):
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
     head = "causal"
+    #: Whether the loss of a mixture of experts is added to the algorithm's own.
+    balances_experts = False
     #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
     dropout = False
     #: What the best checkpoint is the best in, and whether more is better: ``max`` or ``min``.
@@ -142,6 +147,11 @@ class LanguageModule(L.LightningModule):
         self.num_tokens = self.began_with = 0
         self.latest_metrics = {}
         self._gradients = {}
+
+    def __getattr__(self, name: str) -> Any:
+        # Python comes here when a property raised AttributeError; torch would call the property itself missing.
+        found = getattr(type(self), name, None)
+        return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)
 
     # ---------------------------------------------------------------- model and tokenizer
 
@@ -275,6 +285,18 @@ class LanguageModule(L.LightningModule):
     def on_fit_start(self) -> None:
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
+        self.check_architecture()
+
+    def check_architecture(self) -> None:
+        """Find out which fast paths are right on the model; an algorithm with further ones adds them.
+
+        Raises:
+            UsageError: a model that no algorithm here can train.
+        """
+        require_left_to_right(self.model)
+        if wants_router_loss(self.model) and not self.balances_experts:
+            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
+                             f"and {type(self).__name__} does not; set it to false in model_config")  # fmt: skip
 
     # ---------------------------------------------------------------- metrics
 
@@ -549,6 +571,10 @@ class LanguagePolicy(LanguageModule):
                 eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
                 synced_gpus=is_sharded(self.model), **settings,
             )  # fmt: skip
+
+    def check_architecture(self) -> None:
+        super().check_architecture()
+        prepare_head(self.model)
 
     # ---------------------------------------------------------------- evaluation on held-out prompts
 

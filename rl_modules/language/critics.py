@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import add_lora, make_model
+from rl_modules.language.decoding import transformers_model
+from rl_modules.language.models import add_lora, make_model, remove_dropout
 from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
 
 
@@ -27,9 +28,7 @@ def with_weights_in(model: Any, dtype: torch.dtype) -> Any:
 def without_dropout(config: Any) -> Any:
     """A copy of a transformers config with every dropout rate at 0."""
     config = copy.deepcopy(config)
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    remove_dropout(config)
     return config
 
 
@@ -43,9 +42,10 @@ def value_model_from(
         gradient_checkpointing: recompute activations in the backward pass, see :func:`make_model`.
         lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
     """
-    dtype = str(next(reward_model.parameters()).dtype).removeprefix("torch.")
-    model = make_model(without_dropout(reward_model.config), None, "score", dtype, None, gradient_checkpointing)
-    model.load_state_dict(reward_model.state_dict())
+    weight = next(reward_model.parameters())
+    dtype, attention = str(weight.dtype).removeprefix("torch."), reward_model.config._attn_implementation
+    model = make_model(without_dropout(reward_model.config), None, "score", dtype, attention, gradient_checkpointing)
+    model.to(weight.device).load_state_dict(reward_model.state_dict())
     model.requires_grad_(True).train()
     return model if lora is None else add_lora(model, lora, "SEQ_CLS", gradient_checkpointing)
 
@@ -90,16 +90,16 @@ class HeadOnPolicy(nn.Module):
             Log-probabilities, entropies (or None) and values of the completions' tokens, [b, L] each.
         """
         states: list[Tensor] = []
-
-        def tapped(**inputs: Any) -> Any:
-            output = model(**inputs, output_hidden_states=True)
-            states.append(output.hidden_states[-1])
-            return output
-
         extent = extent_of(prompt_length, length) if extent is None else extent
-        log_prob, spread = completion_log_probs(tapped, tokens, prompt_length, length, temperature, entropy, extent)
+        body = transformers_model(model).base_model
+        hook = body.register_forward_hook(lambda module, inputs, output: states.append(output.last_hidden_state))
+        try:
+            log_prob, spread = completion_log_probs(model, tokens, prompt_length, length, temperature, entropy, extent)
+        finally:
+            hook.remove()
         place = (completion_positions(prompt_length, length, extent[2]) - 1).unsqueeze(-1)
-        before = states[0].gather(1, place.expand(-1, -1, states[0].shape[-1]))
+        # A self-check's own passes come before.
+        before = states[-1].gather(1, place.expand(-1, -1, states[-1].shape[-1]))
         return log_prob, spread, self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
 
 

@@ -11,10 +11,10 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
-from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, repeated_share
+from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 
 _CHOICES = {
-    "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo"),
+    "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
@@ -44,10 +44,16 @@ class GRPO(JudgedPolicy):
         model_name_or_path: the policy to start from; None: new weights.
         beta: β, price of the KL to the reference, in units of advantage per nat; 0: no reference is kept.
         epsilon: ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given).
-        epsilon_high: ε_high of the upper side; None: ``epsilon``. DAPO: 0.28.
-        delta: bound on the ratio that also holds for negative advantages, above 1 + ε_high; None: none.
+        epsilon_high: ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the
+            importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5).
+        delta: bound on the ratio that also holds for negative advantages, above 1 + ε_high; None: none. Not for
+            ``cispo`` and ``sapo``.
         loss_type: ``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of
-            the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``).
+            the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``); ``cispo`` (a bounded
+            importance weight on log π in place of the clip, reduced as ``dapo``) or ``sapo`` (a sigmoid of the ratio
+            in place of the clip, reduced as ``grpo``).
+        sapo_temperature_pos: how fast ``sapo`` fades as the ratio leaves 1, where the advantage is positive; > 0.
+        sapo_temperature_neg: the same where it is not.
         scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
             generation over all ranks), or by nothing (``none``).
         importance_sampling_level: ratio of each ``token``, or of the whole ``sequence`` (GSPO).
@@ -87,6 +93,8 @@ class GRPO(JudgedPolicy):
         epsilon_high: float | None = None,
         delta: float | None = None,
         loss_type: str = "dapo",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
         scale_rewards: str = "group",
         importance_sampling_level: str = "token",
         kl_estimator: str = "k3",
@@ -118,7 +126,13 @@ class GRPO(JudgedPolicy):
         for name in ("beta", "epsilon", "epsilon_high", "completions_steps"):
             if hp[name] is not None and not hp[name] >= 0:
                 raise UsageError(f"{name}={hp[name]} must be at least 0")
-        for name in ("temperature", "delta"):
+        if loss_type == "cispo" and epsilon_high is None:
+            raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; "
+                             "give one, such as 5")  # fmt: skip
+        if loss_type in ("cispo", "sapo") and delta is not None:
+            raise UsageError(f"delta={delta} does nothing for loss_type={loss_type!r}, which does not clip; set it to "
+                             "null")  # fmt: skip
+        for name in ("temperature", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
             if hp[name] is not None and not hp[name] > 0:
                 raise UsageError(f"{name}={hp[name]} must be above 0")
         for name in ("max_completion_length", "local_rollout_forward_batch_size", "ref_model_sync_steps"):
@@ -136,6 +150,7 @@ class GRPO(JudgedPolicy):
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
         self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
+        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
         self.reward_weights = hp.reward_weights
@@ -171,6 +186,10 @@ class GRPO(JudgedPolicy):
     def setup(self, stage: str) -> None:
         if stage == "fit" and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+
+    def check_architecture(self) -> None:
+        super().check_architecture()
+        can_share(self.model, 0)
 
     # ---------------------------------------------------------------- experience
 
@@ -269,8 +288,8 @@ class GRPO(JudgedPolicy):
         text, group = (batch["tokens"], batch["prompt_length"], batch["length"]), batch.get("group")
         if (
             group is not None
-            and can_share(self.model, batch["tokens"].shape[1])
             and repeated_share(*text[1:], group) >= WORTHWHILE
+            and can_share(self.model, layout_width(*text[1:]))
         ):
             return grouped_log_probs(self.model, *text, group, self.temperature, entropy)
         return completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
@@ -289,8 +308,9 @@ class GRPO(JudgedPolicy):
             use_bias_correction_kl=self.use_bias_correction_kl, loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
             max_completion_length=self.max_completion_length, num_items_in_batch=batch["step_tokens"],
+            sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
         )  # fmt: skip
-        if self.loss_type == "dapo":
+        if self.loss_type in ("dapo", "cispo"):
             return loss * batch["n_micro"]
         if self.loss_type == "bnpo":
             return loss * (batch["mask"].sum() / batch["micro_tokens"].clamp(min=1))
@@ -313,7 +333,18 @@ class GRPO(JudgedPolicy):
             reward: of the generation's completions over all ranks, [B]; NaN: not scored.
             num_generations: completions per prompt, which stand next to each other.
         """
-        return F.group_advantages(reward, num_generations, self.scale_rewards)
+        return self.score_group(reward.view(-1, num_generations)).flatten()
+
+    def score_group(self, rewards: Tensor) -> Tensor:
+        """A of the completions of each prompt: what an algorithm with another baseline or scale overrides.
+
+        Args:
+            rewards: a row for each prompt's group over all ranks, [P, G]; NaN: not scored.
+
+        Returns:
+            [P, G]; 0 where nothing was scored.
+        """
+        return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
 
     def on_uncertain_tokens(self, advantage: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
         """The advantage of the micro-batch's tokens with the highest entropies, 0 elsewhere; [b, L].
@@ -415,16 +446,24 @@ class GRPO(JudgedPolicy):
             advantage = advantage.unsqueeze(1)
         elif self.importance_sampling_level == "sequence":
             advantage = F.masked_mean(advantage, mask, 1).unsqueeze(1)
-        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        low = (counts & (ratio < 1 - self.epsilon) & (advantage < 0)).sum()
-        high = (counts & (ratio > 1 + above) & (advantage > 0)).sum()
         share = 1 / torch.as_tensor(weight, device=mask.device).clamp(min=1)
         self.record(loss=loss)
-        self.record(weight, **{"clip_ratio/low_mean": low * share, "clip_ratio/high_mean": high * share,
-                               "clip_ratio/region_mean": (low + high) * share})  # fmt: skip
+        if self.loss_type == "cispo" and self.epsilon_high is not None:
+            bounded = (counts & (ratio > self.epsilon_high) & (advantage > 0)).sum()
+            self.record(weight, cispo_clip_ratio=bounded * share)
+        elif self.loss_type != "sapo":
+            self.record_clips(ratio, advantage, counts, weight, share)
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(mask.sum(), kl=F.masked_mean(kl, mask))
+
+    def record_clips(self, ratio: Tensor, advantage: Tensor, counts: Tensor, weight: Any, share: Tensor) -> None:
+        """How often the clip of the ratio is active, on either side."""
+        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        low = (counts & (ratio < 1 - self.epsilon) & (advantage < 0)).sum()
+        high = (counts & (ratio > 1 + above) & (advantage > 0)).sum()
+        self.record(weight, **{"clip_ratio/low_mean": low * share, "clip_ratio/high_mean": high * share,
+                               "clip_ratio/region_mean": (low + high) * share})  # fmt: skip
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -82,7 +82,7 @@ class JudgedPolicy(LanguagePolicy):
         if hp.description is not None:
             self._build_described(config)
             return
-        if hp.reward_model_name_or_path is not None:
+        if hp.get("reward_model_name_or_path") is not None:
             self.reward_model = frozen(self._read_reward_model(hp.reward_model_name_or_path))
         if self.wants_reference and hp.ref_model_name_or_path is not None:
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
@@ -125,6 +125,7 @@ class JudgedPolicy(LanguagePolicy):
         return self
 
     def on_fit_start(self) -> None:
+        super().on_fit_start()
         self.train()
 
     @contextmanager
@@ -228,7 +229,8 @@ class JudgedPolicy(LanguagePolicy):
 
     def _read_reward_model(self, path: str) -> Any:
         try:
-            found = load_reward_model(path, None, self.hparams["torch_dtype"])
+            hp: Any = self.hparams
+            found = load_reward_model(path, None, hp.torch_dtype, hp.attn_implementation)
         except UsageError as error:
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
         self.reward_tokenizer = None if same_tokens(found.tokenizer, self.tokenizer) else found.tokenizer

@@ -15,6 +15,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sharding import is_sharded, whole
@@ -40,6 +44,7 @@ _PRODUCTS = [
     )
 ]  # fmt: skip
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+_KNOWN = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 
 
 def make_config(
@@ -80,14 +85,36 @@ def make_config(
             config = AutoConfig.for_model(kind, **{**special, **fields})
         except ValueError as error:
             raise UsageError(f"model_config has model_type={kind!r}, which transformers does not know") from error
+        _complete_text_config(config, fields, special)
     if not dropout:
-        for name, value in config.to_dict().items():
-            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
-    if len(tokenizer) > config.vocab_size:
-        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {config.vocab_size}; "
+        remove_dropout(config)
+    words = text_config(config).vocab_size
+    if len(tokenizer) > words:
+        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
                          "give the tokenizer that the model was trained with")  # fmt: skip
     return config
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    """The config of the language model: a part of the config of a model that also takes images or sound."""
+    return config.get_text_config(decoder=True)
+
+
+def _complete_text_config(config: PretrainedConfig, fields: dict[str, Any], special: dict[str, Any]) -> None:
+    """Give a composite config's language model the tokenizer's numbers, except where ``fields`` has them."""
+    text = text_config(config)
+    nested = {name for part in fields.values() if isinstance(part, dict) for name in part}
+    if text is not config:
+        for name in special.keys() - nested:
+            setattr(text, name, special[name])
+
+
+def remove_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout rate of a config, and of the language model's in it, to 0."""
+    for part in (config, text_config(config)):
+        for name, value in part.to_dict().items():
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def make_model(
@@ -112,8 +139,10 @@ def make_model(
         lora: arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` …); None: all weights train.
 
     Raises:
-        UsageError: a directory without weights, a hub that is out of reach, an unknown dtype or way of checkpointing.
+        UsageError: an architecture without such a head, a directory without weights, a hub that is out of reach, an
+            unknown dtype or way of checkpointing.
     """
+    require_head(config, head)
     if torch_dtype not in _DTYPES:
         raise UsageError(f"torch_dtype={torch_dtype!r} must be one of {', '.join(_DTYPES)}")
     options: dict[str, Any] = {"dtype": _DTYPES[torch_dtype]}
@@ -129,10 +158,51 @@ def make_model(
             model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(_unreadable(model_name_or_path or config.model_type, error)) from error
+    freeze_unread_parts(model)
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
     return model
+
+
+def require_head(config: PretrainedConfig, head: str) -> None:
+    """Refuse an architecture that transformers has no such head for, by its name.
+
+    Args:
+        config: the architecture.
+        head: ``causal`` or ``score``, see :func:`make_model`.
+
+    Raises:
+        UsageError: an encoder-decoder, or a type without causal language model or sequence classification.
+    """
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UsageError(f"{kind} is an encoder-decoder, and every algorithm here reads prompt and completion as one "
+                         "text; take a decoder-only architecture such as Qwen3, Llama or Gemma")  # fmt: skip
+    if type(config) in _KNOWN[head]:
+        return
+    if head == "score":
+        raise UsageError(f"transformers has no sequence classification for {kind}, so that no reward or value model "
+                         "can be made of it; take an architecture such as Qwen3, Llama, Gemma or GPT-NeoX")  # fmt: skip
+    raise UsageError(f"transformers has no causal language model for {kind}; take a decoder-only architecture such as "
+                     "Qwen3, Llama or Gemma")  # fmt: skip
+
+
+def freeze_unread_parts(model: PreTrainedModel) -> None:
+    """Freeze what a text does not go through: the image and sound encoders of a composite model.
+
+    Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
+
+    Args:
+        model: of transformers, without adapters.
+    """
+    if text_config(model.config) is model.config:
+        return
+    head = getattr(model, "score", None) or model.get_output_embeddings()
+    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
 
 
 def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
@@ -213,9 +283,25 @@ def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
 
 
 def max_length(config: PretrainedConfig) -> int:
-    """Tokens that the model can take, prompt and completion together."""
-    longest: Any = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 2**31)
-    return int(longest)
+    """Tokens that the model can take, prompt and completion together.
+
+    Phi-3's long rotary embedding (``longrope``) turns every token of a batch by other angles once the longest row
+    passes ``original_max_position_embeddings``, so that a text's log-probabilities would depend on the texts beside it
+    (by 2.5 nats on Phi-3). Such a model takes texts up to that length.
+    """
+    text = text_config(config)
+    named = ("max_position_embeddings", "n_positions", "max_seq_len")
+    longest = next((value for name in named if (value := getattr(text, name, None))), 2**31)
+    return int(min([longest, *_lengths_of_longrope(text)]))
+
+
+def _lengths_of_longrope(text: Any) -> list[int]:
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one per kind
+    own = getattr(text, "original_max_position_embeddings", None)
+    lengths = [kind.get("original_max_position_embeddings") or own for kind in kinds
+               if kind.get("rope_type") == "longrope"]  # fmt: skip
+    return [length for length in lengths if length]
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

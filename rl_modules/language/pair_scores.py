@@ -6,19 +6,53 @@ import torch
 from torch import Tensor
 
 from rl_modules.language.scoring import scores_at
-
-#: Architectures whose attention is that of an explicit mask and whose places are those of ``position_ids``.
-PACKABLE = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 
 
-def can_pack(config: Any) -> bool:
-    """Whether a model reads several texts in one row, each apart from the others: see :func:`pair_scores`.
+def can_pack(model: Any) -> bool:
+    """Whether a model reads several pairs in one row, each apart from the others: see :func:`pair_scores`.
 
     Args:
-        config: of a model that was built, for it says how attention is computed.
+        model: model with a ``score`` head of one output.
     """
-    windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return config.model_type in PACKABLE and not windows and config._attn_implementation in ("sdpa", "eager")
+    # A window is part of the mask that the model makes, and lost where the mask is given.
+    return (
+        shortest_window(model.config) is None
+        and model.config._attn_implementation in ("sdpa", "eager")
+        and agrees(model, "packing pairs", lambda: _compare(model), "")
+        and agrees(model, "packing beside another pair", lambda: _beside_another(model), "", exact=True)
+    )
+
+
+def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of two answers whose neighbours in the row change: a leak shows however small, in any dtype."""
+    first, second, own = probe_texts(model, [6, 6, 6])
+    segment = torch.arange(6, device=own.device).repeat_interleave(2)
+    position = torch.tensor([0, 1, 2, 3, 2, 3], device=own.device).repeat(2)
+    batch = {"position_ids": position[None], "segment": segment[None], "prompt_segment": (segment // 3 * 3)[None],
+             "last": torch.tensor([9, 11], device=own.device)}  # fmt: skip
+    found = [torch.cat(pair_scores(model, {**batch, "tokens": torch.cat([neighbour, own])[None]}))
+             for neighbour in (first, second)]  # fmt: skip
+    return found[1], found[0], found[0]
+
+
+def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of two pairs' answers: in one row, alone, and padded."""
+    prompts, chosen, rejected = ([*probe_texts(model, lengths)] for lengths in ([3, 2], [2, 4], [3, 1]))
+    pieces = [piece for pair in zip(prompts, chosen, rejected, strict=True) for piece in pair]
+    segment = torch.cat([torch.full_like(piece, i) for i, piece in enumerate(pieces)])
+    starts = [0, 3, 3, 0, 2, 2]
+    position = torch.cat([torch.arange(len(p), device=p.device) + s for p, s in zip(pieces, starts, strict=True)])
+    ends = torch.tensor([len(piece) for piece in pieces], device=segment.device).cumsum(0) - 1
+    batch = {"tokens": torch.cat(pieces)[None], "position_ids": position[None], "segment": segment[None],
+             "prompt_segment": (segment // 3 * 3)[None], "last": ends[[1, 4, 2, 5]]}  # fmt: skip
+    packed = torch.cat(pair_scores(model, batch))
+    texts = [torch.cat([prompt, answer]) for answers in (chosen, rejected)
+             for prompt, answer in zip(prompts, answers, strict=True)]  # fmt: skip
+    alone = [scores_at(model, text[None], torch.tensor([len(text) - 1], device=text.device)) for text in texts]
+    rows = side_by_side(texts)
+    last = torch.tensor([i * rows.shape[1] + len(text) - 1 for i, text in enumerate(texts)], device=rows.device)
+    return packed, torch.cat(alone), scores_at(model, rows, last)
 
 
 def pair_scores(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class RewardModel(LanguageModule):
     @property
     def can_pack(self) -> bool:
         """Whether batches may hold several texts to a row."""
-        return can_pack(self.model.config)
+        return can_pack(self.model)
 
     def pair_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Raw scores of the chosen and the rejected answers by one forward pass, [b] each.
@@ -222,7 +222,10 @@ class FrozenReward(NamedTuple):
 
 
 def load_reward_model(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, torch_dtype: str = "float32"
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    torch_dtype: str = "float32",
+    attn_implementation: str | None = None,
 ) -> FrozenReward:
     """A reward model to judge with, from a Lightning checkpoint, an exported directory or a hub name.
 
@@ -232,6 +235,7 @@ def load_reward_model(
         path: a ``.ckpt`` file of :class:`RewardModel`, or what ``AutoModelForSequenceClassification`` takes.
         tokenizer: the policy's, whose tokens are to be judged; None: not compared.
         torch_dtype: of the weights of a directory or hub name; a checkpoint's stay as they were trained.
+        attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice, or the checkpoint's own.
 
     Raises:
         UsageError: it can't be loaded, is no reward model, or has another tokenizer than the policy.
@@ -249,8 +253,10 @@ def load_reward_model(
             kind = ", ".join(config.architectures or ["model without a named architecture"])
             raise UsageError(f"{path!r} holds a {kind}, which has no reward head; give what `rl export` wrote of a "
                              "RewardModel, or its .ckpt file")  # fmt: skip
-        model = make_model(config, path, "score", torch_dtype)
+        model = make_model(config, path, "score", torch_dtype, attn_implementation)
         found = FrozenReward(model, float(getattr(config, "reward_offset", 0.0)), own)
+    if attn_implementation is not None:
+        found.model.set_attn_implementation(attn_implementation)
     if tokenizer is not None:
         check_same_tokens(f"reward model {path!r}", found.tokenizer, tokenizer)
     found.model.requires_grad_(False).eval()

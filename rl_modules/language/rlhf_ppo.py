@@ -10,7 +10,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
-from rl_modules.language.logits import logits_at
+from rl_modules.language.logits import log_probs_at
 from rl_modules.language.scoring import (
     Extent,
     completion_log_probs,
@@ -283,9 +283,9 @@ class RLHFPPO(JudgedPolicy):
         if not self.ptx_coef:
             raise UsageError("ptx_batch_size brings demonstrations, but ptx_coef=0 makes nothing of them; set both or "
                              "neither")  # fmt: skip
-        logits = logits_at(self.model, batch["ptx_counted"] - 1, input_ids=batch["ptx_tokens"])
-        target = batch["ptx_tokens"].flatten()[batch["ptx_counted"]].unsqueeze(0)
-        loss = -F.token_log_probs(logits, target).sum() / batch["ptx_step_tokens"] * batch["n_micro"]
+        tokens, counted = batch["ptx_tokens"], batch["ptx_counted"]
+        found = log_probs_at(self.model, counted - 1, tokens.flatten()[counted], equal_weights=True, input_ids=tokens)
+        loss = -found.log_prob.sum() / batch["ptx_step_tokens"] * batch["n_micro"]
         self.record(**{"loss/ptx_avg": loss})
         return loss
 

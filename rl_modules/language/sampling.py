@@ -15,8 +15,9 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.language.decoding import Prompts, Record, decode, generate, transformers_model
 from rl_modules.language.drawing import NextToken, uniforms
-from rl_modules.language.models import max_length
+from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.sampler_check import decodes, generates
 from rl_modules.language.shared_prompts import SharedPromptCache, can_share_prompts
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def sample(
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UsageError("model has virtual tokens before its prompt (prompt or prefix tuning), whose positions depend "
                          "on the padding; use LoRA or another method that changes weights")  # fmt: skip
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model.config)
     positions = max_length(config)
     _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
     _check_prompts(prompts, positions, config.vocab_size)
@@ -109,8 +110,7 @@ def sample(
     limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
     draws = uniforms(seeds, int(limit.max())).to(limit.device)
     record = Record(limit, torch.tensor(stops, dtype=torch.int64, device=limit.device), pad_token_id)
-    kind = SharedPromptCache if can_share_prompts(transformers_model(model), limit.device) else RowCache
-    cache = kind.for_model(config, longest=int((batch.length[batch.source] + limit).max()))
+    cache = _cache_for(model, longest=int((batch.length[batch.source] + limit).max()), synced_gpus=synced_gpus)
     with torch.no_grad(), eval_mode(model):
         if cache is not None:
             decode(model, cache, batch, rule, draws, record, synced_gpus)
@@ -123,6 +123,26 @@ def sample(
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
     tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
     return Completions(tokens, log_prob, record.length, record.finished)
+
+
+def _cache_for(model: Any, longest: int, synced_gpus: bool) -> RowCache | None:
+    """The fastest cache that is right on this model; None: the model's own ``generate``.
+
+    Raises:
+        UsageError: ``generate`` is not right either where prompts differ in length.
+    """
+    config = text_config(model.config)
+    shares = can_share_prompts(transformers_model(model), next(model.parameters()).device)
+    for kind in (SharedPromptCache, RowCache) if shares else (RowCache,):
+        # Sharded ranks call the model equally often, whatever each of them needs to know.
+        make = functools.partial(kind.for_model, config)
+        if (cache := make(longest)) is not None and (synced_gpus or decodes(model, make)):
+            return cache
+    if not synced_gpus and not generates(model):
+        raise UsageError(f"{type(model).__name__} gives prompts of unequal length other log-probabilities when it "
+                         "decodes than when it reads them, so that nothing can be sampled from it; take another "
+                         "architecture")  # fmt: skip
+    return None
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.language.logits import log_probs_at
+from rl_modules.language.tiled_head import is_large
 
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion: known where a batch was cut, they
 #: need not be asked of the device.
@@ -75,17 +77,47 @@ def completion_log_probs(
         log π(y_j) in nats, [b, L] float32, 0 behind each completion's end; and H_j in nats, likewise, or None.
     """
     first, last, width = extent_of(prompt_length, length) if extent is None else extent
+    counts = completion_mask(length, width)
+    if is_large(len(tokens) * (last - first), model):
+        return _large_log_probs(model, tokens[:, :last], prompt_length, counts, temperature, entropy)
     place = completion_positions(prompt_length, length, width)
     # Logits at t - 1 judge the token at t, so that nothing needs the last token's.
     judging = torch.arange(first - 1, last - 1, device=tokens.device)
     logits = model(input_ids=tokens[:, : last - 1], logits_to_keep=judging, use_cache=False).logits
     log_prob = F.token_log_probs(logits, tokens[:, first:last], temperature)
-    counts = completion_mask(length, width)
     aligned = torch.where(counts, log_prob.gather(1, place - first), 0.0)
     if not entropy:
         return aligned, None
     spread = F.token_entropy(logits.detach(), temperature)
     return aligned, torch.where(counts, spread.gather(1, place - first), 0.0)
+
+
+def _large_log_probs(
+    model: Any, tokens: Tensor, prompt_length: Tensor, counts: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same from the counted tokens' places alone, [b, L]: the output layer is most of the work and the memory."""
+    row, column = counts.nonzero(as_tuple=True)
+    at = prompt_length[row] + column
+    inputs = tokens[:, :-1]
+    found = log_probs_at(
+        model, row * inputs.shape[1] + at - 1, tokens[row, at], temperature, entropy, input_ids=inputs
+    )  # fmt: skip
+    aligned = [
+        None if x is None else placed(x[0], row * counts.shape[1] + column, counts.shape) for x in found[:2]
+    ]  # fmt: skip
+    assert aligned[0] is not None
+    return aligned[0], aligned[1]
+
+
+def placed(values: Tensor, where: Tensor, shape: torch.Size) -> Tensor:
+    """Values at flat places of a tensor that holds 0 elsewhere.
+
+    Args:
+        values: [m].
+        where: [m], all different.
+        shape: of the result.
+    """
+    return values.new_zeros(shape.numel()).index_copy(0, where, values).view(shape)
 
 
 def completion_mask(length: Tensor, width: int | None = None) -> Tensor:

@@ -1,15 +1,18 @@
 """Supervised fine-tuning."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy
-from rl_modules.language.logits import logits_at
+from rl_modules.language.logits import log_probs_at
+from rl_modules.language.packing import can_pack_texts, packed_inputs
+from rl_modules.language.router_loss import router_logits, router_loss, wants_router_loss
+from rl_modules.language.tiled_head import TokenStatistics
 
 
 class SFT(LanguagePolicy):
@@ -30,6 +33,7 @@ class SFT(LanguagePolicy):
             ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
     """
 
+    balances_experts = True
     #: A model's own dropout stays on; what it drops follows from the batch's seed.
     dropout = True
     temperature = 1.0
@@ -59,63 +63,62 @@ class SFT(LanguagePolicy):
         self._drops = any(isinstance(rate, int | float) and rate > 0 for rate in [*rates, *layers])
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        log_prob, logits, target = self.demonstrated(batch)
-        total = -log_prob.sum()
-        counted = log_prob.numel()
+        is_logged = (self.trainer.global_step + 1) % self.logging_steps == 0
+        with router_logits(self.model) if wants_router_loss(self.model) else nullcontext() as routers:
+            found = self.demonstrated(batch, entropy=is_logged, accuracy=is_logged)
+        total = -found.log_prob.sum()
+        counted = found.log_prob.numel()
         self.num_tokens += batch["num_tokens"]
         self.record(counted, loss=total / counted)
-        if (self.trainer.global_step + 1) % self.logging_steps == 0:
-            logits = logits.detach()
-            self.record(
-                counted,
-                mean_token_accuracy=(logits.argmax(-1) == target).float().mean(),
-                entropy=F.token_entropy(logits).mean(),
-            )
+        if found.entropy is not None and found.is_likeliest is not None:
+            accuracy = found.is_likeliest.float().mean()
+            self.record(counted, mean_token_accuracy=accuracy, entropy=found.entropy.mean())
         # Lightning divides by the number of micro-batches; the tokens of the whole step are divided by here.
-        return total * batch["n_micro"] / batch["step_tokens"]
+        loss = total * batch["n_micro"] / batch["step_tokens"]
+        if routers is None:
+            return loss
+        balance = router_loss(self.model, routers[-1], batch["filled"], batch["tokens"].shape[1])
+        self.record(aux_loss=balance)
+        return loss + balance
 
-    def demonstrated(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log π of the demonstrations' tokens that count.
+    def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
+        """Log π of the demonstrations' tokens that count, in nats, [1, m].
 
         Args:
             batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
                 rows are packed; ``seed`` of the dropout, in training.
-
-        Returns:
-            log π [1, m] in nats, the logits [1, m, V], and the tokens [1, m].
+            entropy: also their entropies.
+            accuracy: also whether each is the likeliest token.
         """
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
-            inputs["position_ids"] = batch["position_ids"]
-            if self.wants_one_row:
-                inputs = {name: value.view(1, -1) for name, value in inputs.items()}
+            inputs = packed_inputs(self.model, tokens, batch["position_ids"])
         # The state before a token is the one that predicts it.
-        if self._drops and "seed" in batch:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(batch["seed"])
-                logits = logits_at(self.model, counted - 1, **inputs)
-        else:
-            logits = logits_at(self.model, counted - 1, **inputs)
-        target = tokens.flatten()[counted].unsqueeze(0)
-        return F.token_log_probs(logits, target), logits, target
+        asked = self.model, counted - 1, tokens.flatten()[counted], 1.0, entropy, accuracy
+        if not (self._drops and "seed" in batch):
+            return log_probs_at(*asked, equal_weights=True, **inputs)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(batch["seed"])
+            return log_probs_at(*asked, equal_weights=True, **inputs)
 
     @property
-    def wants_one_row(self) -> bool:
-        """Whether packed rows go end to end: flash attention tells sequences apart by position within one row only."""
-        return "flash" in str(self.model.config._attn_implementation)
+    def can_pack(self) -> bool:
+        """Whether batches may hold several texts to a row."""
+        return can_pack_texts(self.model)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Completions of held-out prompts, and likelihood of held-out demonstrations."""
         if "texts" in batch:
             self.log_completions(batch, batch_idx)
             return
-        log_prob, logits, target = self.demonstrated(batch)
+        found = self.demonstrated(batch, accuracy=True)
+        assert found.is_likeliest is not None
         metrics = {
-            "eval/loss": -log_prob.mean(),
-            "eval/mean_token_accuracy": (logits.argmax(-1) == target).float().mean(),
+            "eval/loss": -found.log_prob.mean(),
+            "eval/mean_token_accuracy": found.is_likeliest.float().mean(),
         }
-        self.log_evaluation(metrics, log_prob.numel())
+        self.log_evaluation(metrics, found.log_prob.numel())
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)

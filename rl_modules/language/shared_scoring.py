@@ -11,28 +11,61 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rl_modules import functional as F
-from rl_modules.language.logits import logits_at
+from rl_modules.language.logits import log_probs_at
+from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.scoring import completion_log_probs, placed
+from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.sharding import is_sharded
 
 #: Share of a batch's tokens that must be repeated prompts for two passes over less to be better than one over all.
 WORTHWHILE = 0.2
+#: Columns of the self-check's layout.
+_SMALLEST = 8
 
 
-def can_share(model: Any, longest: int) -> bool:
+def can_share(model: Any, width: int) -> bool:
     """Whether a model's keys and values of a prompt are all that its completions need, with gradient.
 
     Args:
         model: causal language model.
-        longest: tokens of the longest row.
+        width: columns of the layout that the completions are read in, see :func:`layout_width`. Padding between a
+            prompt and its completion counts for a sliding window, so that none may be shorter than the layout.
     """
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    plain = RowCache.for_model(model.config.get_text_config(decoder=True), longest=longest) is not None
+    window = shortest_window(model.config)
     # Sharded ranks go through the model equally often, whatever rows each has. Other kernels than these have rules of
     # their own about masks.
     return (
-        plain and not checkpointing and not is_sharded(model) and model.config._attn_implementation in ("sdpa", "eager")
+        not checkpointing
+        and not is_sharded(model)
+        and model.config._attn_implementation in ("sdpa", "eager")
+        and (window is None or window >= max(width, _SMALLEST))
+        and RowCache.for_model(text_config(model.config), longest=width) is not None
+        and agrees(model, "reading each prompt once", lambda: _compare(model), "each completion is read with its own")
     )
+
+
+def layout_width(prompt_length: Tensor, length: Tensor) -> int:
+    """Columns of :func:`grouped_log_probs`' layout: the longest prompt, and behind it the longest completion."""
+    return int(prompt_length.max() + length.max())
+
+
+def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of four completions of two prompts, of unequal lengths, in a layout of 8 columns."""
+    first, second, *endings = probe_texts(model, [4, 2, 1, 4, 3, 2])
+    texts = [torch.cat([first, endings[0]]), torch.cat([first, endings[1]]), torch.cat([second, endings[2]]),
+             torch.cat([second, endings[3]])]  # fmt: skip
+    tokens = side_by_side(texts)
+    lengths = torch.tensor([4, 4, 2, 2], device=tokens.device), torch.tensor([1, 4, 3, 2], device=tokens.device)
+    group = torch.tensor([0, 0, 1, 1], device=tokens.device)
+    shared, _ = grouped_log_probs(model, tokens, *lengths, group)
+    batched, _ = completion_log_probs(model, tokens, *lengths)
+    alone = torch.zeros_like(batched)
+    for i, (text, start) in enumerate(zip(texts, (4, 4, 2, 2), strict=True)):
+        logits = model(input_ids=text[None], use_cache=False).logits[:, start - 1 : -1]
+        alone[i, : len(text) - start] = F.token_log_probs(logits, text[None, start:])[0]
+    return shared, alone, batched
 
 
 def repeated_share(prompt_length: Tensor, length: Tensor, group: Tensor) -> float:
@@ -67,11 +100,14 @@ def grouped_log_probs(
     source, first = _first_rows(group)
     rows, width = torch.arange(len(length), device=length.device), int(length.max())
     prompt_width = int(prompt_length.max())
-    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=text_config(model.config))
     last = torch.arange(len(first), device=first.device) * prompt_width + prompt_length[first] - 1
-    before = logits_at(model, last, input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
-    logits = [before[:, source]]
-    row, column = [rows], [torch.zeros_like(rows)]
+    beginning = tokens[rows, prompt_length]
+    found = [
+        log_probs_at(model, last, beginning, temperature, entropy, source=source,
+                     input_ids=tokens[first, :prompt_width], past_key_values=cache, use_cache=True)
+    ]  # fmt: skip
+    where = [rows * width]
     if width > 1:
         # The last token of a completion predicts nothing that counts.
         columns = torch.arange(width - 1, device=length.device)
@@ -80,24 +116,20 @@ def grouped_log_probs(
             layer.keys, layer.values = layer.keys.index_select(0, source), layer.values.index_select(0, source)
         seen = torch.arange(prompt_width, device=length.device) < prompt_length.unsqueeze(1)
         mask = None if bool(seen.all()) else torch.cat([seen, seen.new_ones(place.shape)], 1)
-        counted = columns < length.unsqueeze(1) - 1
-        within = logits_at(
-            model, counted.flatten().nonzero().squeeze(1), input_ids=tokens.gather(1, place), attention_mask=mask,
-            past_key_values=cache, position_ids=prompt_length.unsqueeze(1) + columns, use_cache=True
-        )  # fmt: skip
-        logits.append(within)
-        at = counted.nonzero()
-        row.append(at[:, 0])
-        column.append(at[:, 1] + 1)
-    where = torch.cat(row) * width + torch.cat(column)
-    target = tokens[torch.cat(row), prompt_length[torch.cat(row)] + torch.cat(column)]
-    parts = target.unsqueeze(0).split([len(part) for part in row], 1)
-    values = [F.token_log_probs(z, y, temperature) for z, y in zip(logits, parts, strict=True)]
-    log_prob = _placed(torch.cat(values, 1), where, length, width)
+        row, column = (columns < length.unsqueeze(1) - 1).nonzero(as_tuple=True)
+        if len(row):
+            found.append(log_probs_at(
+                model, row * (width - 1) + column, tokens[row, prompt_length[row] + column + 1], temperature, entropy,
+                input_ids=tokens.gather(1, place), attention_mask=mask, past_key_values=cache, position_ids=place,
+                use_cache=True,
+            ))  # fmt: skip
+            where.append(row * width + column + 1)
+    shape = torch.Size([len(length), width])
+    log_prob = placed(torch.cat([part.log_prob[0] for part in found]), torch.cat(where), shape)
     if not entropy:
         return log_prob, None
-    spread = torch.cat([F.token_entropy(z.detach(), temperature) for z in logits], 1)
-    return log_prob, _placed(spread, where, length, width)
+    spread = torch.cat([part.entropy[0] for part in found if part.entropy is not None])
+    return log_prob, placed(spread, torch.cat(where), shape)
 
 
 def _first_rows(group: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +138,3 @@ def _first_rows(group: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(group), device=group.device)
     first = torch.full_like(names, len(group)).scatter_reduce(0, source, rows, "amin")
     return source, first
-
-
-def _placed(values: Tensor, where: Tensor, length: Tensor, width: int) -> Tensor:
-    flat = values.new_zeros(len(length) * width).index_copy(0, where, values.squeeze(0))
-    return flat.view(len(length), width)

@@ -15,7 +15,12 @@ from rl_modules.functional import (
     gae,
     group_advantages,
     grpo_loss,
+    importance_weights,
     n_step_returns,
+    quantile_huber_loss,
+    rloo_advantages,
+    soft_overlong_punishment,
+    squashed_gaussian_log_prob,
     token_entropy,
     token_log_probs,
 )
@@ -126,6 +131,19 @@ def test_diagnostics_equal_the_lines_of_stable_baselines3s_ppo():
     torch.testing.assert_close(clip_fraction(log_prob, old, 0.2), expected_fraction)
 
 
+def test_squashed_densities_equal_stable_baselines3s():
+    distributions = pytest.importorskip("stable_baselines3.common.distributions")
+    mean, log_std, noise = (randn(i, 50, 3, dtype=torch.float64) for i in range(3))
+    u = mean + log_std.exp() * noise
+    u = u.clamp(-4, 4)  # theirs adds 1e-6 to 1 - tanh², which dominates beyond
+    peer = distributions.SquashedDiagGaussianDistribution(3).proba_distribution(mean, log_std)
+    expected = peer.log_prob(u.tanh(), gaussian_actions=u)
+    torch.testing.assert_close(squashed_gaussian_log_prob(mean, log_std, u), expected, atol=3e-3, rtol=0)
+    near = u.clamp(-0.5, 0.5)
+    expected = peer.log_prob(near.tanh(), gaussian_actions=near)
+    torch.testing.assert_close(squashed_gaussian_log_prob(mean, log_std, near), expected, atol=5e-6, rtol=0)
+
+
 # --- sb3-contrib ---------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +159,18 @@ def test_conjugate_gradient_equals_sb3_contrib(iterations):
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
     exact = torch.linalg.solve(matrix, b)
     assert (ours - exact).norm() <= (expected - exact).norm() * 1.05
+
+
+@pytest.mark.parametrize(("count", "targets"), [(5, 5), (25, 46), (1, 3)])
+def test_the_quantile_loss_equals_sb3_contrib(count, targets):
+    utils = pytest.importorskip("sb3_contrib.common.utils")
+    quantiles, target = 2 * randn(0, 8, count), 2 * randn(1, 8, targets)
+    inputs = [quantiles.clone().requires_grad_() for _ in range(2)]
+    ours, expected = quantile_huber_loss(inputs[0], target), utils.quantile_huber_loss(inputs[1], target)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)
+    gradient, expected_gradient = (torch.autograd.grad(*pair)[0] for pair in zip((ours, expected), inputs, strict=True))
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-6)
+    assert gradient.abs().sum() > 0
 
 
 # --- TRL: the GRPO loss --------------------------------------------------------------------------------------------
@@ -172,13 +202,16 @@ def trl_grpo_loss(log_prob, batch, **settings):
         delta=settings.pop("delta"),
         use_bias_correction_kl=settings.pop("use_bias_correction_kl"),
         steps_per_generation=steps,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
     )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (log_prob, torch.zeros_like(log_prob), None),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=False,
+        use_vllm="importance_weight" in batch,
+        vllm_importance_sampling_correction=True,
         _entropy_bonus_enabled=False,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=steps,
@@ -197,6 +230,7 @@ def trl_grpo_loss(log_prob, batch, **settings):
         "old_per_token_logps": batch["old_log_prob"],
         "ref_per_token_logps": batch["ref_log_prob"],
         "num_items_in_batch": batch["num_items_in_batch"],
+        "importance_sampling_ratio": batch.get("importance_weight"),
     }
     return trainer_class._compute_loss(trainer, None, inputs)
 
@@ -252,6 +286,50 @@ def test_grpo_loss_and_gradient_equal_trl(loss_type, level, beta, corrected, eps
     (gradient,) = torch.autograd.grad(ours, ours_input)
     (expected_gradient,) = torch.autograd.grad(expected, trl_input)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "dapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("beta", "corrected"), [(0.0, False), (0.04, True)])
+def test_cispo_sapo_and_importance_weights_equal_trl(loss_type, level, beta, corrected, weighted):
+    log_prob, batch = grpo_batch(torch.float64)
+    if weighted:
+        batch["importance_weight"] = randn(7, *log_prob.shape, dtype=torch.float64).exp()
+    ours_input, trl_input = log_prob.clone().requires_grad_(), log_prob.clone().requires_grad_()
+    expected = trl_grpo_loss(
+        trl_input,
+        batch,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=beta,
+        epsilon_low=0.2,
+        epsilon_high=1.3,
+        delta=None,
+        use_bias_correction_kl=corrected,
+        max_completion_length=12,
+    )
+    ours = grpo_loss(
+        ours_input,
+        batch["old_log_prob"],
+        batch["advantage"],
+        batch["mask"],
+        epsilon_high=1.3,
+        beta=beta,
+        ref_log_prob=batch["ref_log_prob"],
+        use_bias_correction_kl=corrected,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        num_items_in_batch=batch["num_items_in_batch"],
+        importance_weight=batch.get("importance_weight"),
+    )
+    # TRL keeps sapo's temperatures in float32: 1.05 is off by 5e-8 there.
+    tolerance = {"rtol": 1e-7, "atol": 1e-7} if loss_type == "sapo" else {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(ours, expected, **tolerance)
+    (gradient,) = torch.autograd.grad(ours, ours_input)
+    (expected_gradient,) = torch.autograd.grad(expected, trl_input)
+    torch.testing.assert_close(gradient, expected_gradient, **tolerance)
     assert gradient.abs().sum() > 0
 
 
@@ -330,3 +408,41 @@ def test_group_advantages_equal_the_lines_of_trl(scale):
     elif scale == "batch":
         advantage = advantage / (utils.nanstd(reward) + 1e-4)
     torch.testing.assert_close(group_advantages(reward, 6, scale), advantage.view(-1).nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(("low", "high"), [(None, 3.0), (0.5, 2.0), (0.5, None)])
+def test_importance_weights_equal_the_lines_of_trl(mode, low, high):
+    # They stand in the middle of _generate_and_score_completions.
+    old, sampling = randn(0, 6, 5), randn(1, 6, 5)
+    sampling[0, 1] = torch.nan
+    mask = torch.rand(6, 5, generator=generator(2)) < 0.7
+    difference = torch.nan_to_num((old - sampling) * mask, nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = difference.exp()
+    if mode.endswith("truncate"):
+        ratio = ratio.clamp(min=low, max=high)
+    else:
+        low_value, high_value = -torch.inf if low is None else low, torch.inf if high is None else high
+        ratio = ratio.masked_fill((ratio < low_value) | (ratio > high_value), 0.0)
+    ours = importance_weights(old, sampling, mask, mode, low, high)
+    torch.testing.assert_close(ours, ratio.expand(6, 5), atol=1e-6, rtol=1e-6)
+
+
+def test_leave_one_out_equals_the_lines_of_trl():
+    reward = randn(0, 24)
+    reward[torch.rand(24, generator=generator(1)) < 0.2] = torch.nan
+    grouped = reward.view(-1, 6)
+    count = (~grouped.isnan()).sum(1, keepdim=True)
+    baseline = (torch.nansum(grouped, 1, keepdim=True) - grouped) / (count - 1)
+    expected = (reward - baseline.view(-1)).nan_to_num(0.0)
+    torch.testing.assert_close(rloo_advantages(reward, 6), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("longest", "ramp"), [(100, 20), (10, 10), (7, 1)])
+def test_the_overlong_punishment_equals_trl(longest, ramp):
+    rewards = pytest.importorskip("trl.rewards")
+    lengths = list(range(longest + 5))
+    expected = rewards.get_soft_overlong_punishment(longest, ramp)([[1] * n for n in lengths])
+    torch.testing.assert_close(soft_overlong_punishment(torch.tensor(lengths), longest, ramp), torch.tensor(expected))

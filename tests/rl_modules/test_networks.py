@@ -132,7 +132,7 @@ def test_evaluation_mode_is_for_all_parts_and_leaves_each_as_it_was():
     network[1][1].eval()  # frozen statistics
     before = [part.training for part in network.modules()]
     x = torch.ones(4, 2)
-    with evaluation_mode(network):
+    with evaluation_mode(network.modules()):
         assert not any(part.training for part in network.modules())
         torch.testing.assert_close(network(x), network[1][1](network[0](x)))
     assert [part.training for part in network.modules()] == before == [True, True, True, True, False]

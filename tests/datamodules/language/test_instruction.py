@@ -19,7 +19,7 @@ PAD = TOKENIZER.pad_token_id
 
 def attached(data, stage="fit", rank=0, ranks=1, micro=1, max_length=64, tokenizer=TOKENIZER):
     """A datamodule after ``setup``, with as much of a trainer as it asks."""
-    policy = SimpleNamespace(tokenizer=tokenizer, max_length=max_length)
+    policy = SimpleNamespace(tokenizer=tokenizer, max_length=max_length, can_pack=True)
     data.trainer = SimpleNamespace(
         lightning_module=policy, accumulate_grad_batches=micro, global_rank=rank, world_size=ranks,
         state=SimpleNamespace(fn=stage)

@@ -329,3 +329,22 @@ def test_changed_settings_of_optimizer_and_schedule_win(tmp_path: Path, capsys: 
     with pytest.raises(UsageError, match="optimizers Adam, this run has SGD"):
         fit(PPO(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), lr_scheduler=step_lr(0.1)),
             ppo_data(total_timesteps=192), last, **saving(tmp_path))  # fmt: skip
+
+
+# -------------------------------------------------------------------- a second fit
+
+
+def test_one_callback_serves_two_runs_with_a_folder_and_a_best_each(tmp_path: Path) -> None:
+    arguments = saving(tmp_path / "one", interval_s=1e9)
+    [checkpoints] = arguments["callbacks"]
+    evaluated = {"eval_freq": 64, "n_eval_episodes": 1}
+    fit(PPO(), ppo_data(**evaluated), **arguments)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "one/checkpoints").iterdir()}
+    assert {"best.ckpt", "last.ckpt"} <= before.keys()
+    # Returns of Pendulum are negative: none is as good as the worst of CartPole.
+    fit(PPO(), ppo_data(env_id="Pendulum-v1", **evaluated), **{**arguments, "default_root_dir": tmp_path / "two"})
+    assert {path.name: path.read_bytes() for path in (tmp_path / "one/checkpoints").iterdir()} == before
+    assert checkpoints.best_model_path == str(tmp_path / "two/checkpoints/best.ckpt")
+    assert checkpoints.last_path == tmp_path / "two/checkpoints/last.ckpt"
+    for name in ("best.ckpt", "last.ckpt"):
+        assert torch.load(tmp_path / "two/checkpoints" / name, weights_only=True)["env_id"] == "Pendulum-v1"

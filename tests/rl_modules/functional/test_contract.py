@@ -34,8 +34,23 @@ SIGNATURES = {
     "grpo_loss": (
         "(log_prob, old_log_prob, advantage, mask, *, epsilon=0.2, epsilon_high=None, delta=None, beta=0.0, "
         "ref_log_prob=None, kl_estimator='k3', use_bias_correction_kl=False, loss_type='grpo', "
-        "importance_sampling_level='token', max_completion_length=None, num_items_in_batch=None)"
+        "importance_sampling_level='token', max_completion_length=None, num_items_in_batch=None, "
+        "importance_weight=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)"
     ),
+    "quantile_huber_loss": "(quantiles, target_quantiles, weight=None)",
+    "categorical_projection": "(reward, terminated, next_probability, gamma, v_min, v_max)",
+    "squashed_gaussian_log_prob": "(mean, log_std, pre_tanh)",
+    "soft_q_target": "(reward, terminated, next_q, next_log_prob, alpha, gamma)",
+    "dpo_loss": (
+        "(chosen_log_prob, rejected_log_prob, ref_chosen_log_prob, ref_rejected_log_prob, beta=0.1, "
+        "loss_type='sigmoid', label_smoothing=0.0)"
+    ),
+    "kto_loss": ("(log_prob, ref_log_prob, desirable, kl, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)"),
+    "simpo_loss": "(chosen_log_prob, rejected_log_prob, beta=2.0, simpo_gamma=0.5)",
+    "odds_ratio_loss": "(chosen_log_prob, rejected_log_prob)",
+    "rloo_advantages": "(reward, num_generations)",
+    "importance_weights": ("(log_prob, sampling_log_prob, mask, mode='token_truncate', clip_min=None, clip_max=3.0)"),
+    "soft_overlong_punishment": "(length, max_completion_length, soft_punish_cache)",
     "pass_at_k": "(num_samples, num_correct, k)",
     "cons_at_k": "(answers, reference, k)",
     "policy_evaluation": "(transition, reward, policy, gamma)",
@@ -126,14 +141,48 @@ def cases():
     for scale in ("group", "batch", "none"):
         yield f"group_advantages {scale}", lambda r, s=scale: f.group_advantages(r, 2, s), (lp[:, 0],)
     yield "combine_rewards", lambda r: f.combine_rewards(r, [0.5, 1.0, 2.0, 0.0, 1.0, 1.0]), (lp,)
-    for kind in ("grpo", "bnpo", "dapo", "dr_grpo"):
+    for kind in ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"):
         for level in ("token", "sequence"):
-            options = {"loss_type": kind, "importance_sampling_level": level, "max_completion_length": 8, "beta": 0.1}
+            options = {
+                "loss_type": kind,
+                "importance_sampling_level": level,
+                "max_completion_length": 8,
+                "beta": 0.1,
+                "epsilon_high": 1.5,
+            }
             yield (
                 f"grpo_loss {kind} {level}",
-                lambda a, b, c, m, o=options: f.grpo_loss(a, b, c, m, ref_log_prob=b, **o),
+                lambda a, b, c, m, o=options: f.grpo_loss(a, b, c, m, ref_log_prob=b, importance_weight=b, **o),
                 (lp, old, adv[:, 0], mask),
             )
+    yield "quantile_huber_loss", f.quantile_huber_loss, (lp, old[:, :5], adv[:, 0])
+    yield (
+        "categorical_projection",
+        lambda r, t, p: f.categorical_projection(r, t, p, 0.9, -2.0, 3.0),
+        (lp[:, 0], mask[:, 0], logits[:, 0].softmax(-1)),
+    )
+    yield "squashed_gaussian_log_prob", f.squashed_gaussian_log_prob, (lp, old, adv)
+    one = torch.tensor(0.3)
+    yield "soft_q_target", lambda r, t, q, p, a: f.soft_q_target(r, t, q, p, a, 0.9), (lp, mask, old, adv, one)
+    pair = (lp[:, 0], lp[:, 1], old[:, 0], old[:, 1])
+    for kind in ("sigmoid", "robust", "ipo", "hinge"):
+        smoothing = 0.1 if kind in ("sigmoid", "robust") else 0.0
+        yield (
+            f"dpo_loss {kind}",
+            lambda a, b, c, d, k=kind, s=smoothing: f.dpo_loss(a, b, c, d, 0.2, k, s),
+            pair,
+        )
+    yield "kto_loss", lambda a, r, d, k: f.kto_loss(a, r, d, k, 0.2, 1.1, 0.9), (lp[0], old[0], mask[0], one)
+    yield "simpo_loss", f.simpo_loss, pair[:2]
+    yield "odds_ratio_loss", f.odds_ratio_loss, (-pair[0].abs() - 0.1, -pair[1].abs() - 0.1)
+    yield "rloo_advantages", lambda r: f.rloo_advantages(r, 2), (lp[:, 0],)
+    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        yield (
+            f"importance_weights {mode}",
+            lambda a, b, m, o=mode: f.importance_weights(a, b, m, o, 0.2, 2.0),
+            (lp, old, mask),
+        )
+    yield "soft_overlong_punishment", lambda n: f.soft_overlong_punishment(n, 12, 4), (torch.arange(20),)
     yield "pass_at_k", lambda n, c: f.pass_at_k(n, c, 3), (torch.tensor([5, 6]), torch.tensor([1, 4]))
     yield "cons_at_k", lambda a, r: f.cons_at_k(a, r, 3), (chosen, chosen[:, 0])
     yield "approx_kl", f.approx_kl, (lp, old)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_modules.functional import combine_rewards, group_advantages
+from rl_modules.functional import combine_rewards, group_advantages, rloo_advantages
 
 from .helpers import coins, randn, repeatable, seeds
 
@@ -123,3 +123,38 @@ def test_combined_rewards_leave_out_what_does_not_apply():
         combine_rewards(rewards, [1.0])
     with pytest.raises(ValueError, match="rewards has shape"):
         combine_rewards(rewards[0])
+
+
+@repeatable
+@given(seeds, st.sampled_from([2, 3, 4]))
+def test_leave_one_out_against_the_mean_of_the_others(seed, size):
+    reward = randn(seed, 12).masked_fill(coins(seed, 0.3, 12), torch.nan)
+    expected = []
+    for start in range(0, 12, size):
+        group = reward[start : start + size].tolist()
+        for i, r in enumerate(group):
+            others = [x for j, x in enumerate(group) if j != i and x == x]
+            expected.append(r - statistics.mean(others) if r == r and others else 0.0)
+    torch.testing.assert_close(rloo_advantages(reward, size), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_hand_worked_leave_one_out():
+    result = rloo_advantages(torch.tensor([1.0, 2.0, 6.0, 0.0, 4.0, NAN]), 3)
+    torch.testing.assert_close(result, torch.tensor([-3.0, -1.5, 4.5, -4.0, 4.0, 0.0]))
+    assert (rloo_advantages(torch.full((7,), 0.1), 7) == 0).all()
+    assert (rloo_advantages(torch.tensor([NAN, 1.0]), 2) == 0).all()
+    assert not rloo_advantages(randn(0, 4).requires_grad_(), 2).requires_grad
+
+
+def test_leave_one_out_is_a_multiple_of_dr_grpos_advantage():
+    reward = randn(0, 12)
+    torch.testing.assert_close(rloo_advantages(reward, 4), group_advantages(reward, 4, "none") * 4 / 3)
+
+
+def test_leave_one_out_refuses_by_name():
+    with pytest.raises(ValueError, match=r"^reward has 5 elements"):
+        rloo_advantages(torch.zeros(5), 2)
+    with pytest.raises(ValueError, match=r"^reward has shape"):
+        rloo_advantages(torch.zeros(4, 1), 2)
+    with pytest.raises(ValueError, match=r"^num_generations must be at least 2"):
+        rloo_advantages(torch.zeros(4), 1)

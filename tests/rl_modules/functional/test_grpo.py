@@ -10,6 +10,7 @@ from rl_modules.functional import grpo_loss, kl_estimate, policy_gradient_loss, 
 from .helpers import categorical_kl, coins, randn, repeatable, seeds
 
 TYPES = ["grpo", "bnpo", "dapo", "dr_grpo"]
+ALL_TYPES = [*TYPES, "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
 
 
@@ -39,6 +40,9 @@ def by_hand(
     importance_sampling_level="token",
     max_completion_length=None,
     num_items_in_batch=None,
+    importance_weight=None,
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
 ):
     """The sums of the papers, in Python numbers, token by token."""
     high = epsilon if epsilon_high is None else epsilon_high
@@ -53,7 +57,15 @@ def by_hand(
         for t in kept:
             ratio, a = math.exp(log_ratios[t]), advantage[i].item()
             bounded = ratio if delta is None else min(ratio, delta)
-            loss = -min(bounded * a, min(max(ratio, 1 - epsilon), 1 + high) * a)
+            if loss_type == "cispo":
+                loss = -min(ratio, high) * a * log_prob[i, t].item()
+            elif loss_type == "sapo":
+                temperature = sapo_temperature_pos if a > 0 else sapo_temperature_neg
+                loss = -4 / temperature / (1 + math.exp(-temperature * (ratio - 1))) * a
+            else:
+                loss = -min(bounded * a, min(max(ratio, 1 - epsilon), 1 + high) * a)
+            if importance_weight is not None:
+                loss *= importance_weight[i, t].item()
             if beta:
                 d = (ref_log_prob[i, t] - log_prob[i, t]).item()
                 loss += beta * (math.exp(d) - d - 1) * (ratio if use_bias_correction_kl else 1)
@@ -61,11 +73,11 @@ def by_hand(
         rows.append(losses)
     tokens = sum(len(losses) for losses in rows)
     total = sum(sum(losses) for losses in rows)
-    if loss_type == "grpo":
+    if loss_type in ("grpo", "sapo"):
         return sum(sum(losses) / max(len(losses), 1) for losses in rows) / len(rows)
     if loss_type == "dr_grpo":
         return total / (len(rows) * max_completion_length)
-    if loss_type == "dapo" and num_items_in_batch is not None:
+    if loss_type in ("dapo", "cispo") and num_items_in_batch is not None:
         return total / num_items_in_batch
     return total / max(tokens, 1)
 
@@ -84,15 +96,23 @@ def test_a_hand_worked_batch_under_each_normaliser():
 @repeatable
 @given(
     seeds,
-    st.sampled_from(TYPES),
+    st.sampled_from(ALL_TYPES),
     st.sampled_from(LEVELS),
     st.sampled_from([None, 0.28]),
     st.sampled_from([None, 1.1, 3.0]),
     st.sampled_from([0.0, 0.04]),
     st.booleans(),
+    st.booleans(),
 )
-def test_against_sums_over_single_tokens(seed, loss_type, level, epsilon_high, delta, beta, corrected):
+def test_against_sums_over_single_tokens(seed, loss_type, level, epsilon_high, delta, beta, corrected, weighted):
+    if loss_type == "cispo":
+        epsilon_high, delta = 1.2, None
+    elif loss_type == "sapo":
+        delta = None
     options = {
+        "importance_weight": randn(seed + 4, 4, 6).exp() if weighted else None,
+        "sapo_temperature_pos": 0.8,
+        "sapo_temperature_neg": 1.3,
         "epsilon": 0.1,
         "epsilon_high": epsilon_high,
         "delta": delta,
@@ -151,6 +171,43 @@ def test_on_policy_the_gradient_is_the_policy_gradient(level):
     torch.testing.assert_close(gradient, expected)
 
 
+def test_cispo_is_a_weighted_policy_gradient():
+    """Every token keeps its gradient, also where PPO's clip would take it: the weight is bounded, not the update."""
+    inputs = batch(0)
+    log_prob = inputs["log_prob"].requires_grad_()
+    ratio = (log_prob - inputs["old_log_prob"]).exp().detach()
+    loss = grpo_loss(**inputs, loss_type="cispo", epsilon_high=1.1)
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    weight = ratio.clamp(max=1.1) * inputs["advantage"][:, None]
+    torch.testing.assert_close(gradient, -weight * inputs["mask"] / inputs["mask"].sum())
+    assert (ratio[inputs["mask"]] > 1.1).any()
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "slope"), [(1.0, 1.0, 1.0), (1.0, -1.0, -1.0), (3.0, 1.0, None)])
+def test_sapo_has_the_slope_of_the_plain_surrogate_at_one_and_fades(ratio, advantage, slope):
+    log_prob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    options = {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 5.0}
+    grpo_loss(log_prob, one * 0, one[0] * advantage, one, **options).backward()
+    if slope is None:  # 4 σ(τx) (1 - σ(τx)) ρ at x = ρ - 1 = 2
+        sigma = 1 / (1 + math.exp(-4.0))
+        slope = 4 * sigma * (1 - sigma) * ratio
+        assert slope < 0.25
+    assert log_prob.grad.item() == pytest.approx(-slope)
+
+
+def test_the_importance_weight_scales_policy_terms_and_not_the_kl():
+    inputs = batch(0)
+    reference = randn(9, 4, 6)
+    options = {"beta": 0.3, "ref_log_prob": reference, "loss_type": "bnpo"}
+    policy = grpo_loss(**inputs, loss_type="bnpo")
+    both = grpo_loss(**inputs, **options)
+    doubled = grpo_loss(**inputs, **options, importance_weight=torch.full((4, 6), 2.0).double())
+    torch.testing.assert_close(doubled, both + policy)
+    weight = torch.ones(4, 6).double().requires_grad_()
+    assert not grpo_loss(**inputs, importance_weight=weight).requires_grad
+
+
 def test_long_sequences_have_a_finite_sequence_ratio():
     log_prob = torch.full((1, 5000), 1.0)
     loss = grpo_loss(
@@ -204,6 +261,9 @@ options_of_types = [
     {"loss_type": "dapo"},
     {"loss_type": "dapo", "num_items_in_batch": 20},
     {"loss_type": "dr_grpo", "max_completion_length": 12},
+    {"loss_type": "cispo", "epsilon_high": 1.2},
+    {"loss_type": "cispo", "epsilon_high": 1.2, "num_items_in_batch": 20},
+    {"loss_type": "sapo"},
 ]
 
 
@@ -212,10 +272,10 @@ options_of_types = [
 @pytest.mark.parametrize("garbage", [0.0, 1e4, torch.nan, -torch.inf])
 def test_padding_changes_nothing_whatever_stands_there(options, level, garbage):
     inputs = batch(0)
-    reference = randn(9, 4, 6)
+    reference, weight = randn(9, 4, 6), randn(10, 4, 6).exp()
     options = {**options, "beta": 0.1, "importance_sampling_level": level, "use_bias_correction_kl": True}
     log_prob = inputs["log_prob"].requires_grad_()
-    loss = grpo_loss(**inputs, ref_log_prob=reference, **options)
+    loss = grpo_loss(**inputs, ref_log_prob=reference, importance_weight=weight, **options)
     (gradient,) = torch.autograd.grad(loss, log_prob)
 
     more = torch.full((4, 3), garbage, dtype=torch.float64)
@@ -226,6 +286,7 @@ def test_padding_changes_nothing_whatever_stands_there(options, level, garbage):
         inputs["advantage"],
         torch.cat((inputs["mask"], torch.zeros(4, 3, dtype=torch.bool)), 1),
         ref_log_prob=torch.cat((reference.masked_fill(~inputs["mask"], garbage), more), 1),
+        importance_weight=torch.cat((weight.masked_fill(~inputs["mask"], garbage), more), 1),
         **options,
     )
     (padded_gradient,) = torch.autograd.grad(padded, dirty)
@@ -236,7 +297,7 @@ def test_padding_changes_nothing_whatever_stands_there(options, level, garbage):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_fully_masked_row(level):
-    """It is a sequence with loss 0 under grpo and dr_grpo, and no token under bnpo and dapo."""
+    """It is a sequence with loss 0 under grpo, dr_grpo and sapo, and no token under the others."""
     inputs = batch(0)
     with_row = {
         "log_prob": torch.cat((inputs["log_prob"], torch.full((1, 6), torch.nan).double())),
@@ -246,7 +307,7 @@ def test_a_fully_masked_row(level):
     }
     for options in options_of_types:
         options = {**options, "importance_sampling_level": level}
-        share = 4 / 5 if options["loss_type"] in ("grpo", "dr_grpo") else 1.0
+        share = 4 / 5 if options["loss_type"] in ("grpo", "dr_grpo", "sapo") else 1.0
         torch.testing.assert_close(grpo_loss(**with_row, **options), grpo_loss(**inputs, **options) * share)
 
 
@@ -266,19 +327,25 @@ def test_micro_batches_add_up_to_the_full_batch(seed, cut):
     tokens = int(inputs["mask"].sum())
     parts = [{k: v[:cut] for k, v in inputs.items()}, {k: v[cut:] for k, v in inputs.items()}]
 
-    full = grpo_loss(**inputs, loss_type="dapo")
-    for items in (tokens, torch.tensor(tokens)):
-        summed = sum(grpo_loss(**part, loss_type="dapo", num_items_in_batch=items) for part in parts)
-        torch.testing.assert_close(summed, full)
+    for options in ({"loss_type": "dapo"}, {"loss_type": "cispo", "epsilon_high": 1.2}):
+        full = grpo_loss(**inputs, **options)
+        for items in (tokens, torch.tensor(tokens)):
+            summed = sum(grpo_loss(**part, **options, num_items_in_batch=items) for part in parts)
+            torch.testing.assert_close(summed, full)
     # The others average over sequences: weigh by their number.
-    for options in ({"loss_type": "grpo"}, {"loss_type": "dr_grpo", "max_completion_length": 7}):
+    for options in ({"loss_type": "grpo"}, {"loss_type": "sapo"}, {"loss_type": "dr_grpo", "max_completion_length": 7}):
         weighted = sum(grpo_loss(**part, **options) * len(part["mask"]) / 6 for part in parts)
         torch.testing.assert_close(weighted, grpo_loss(**inputs, **options))
 
 
-def test_only_dapo_reads_the_number_of_items():
+def test_only_dapo_and_cispo_read_the_number_of_items():
     inputs = batch(0)
-    for options in ({"loss_type": "grpo"}, {"loss_type": "bnpo"}, {"loss_type": "dr_grpo", "max_completion_length": 7}):
+    for options in (
+        {"loss_type": "grpo"},
+        {"loss_type": "bnpo"},
+        {"loss_type": "sapo"},
+        {"loss_type": "dr_grpo", "max_completion_length": 7},
+    ):
         torch.testing.assert_close(
             grpo_loss(**inputs, **options, num_items_in_batch=999), grpo_loss(**inputs, **options)
         )
@@ -328,7 +395,13 @@ def test_bfloat16_is_summed_in_float32(options):
     zero = torch.zeros(2, 1000, dtype=torch.bfloat16)
     loss = grpo_loss(zero, zero, torch.ones(2, dtype=torch.bfloat16), zero + 1, **options)
     assert loss.dtype is torch.float32
-    expected = {"dr_grpo": 1000 / 12, "dapo": 2000 / options.get("num_items_in_batch", 2000)}
+    # At ratio 1 sapo's surrogate is 4 σ(0) A = 2 A, and cispo's -A log π with log π = 0 here.
+    expected = {
+        "dr_grpo": 1000 / 12,
+        "dapo": 2000 / options.get("num_items_in_batch", 2000),
+        "sapo": 2.0,
+        "cispo": 0.0,
+    }
     assert loss.item() == pytest.approx(-expected.get(options["loss_type"], 1.0))
 
 
@@ -349,7 +422,16 @@ def test_refuses_by_name():
         grpo_loss(**good, beta=0.1, ref_log_prob=row)
     with pytest.raises(ValueError, match=r"^max_completion_length must be a number of tokens"):
         grpo_loss(**good, loss_type="dr_grpo")
+    with pytest.raises(ValueError, match=r"^importance_weight has shape"):
+        grpo_loss(**good, importance_weight=row)
+    with pytest.raises(ValueError, match=r"^epsilon_high must be given for loss_type 'cispo'"):
+        grpo_loss(**good, loss_type="cispo")
+    for options in ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "sapo"}):
+        with pytest.raises(ValueError, match=r"^delta must be None for loss_type"):
+            grpo_loss(**good, **options, delta=2.0)
     for name, bad in {
+        "sapo_temperature_pos": 0.0,
+        "sapo_temperature_neg": -1.0,
         "epsilon": -0.1,
         "epsilon_high": -0.1,
         "delta": 0.0,

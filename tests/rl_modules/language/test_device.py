@@ -137,7 +137,7 @@ def test_every_algorithm_trains_evaluates_and_resumes_on_a_device(name: str, jud
 PER_MICRO_BATCH = {"sft": 0, "reward model": 0, "grpo": 0, "grpo kl": 0, "rlhf": 2}
 #: Waits of one generation beside those for tokens: the sampler's beginning and end and judging on the host in each of
 #: up to three rounds, then one for the rows' lengths, and one per further forward pass.
-PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 30}
+PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 35}
 #: Shared prompts: which rows have one prompt, and how wide their layout is.
 SHARED = 10
 

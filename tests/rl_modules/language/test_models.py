@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_modules import SFT
+from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import checkpoint_activations
 
@@ -69,3 +69,27 @@ def test_a_small_model_has_as_many_key_as_query_heads_unless_told(fields, heads)
 def test_another_way_of_checkpointing_is_a_usage_error():
     with pytest.raises(UsageError, match="gradient_checkpointing='most' must be true, false or selective"):
         checkpoint_activations(torch.nn.Linear(1, 1), "most")
+
+
+@pytest.mark.parametrize("kind", ["directory", "checkpoint"])
+def test_judges_and_values_compute_as_the_policy_is_told_to(kind, tmp_path, make_trainer):
+    judge = RewardModel(model_config=TINY)
+    judge.configure_model()
+    path = tmp_path / "judge"
+    if kind == "directory":
+        judge.export(path)
+    else:
+        path = path.with_suffix(".ckpt")
+        trainer = make_trainer(max_steps=0)
+        trainer.strategy.connect(judge)
+        trainer.save_checkpoint(path)
+    for attention, dtype in (("eager", "float32"), ("sdpa", "bfloat16")):
+        options = {"model_config": TINY, "reward_model_name_or_path": str(path), "attn_implementation": attention,
+                   "torch_dtype": dtype}  # fmt: skip
+        policy, grpo = RLHFPPO(**options), GRPO(beta=0.1, **options)
+        policy.configure_model()
+        grpo.configure_model()
+        for model in (policy.model, policy.reference, policy.reward_model, policy.value_model, grpo.reward_model):
+            assert model.config._attn_implementation == attention
+            assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+            assert {p.device for p in model.parameters()} == {torch.device("cpu")}

@@ -76,6 +76,12 @@ def draw(model, prompts, num_generations=3, **options) -> Completions:
     return sample(model, prompts, num_generations=num_generations, **{**defaults, **options})
 
 
+def checked(model):
+    """The model, whose self-checks are over: they call it as sampling does."""
+    draw(model, [[5]], max_completion_length=1)
+    return model
+
+
 def rows_of(completions: Completions) -> list[list[int]]:
     return [tokens[:n].tolist() for tokens, n in zip(completions.tokens, completions.length, strict=True)]
 
@@ -129,8 +135,8 @@ class Spy:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypatch):
+    model = checked(build(family))
     attend = Spy(monkeypatch, shared_prompts, "_attend")
-    model = build(family)
     completions = draw(model, SAME_LENGTH)
     assert attend.calls == 2 * (int(completions.length.max()) - 1)  # two layers, and the first token is the prompt's
     assert model.config._attn_implementation == "sdpa"
@@ -151,6 +157,7 @@ def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
 
 def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
     sizes = []
+    checked(qwen2)
     attend = shared_prompts._attend
 
     def spy(cache, prompt_key, *args):
@@ -247,7 +254,7 @@ class Calls:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_prompt_is_prefilled_once_and_ended_rows_cost_nothing(family):
-    model = build(family)
+    model = checked(build(family))
     calls = Calls(model)
     prompts = [*OF_ALL_LENGTHS, OF_ALL_LENGTHS[1], OF_ALL_LENGTHS[0]]
     completions = draw(model, prompts, num_generations=4, eos_token_id=list(range(1, 9)))
@@ -357,7 +364,7 @@ def test_lora():
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build("llama"), LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
-    model.eval()
+    checked(model.eval())
     calls = Calls(model)
     completions = draw(model, OF_ALL_LENGTHS)
     assert calls.shapes[0] == (4, 11) and calls.shapes[1][1] == 1

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from datamodules import InstructionDataModule
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
+from rl_modules.language import packing as texts_in_rows
 from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model
 from rl_modules.language.tokenizer import character_tokenizer
@@ -202,7 +203,7 @@ def test_one_row_for_attention_that_needs_one(tmp_path, monkeypatch):
     assert len(batch["tokens"]) > 1
     with torch.no_grad():
         several = model.demonstrated(batch)[0]
-        monkeypatch.setattr(SFT, "wants_one_row", property(lambda self: True))
+        monkeypatch.setattr(texts_in_rows, "wants_one_row", lambda model: True)
         shapes = []
         hook = model.model.register_forward_pre_hook(
             lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
@@ -284,7 +285,10 @@ def test_evaluation_reports_loss_of_held_out_demonstrations_and_pass_at_1(make_t
     metrics = {name: float(value) for name, value in trainer.validate(model, data, verbose=False)[0].items()}
     sequences = data._as_sequences(data.eval_records)
     with torch.no_grad():
-        log_prob, logits, target = model.demonstrated(sequences.batch(torch.arange(8), 0))
+        batch = sequences.batch(torch.arange(8), 0)
+        logits = model.model(input_ids=batch["tokens"]).logits.flatten(0, 1)[batch["counted"] - 1]
+        target = batch["tokens"].flatten()[batch["counted"]]
+        log_prob = logits.log_softmax(-1).gather(1, target.unsqueeze(1))
     assert metrics["eval/loss"] == pytest.approx(-log_prob.mean().item(), rel=1e-5)
     assert metrics["eval/perplexity"] == pytest.approx(math.exp(-log_prob.mean().item()), rel=1e-5)
     assert metrics["eval/mean_token_accuracy"] == pytest.approx((logits.argmax(-1) == target).float().mean().item())

@@ -1,0 +1,94 @@
+"""Unpaired preferences: answers judged one by one, each with a label, and the mismatched answers beside them."""
+
+from typing import TYPE_CHECKING, Any
+
+from datamodules.language.notices import notice
+from datamodules.language.preference_forms import as_preference
+from rl_modules.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from datamodules.language.base import LanguageDataModule
+
+Record = dict[str, Any]
+
+
+def as_judgement(row: Record, place: str) -> Record:
+    """A row as ``prompt``, ``completion`` (text) and ``label`` (bool), or a pair in the form of :func:`as_preference`.
+
+    Args:
+        row: the columns of a file's or dataset's row.
+        place: its file and line, or dataset and row, for messages.
+
+    Raises:
+        UsageError: neither form, a label that is not true or false, or a completion of several messages.
+    """
+    completion, label = row.get("completion"), row.get("label")
+    if completion is None and label is None and row.get("chosen") is not None and row.get("rejected") is not None:
+        return as_preference(row, place)
+    if completion is None or label is None:
+        raise UsageError(f"{place}: has {', '.join(map(repr, row)) or 'no columns'}, where completion and label, or "
+                         "chosen and rejected should be; name the columns with `columns`")  # fmt: skip
+    if label not in (0, 1):
+        raise UsageError(f"{place}: label={label!r} must be true or false")
+    if isinstance(completion, list):
+        last = completion[0] if len(completion) == 1 else None
+        if not isinstance(last, dict) or not isinstance(last.get("content"), str):
+            raise UsageError(f"{place}: 'completion' has {len(completion)} messages, where exactly one with role and "
+                             "content should be")  # fmt: skip
+        completion = last["content"]
+    return {**row, "completion": completion, "label": bool(label)}
+
+
+def unpair(records: list[Record]) -> list[Record]:
+    """Judgements of single answers: a pair becomes a good and a bad one."""
+    single: list[Record] = []
+    for record in records:
+        if "label" in record:
+            single.append(record)
+            continue
+        rest = {name: value for name, value in record.items() if name not in ("chosen", "rejected", "probability")}
+        single += [{**rest, "completion": record["chosen"], "label": True},
+                   {**rest, "completion": record["rejected"], "label": False}]  # fmt: skip
+    return single
+
+
+def encode_judgements(data: "LanguageDataModule", records: list[Record], limit: int) -> list[Record]:
+    """Add token ids: the prompt's, the answer's as ``chosen_ids``, and another record's answer's as ``rejected_ids``.
+
+    The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the record
+    half the source away, so that answers to one prompt, which stand together, are not matched with each other. It is
+    fixed, so that reference log-probabilities are computed once; one that does not fit behind the prompt is cut.
+
+    Args:
+        data: turns texts into tokens.
+        records: judgements or pairs.
+        limit: tokens that a prompt and an answer may have together.
+
+    Raises:
+        UsageError: records that are too long, or fewer than two.
+    """
+    records = unpair(records)
+    prompts = data.encode_prompts([record["prompt"] for record in records], records)
+    completions = data.encode_completions([record["completion"] for record in records])
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    kept = [i for i, length in enumerate(lengths) if length <= limit]
+    if len(kept) < len(records):
+        if data.hparams["overlong"] == "error":
+            first = next(i for i, length in enumerate(lengths) if length > limit)
+            raise UsageError(f"{data.source}: answer {first} has {lengths[first]} tokens, {limit} are allowed; shorten "
+                             "it, raise max_length where the model takes more, or set overlong=drop")  # fmt: skip
+        notice(f"{data.source}: {len(records) - len(kept)} of {len(records)} answers left out, they are longer "
+                       f"than {limit} tokens")  # fmt: skip
+    if len(kept) < 2:
+        raise UsageError(f"{data.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, to "
+                         "match prompts with the answers to others")  # fmt: skip
+    half = len(kept) // 2
+    return [
+        {
+            **records[i],
+            "prompt_ids": prompts[i],
+            "chosen_ids": completions[i],
+            "rejected_ids": completions[kept[(place + half) % len(kept)]][: limit - len(prompts[i])],
+        }
+        for place, i in enumerate(kept)
+    ]

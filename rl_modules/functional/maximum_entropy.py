@@ -1,0 +1,92 @@
+"""Maximum-entropy reinforcement learning: the target and the policy density of Soft Actor-Critic."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_modules.functional.checks import as_constant, as_float, require_in, require_nonnegative, require_shape
+
+_LOG_2 = math.log(2.0)
+_HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+def soft_q_target(
+    reward: Tensor,
+    terminated: Tensor,
+    next_q: Tensor,
+    next_log_prob: Tensor,
+    alpha: float | Tensor,
+    gamma: float | Tensor,
+) -> Tensor:
+    """The target of a soft Q-function, which counts the policy's entropy as reward.
+
+    y = r + γ (1 - terminated) (Q(s', a') - α log π(a'|s')),   a' ~ π(·|s')
+
+    Args:
+        reward: r, shape (B,), in units of reward; with n-step targets the discounted sum of n rewards.
+        terminated: true where s' is terminal, shape (B,). A truncated transition bootstraps, so it is False there.
+        next_q: Q(s', a') of the target networks (the smaller of two in SAC), shape (B,), in units of reward.
+        next_log_prob: log π(a'|s') in nats, shape (B,).
+        alpha: α, the entropy's weight in units of reward per nat, at least 0: a number or a scalar tensor.
+        gamma: the discount of s', in [0, 1]: γ, or γ**n for n steps, or a tensor of shape (B,) where n varies.
+
+    Returns:
+        y, shape (B,), in units of reward, detached.
+
+    Raises:
+        ValueError: shapes do not fit, alpha is a negative number, or gamma is a number outside [0, 1].
+
+    Source: Haarnoja et al. 2018, arXiv:1812.05905, eqs. 2 and 3.
+    """
+    for name, tensor in (("terminated", terminated), ("next_q", next_q), ("next_log_prob", next_log_prob)):
+        require_shape(name, tensor, reward.shape, "reward")
+    if isinstance(alpha, Tensor):
+        if alpha.numel() != 1:
+            raise ValueError(f"alpha has shape {tuple(alpha.shape)}, expected one number.")
+        alpha = as_constant(alpha).reshape(())
+    else:
+        require_nonnegative("alpha", alpha)
+    if isinstance(gamma, Tensor):
+        require_shape("gamma", gamma, reward.shape, "reward")
+        gamma = as_constant(gamma)
+    else:
+        require_in("gamma", gamma, 0.0, 1.0)
+    soft_value = as_constant(next_q) - alpha * as_constant(next_log_prob)
+    return as_constant(reward) + gamma * torch.where(terminated.bool(), 0.0, soft_value)
+
+
+def squashed_gaussian_log_prob(mean: Tensor, log_std: Tensor, pre_tanh: Tensor) -> Tensor:
+    """The log-density of an action a = tanh(u) with u from a diagonal Gaussian, computed from u.
+
+    log π(a) = Σ_i [ log N(u_i; μ_i, σ_i) - log(1 - tanh²(u_i)) ]
+    log(1 - tanh²(u)) = 2 (log 2 - |u| - log(1 + e^{-2|u|}))
+
+    The second line stays exact where tanh(u) rounds to 1, and 1 - tanh²(u) to 0.
+
+    Args:
+        mean: μ, shape (..., A), without unit.
+        log_std: log σ, shape (..., A).
+        pre_tanh: u, the action before tanh, shape (..., A). Receives gradient, as do mean and log_std: with
+            u = μ + σ ε the result is differentiable by the reparameterised sample.
+
+    Returns:
+        log π(a), shape (...), in nats, with respect to actions in (-1, 1): the sum over the last dimension.
+
+    Raises:
+        ValueError: shapes differ, or there is no dimension to sum over.
+
+    Source: Haarnoja et al. 2018, arXiv:1812.05905, appendix C; the identity is that of TensorFlow Probability's
+        ``Tanh`` bijector, made symmetric.
+    """
+    if mean.ndim == 0:
+        raise ValueError("mean has shape (), expected at least one dimension [..., A].")
+    require_shape("log_std", log_std, mean.shape, "mean")
+    require_shape("pre_tanh", pre_tanh, mean.shape, "mean")
+    mean, log_std, pre_tanh = as_float(mean), as_float(log_std), as_float(pre_tanh)
+    gaussian = -0.5 * ((pre_tanh - mean) * (-log_std).exp()).square() - log_std - _HALF_LOG_2_PI
+    size = pre_tanh.abs()
+    log_slope = 2 * (_LOG_2 - size - torch.log1p((-2 * size).exp()))
+    return (gaussian - log_slope).sum(-1)

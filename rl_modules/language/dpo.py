@@ -1,0 +1,150 @@
+"""Direct preference optimization, and its relatives that compare two answers."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
+from rl_modules.language.pair_log_probs import pair_log_probs
+from rl_modules.language.preference_policy import PreferencePolicy
+
+_LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
+
+
+class DPO(PreferencePolicy):
+    """Direct preference optimization: the policy itself is the reward model.
+
+    Rafailov et al. 2023, arXiv:2305.18290, eq. 7. Of a prompt x with a chosen and a rejected answer,
+
+        r(y) = β (log π(y|x) - log π_ref(y|x))            L = -log σ(r(y_c) - r(y_r))
+
+    mean over the pairs of an optimizer step, whatever the number of micro-batches and ranks. The optimum is
+    π ∝ π_ref exp(r*/β), r* the reward of the Bradley-Terry model that generated the preferences.
+
+    Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at a pair's first visit
+    and kept, also in checkpoints; both answers are read by one forward pass, behind one copy of the prompt; dropout is
+    off; ``rpo_alpha`` stands for ``loss_type: [sigmoid, sft]`` with ``loss_weights: [1, rpo_alpha]``.
+
+    Args:
+        model_name_or_path: the policy to start from; None: new weights.
+        beta: β, units of implicit reward per nat of log-ratio (for ``ipo`` the regularisation τ); above 0.
+        loss_type: ``sigmoid`` (DPO), ``ipo`` (squared error of the log-ratio per token, arXiv:2310.12036), ``hinge``
+            (SLiC, arXiv:2305.10425) or ``robust`` (unbiased under wrong labels, arXiv:2403.00409).
+        label_smoothing: ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO)
+            and ``robust``.
+        rpo_alpha: weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO,
+            arXiv:2404.19733: 1); None: no such term.
+        reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
+        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
+        **policy: ``max_completion_length``, ``learning_rate`` and the other arguments of
+            :class:`~rl_modules.language.preference_policy.PreferencePolicy` and
+            :class:`~rl_modules.language.base.LanguageModule`.
+
+    Raises:
+        UsageError: an argument out of range, or a reference that does not fit the policy.
+    """
+
+    best_metric = ("eval/rewards/accuracies", "max")
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        beta: float = 0.1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        rpo_alpha: float | None = None,
+        reference_free: bool = False,
+        ref_model_name_or_path: str | None = None,
+        **policy: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, beta, reference_free, ref_model_name_or_path, **policy)
+        if loss_type not in _LOSS_TYPES:
+            raise UsageError(f"loss_type={loss_type!r} must be one of {', '.join(_LOSS_TYPES)}")
+        if not 0 <= label_smoothing < 0.5:
+            raise UsageError(f"label_smoothing={label_smoothing} must lie in [0, 0.5)")
+        if label_smoothing and loss_type in ("ipo", "hinge"):
+            raise UsageError(f"label_smoothing={label_smoothing} does nothing for loss_type={loss_type!r}; set it "
+                             "to 0, or take sigmoid or robust")  # fmt: skip
+        if rpo_alpha is not None and not 0 < rpo_alpha < float("inf"):
+            raise UsageError(f"rpo_alpha={rpo_alpha} must be above 0, or null for no such term")
+        self.loss_type, self.label_smoothing, self.rpo_alpha = loss_type, label_smoothing, rpo_alpha
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        log_prob, _ = pair_log_probs(self.model, batch)
+        metrics = self.judge_pairs(log_prob, batch, "train")
+        b, loss = len(batch["lengths"]), metrics["loss"]
+        self.num_tokens += batch["num_tokens"]
+        # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
+        total = loss * (b * batch["n_micro"] / batch["step_pairs"])
+        if self.rpo_alpha is not None:
+            likelihood, tokens = -log_prob[:b].sum(), batch["lengths"][:, 1].sum()
+            total = total + self.rpo_alpha * likelihood * (batch["n_micro"] / batch["step_chosen_tokens"])
+            self.record(tokens, nll_loss=likelihood / tokens)
+        self.record(b, **metrics)
+        return total
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Held-out pairs; or completions of held-out prompts, from a datamodule that has them written."""
+        if "answers" in batch:
+            self.log_completions(batch, batch_idx)
+            return
+        metrics = self.judge_pairs(pair_log_probs(self.model, batch)[0], batch, "eval")
+        self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Implicit rewards of both answers, [b] each, beside their ``texts``; completions as they are."""
+        if "answers" in batch:
+            return batch
+        sums = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
+        # Not kept: the numbers of these pairs are those of another order.
+        reference = self.reference_log_probs({k: v for k, v in batch.items() if k != "index"}, "eval")
+        chosen, rejected = (self.beta * (ours - theirs) for ours, theirs in zip(sums, reference, strict=True))
+        return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
+
+    # ---------------------------------------------------------------- the loss
+
+    def judge_pairs(self, log_prob: Tensor, batch: dict[str, Any], data: str) -> dict[str, Tensor]:
+        """The ``loss`` of a batch, and TRL's metrics: mean implicit rewards and log-probabilities.
+
+        Args:
+            log_prob: of both answers' tokens, [2b, L].
+            batch: see :meth:`reference_log_probs`.
+            data: ``train`` or ``eval``.
+        """
+        chosen, rejected = log_prob.sum(-1).chunk(2)
+        ref_chosen, ref_rejected = self.reference_log_probs(batch, data)
+        loss = self.loss(chosen, rejected, ref_chosen, ref_rejected, batch["lengths"][:, 1], batch["lengths"][:, 2])
+        chosen, rejected = chosen.detach(), rejected.detach()
+        chosen_reward, rejected_reward = self.beta * (chosen - ref_chosen), self.beta * (rejected - ref_rejected)
+        return {
+            "loss": loss,
+            "rewards/chosen": chosen_reward.mean(),
+            "rewards/rejected": rejected_reward.mean(),
+            "rewards/accuracies": (chosen_reward > rejected_reward).float().mean(),
+            "rewards/margins": (chosen_reward - rejected_reward).mean(),
+            "logps/chosen": chosen.mean(),
+            "logps/rejected": rejected.mean(),
+        }
+
+    def loss(
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor,
+        chosen_length: Tensor, rejected_length: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The loss of pairs, mean over them: what another method of this family overrides.
+
+        Args:
+            chosen: log π(y_c|x), the sum over the answer's tokens, [b].
+            rejected: log π(y_r|x), [b].
+            ref_chosen: log π_ref(y_c|x), [b].
+            ref_rejected: log π_ref(y_r|x), [b].
+            chosen_length: tokens of y_c, EOS included, [b].
+            rejected_length: tokens of y_r, [b].
+        """
+        if self.loss_type == "ipo":
+            # Its authors' own results are those of means over tokens.
+            chosen, ref_chosen = chosen / chosen_length, ref_chosen / chosen_length
+            rejected, ref_rejected = rejected / rejected_length, ref_rejected / rejected_length
+        return F.dpo_loss(
+            chosen, rejected, ref_chosen, ref_rejected, self.beta, self.loss_type, self.label_smoothing
+        )  # fmt: skip

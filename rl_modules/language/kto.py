@@ -1,0 +1,153 @@
+"""Kahneman-Tversky optimization."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
+from rl_modules.language.pair_log_probs import pair_log_probs
+from rl_modules.language.preference_policy import PreferencePolicy
+
+_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+
+
+class KTO(PreferencePolicy):
+    """Kahneman-Tversky optimization: learns from single answers, each judged good or bad.
+
+    Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8. With r = log π(y|x) - log π_ref(y|x),
+
+        L = λ_D (1 - σ(β (r - z)))  of a good answer,     λ_U (1 - σ(β (z - r)))  of a bad one
+
+    mean over the answers of an optimizer step. z = max(0, KL(π || π_ref)) is estimated, without gradient, from prompts
+    with the answers to other prompts, over a micro-batch on all ranks.
+
+    Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at an answer's first
+    visit and kept, also in checkpoints; the mismatched answer is that of a record half the data away, not of the
+    preceding one (which often answers the same prompt); dropout is off.
+
+    Args:
+        model_name_or_path: the policy to start from; None: new weights.
+        beta: β, risk aversion per nat of log-ratio; above 0.
+        loss_type: ``kto``, or ``apo_zero_unpaired``, which counts from z = 0 (arXiv:2408.06266).
+        desirable_weight: λ_D, weight of good answers; ≥ 0. Where the classes are unequal, the paper keeps
+            λ_D n_D / (λ_U n_U) in [1, 4/3].
+        undesirable_weight: λ_U, weight of bad answers; ≥ 0.
+        reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
+        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
+        **policy: ``max_completion_length``, ``learning_rate`` and the other arguments of
+            :class:`~rl_modules.language.preference_policy.PreferencePolicy` and
+            :class:`~rl_modules.language.base.LanguageModule`.
+
+    Raises:
+        UsageError: an argument out of range, or a reference that does not fit the policy.
+    """
+
+    unpaired = True
+    best_metric = ("eval/rewards/margins", "max")
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        beta: float = 0.1,
+        loss_type: str = "kto",
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        reference_free: bool = False,
+        ref_model_name_or_path: str | None = None,
+        **policy: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, beta, reference_free, ref_model_name_or_path, **policy)
+        if loss_type not in _LOSS_TYPES:
+            raise UsageError(f"loss_type={loss_type!r} must be one of {', '.join(_LOSS_TYPES)}")
+        for name, value in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
+            if not 0 <= value < float("inf"):
+                raise UsageError(f"{name}={value} must be a finite number of at least 0")
+        self.loss_type = loss_type
+        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        log_prob, reference, kl = self.judged_log_probs(batch, "train")
+        loss = self.loss(log_prob, reference, batch["label"], kl)
+        b = len(log_prob)
+        self.num_tokens += batch["num_tokens"]
+        self.record(b, loss=loss, kl=kl)
+        for count, metrics in self.rewards(log_prob, reference, batch["label"]):
+            self.record(count, **metrics)
+        # Lightning divides by the number of micro-batches: each counts by its share of the step's answers.
+        return loss * (b * batch["n_micro"] / batch["step_pairs"])
+
+    def judged_log_probs(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the judged answers, and the KL estimate of the mismatched ones.
+
+        Args:
+            batch: pairs of a judged answer and another prompt's.
+            data: ``train`` or ``eval``.
+
+        Returns:
+            Σ_t log π(y_t) [b], Σ_t log π_ref(y_t) [b], and the estimate of KL(π || π_ref), a scalar of at least 0.
+        """
+        log_prob, mismatched = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
+        reference, ref_mismatched = self.reference_log_probs(batch, data)
+        kl = (mismatched.detach() - ref_mismatched).mean()
+        if self._world_size > 1:
+            kl = self.gathered(kl.view(1)).mean()
+        return log_prob, reference, kl.clamp(min=0)
+
+    def loss(self, log_prob: Tensor, reference: Tensor, label: Tensor, kl: Tensor) -> Tensor:
+        """The loss of judged answers, mean over them.
+
+        Args:
+            log_prob: log π(y|x), the sum over the answer's tokens, [b].
+            reference: log π_ref(y|x), [b].
+            label: whether each answer is good, [b] bool.
+            kl: the estimate of KL(π || π_ref), scalar.
+        """
+        point = kl if self.loss_type == "kto" else 0.0
+        return F.kto_loss(
+            log_prob, reference, label, point, self.beta, self.desirable_weight, self.undesirable_weight
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def rewards(self, log_prob: Tensor, reference: Tensor, label: Tensor) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """TRL's metrics of good and of bad answers, each with the number of answers that it is a mean of."""
+        result = []
+        for name, mask in (("chosen", label), ("rejected", ~label)):
+            reward = self.beta * (log_prob.detach() - reference)
+            metrics = {
+                f"rewards/{name}": F.masked_mean(reward, mask),
+                f"logps/{name}": F.masked_mean(log_prob.detach(), mask),
+            }
+            result.append((mask.sum(), metrics))
+        return result
+
+    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add the margin between the mean rewards of good and of bad answers."""
+        metrics = super().summarize(metrics)
+        for prefix in ("", "eval/"):
+            names = [f"{prefix}rewards/{side}" for side in ("chosen", "rejected")]
+            if all(name in metrics for name in names):
+                metrics = {**metrics, f"{prefix}rewards/margins": metrics[names[0]] - metrics[names[1]]}
+        return metrics
+
+    # ---------------------------------------------------------------- evaluation
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Held-out judgements; or completions of held-out prompts, from a datamodule that has them written."""
+        if "answers" in batch:
+            self.log_completions(batch, batch_idx)
+            return
+        log_prob, reference, kl = self.judged_log_probs(batch, "eval")
+        loss = self.loss(log_prob, reference, batch["label"], kl)
+        self.log_evaluation({"eval/loss": loss, "eval/kl": kl}, len(log_prob))
+        for count, metrics in self.rewards(log_prob, reference, batch["label"]):
+            self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, int(count))
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Implicit rewards of the judged answers, [b], beside their ``texts``; completions as they are."""
+        if "answers" in batch:
+            return batch
+        # Not kept: the numbers of these answers are those of another order.
+        log_prob, reference, _ = self.judged_log_probs({k: v for k, v in batch.items() if k != "index"}, "eval")
+        return {"texts": batch["texts"], "reward": self.beta * (log_prob - reference)}

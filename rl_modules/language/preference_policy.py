@@ -1,0 +1,181 @@
+"""Base class for policies that learn from preferences against a frozen reference policy."""
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.judged import JudgedPolicy
+from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
+
+
+class PreferencePolicy(JudgedPolicy):
+    """A policy and its reference, whose log-probabilities of the training data are computed once and kept.
+
+    The first visit of a pair takes a forward pass of the reference. Its result is kept in a table, which checkpoints
+    hold: later passes over the data, and resumed runs, read the table.
+
+    Args:
+        model_name_or_path: the policy to start from; None: new weights.
+        beta: β, units of implicit reward per nat of log-ratio to the reference; above 0.
+        reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
+        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
+        max_completion_length: tokens of a completion at most, where held-out prompts are answered.
+        learning_rate: peak step size.
+        **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
+            :class:`~rl_modules.language.base.LanguageModule`.
+
+    Raises:
+        UsageError: an argument out of range, or a reference that does not fit the policy.
+    """
+
+    temperature = 1.0
+    top_k = None
+    top_p = None
+    min_p = None
+    repetition_penalty = 1.0
+    #: Whether the module learns from single answers with a label; the datamodule reads it.
+    unpaired = False
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        beta: float = 0.1,
+        reference_free: bool = False,
+        ref_model_name_or_path: str | None = None,
+        max_completion_length: int = 256,
+        learning_rate: float = 1e-6,
+        **model: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
+        if not 0 < beta < float("inf"):
+            raise UsageError(f"beta={beta} must be a finite number above 0")
+        if reference_free and ref_model_name_or_path is not None:
+            raise UsageError(f"ref_model_name_or_path={ref_model_name_or_path!r} is not read with reference_free=true; "
+                             "give one of them")  # fmt: skip
+        if max_completion_length < 1:
+            raise UsageError(f"max_completion_length={max_completion_length} must be at least 1")
+        self.beta, self.reference_free = beta, reference_free
+        self.max_completion_length = max_completion_length
+        # Reference log-probabilities by data ("train", "eval") and pair, [n, 2]; NaN: not computed yet.
+        self._tables: dict[str, Tensor] = {}
+        self._saved_table: dict[str, Any] | None = None
+        self._packs: bool | None = None
+
+    @property
+    def wants_reference(self) -> bool:
+        return not self.reference_free
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether batches may hold several texts to a row."""
+        if self._packs is None:
+            self._packs = can_pack_pairs(self.model)
+        return self._packs
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        for name in ("train_pairs", "eval_pairs"):
+            pairs = getattr(getattr(self.trainer, "datamodule", None), name, None)
+            if pairs is not None and len(pairs) and not bool(pairs.lengths[:, 0].all()):
+                raise UsageError(f"{name}: a prompt is empty; the first token of an answer needs something that "
+                                 "predicts it, such as the tokenizer's BOS token")  # fmt: skip
+
+    # ---------------------------------------------------------------- log-probabilities
+
+    def reference_log_probs(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor]:
+        """Σ_t log π_ref(y_t) of both answers of each pair, [b] float32 each, without gradient.
+
+        Args:
+            batch: see :func:`~rl_modules.language.pair_log_probs.pair_log_probs`, and ``index`` [b], the pairs'
+                numbers in their data; without it nothing is kept.
+            data: ``train`` or ``eval``.
+        """
+        if self.reference_free:
+            zero = torch.zeros(len(batch["lengths"]), dtype=torch.float32, device=batch["tokens"].device)
+            return zero, zero
+        if "index" not in batch:
+            return self._compute_reference(batch)
+        table = self._table(data, int(batch["index"].max()) + 1)
+        index = batch["index"].to(table.device)
+        if self._any_rank(bool(table[index].isnan().any())):
+            # Values that are known stay: a pair is compared with one number throughout a run.
+            computed = torch.stack(self._compute_reference(batch), 1).to(table)
+            table[index] = torch.where(table[index].isnan(), computed, table[index])
+        chosen, rejected = table[index].to(batch["tokens"].device).unbind(1)
+        return chosen, rejected
+
+    @torch.no_grad()
+    def _compute_reference(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        with self.reference_model() as reference:
+            chosen, rejected = pair_log_probs(reference, batch)[0].sum(-1).chunk(2)
+        return chosen, rejected
+
+    def _table(self, data: str, at_least: int) -> Tensor:
+        """The table of some data, on the CPU, grown to hold ``at_least`` pairs."""
+        table = self._tables.get(data)
+        size = max(at_least, self._number_of_pairs(data))
+        if table is None or len(table) < size:
+            grown = torch.full((size, 2), torch.nan, dtype=torch.float32, device="cpu")
+            if table is not None:
+                grown[: len(table)] = table
+            self._tables[data] = table = grown
+        return table
+
+    def _number_of_pairs(self, data: str) -> int:
+        return len(getattr(getattr(self._trainer, "datamodule", None), f"{data}_pairs", ()))
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank: under sharding all ranks go through the reference, or none does."""
+        if self._world_size == 1:
+            return flag
+        value = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
+        return bool(self.trainer.strategy.reduce(value, reduce_op="sum"))
+
+    # ---------------------------------------------------------------- evaluation
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._tables = {}
+        saved, self._saved_table = self._saved_table, None
+        # Another run's table is of use where this run's training data are the same, and cut into as many ranks.
+        if saved is not None and saved["data"] == self._fingerprint() and len(saved["ranks"]) == self._world_size:
+            self._tables["train"] = saved["ranks"][self.global_rank].clone()
+
+    def on_validation_start(self) -> None:
+        # Held-out data may be others in each evaluation of their own; within a run they stay.
+        if not self._fitting:
+            self._tables.pop("eval", None)
+
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["reference_log_probs"] = None
+        # Outside of a fit no rank has computed any.
+        if self._trainer is not None and self._fitting and not self.reference_free:
+            table = self._table("train", 0)
+            ranks = table.unsqueeze(0).clone()
+            if self._world_size > 1:
+                gathered: Any = self.all_gather(table.to(self.device))
+                ranks = gathered.cpu()
+            checkpoint["reference_log_probs"] = {"data": self._fingerprint(), "ranks": ranks}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._saved_table = checkpoint["reference_log_probs"]
+
+    def _fingerprint(self) -> int:
+        """A checksum of the training pairs' tokens."""
+        pairs = getattr(getattr(self._trainer, "datamodule", None), "train_pairs", None)
+        if pairs is None:
+            return 0
+        return zlib.crc32(pairs.tokens.numpy().tobytes(), zlib.crc32(pairs.lengths.numpy().tobytes()))

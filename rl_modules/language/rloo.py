@@ -1,0 +1,115 @@
+"""REINFORCE leave-one-out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.language.grpo import GRPO
+from rl_modules.language.judged import Rollout, require_room
+from rl_modules.language.scoring import completion_log_probs, completion_mask
+
+#: GRPO's options of which RLOO is one choice: no arguments of this class, whose checkpoints load it.
+_FIXED = (
+    "loss_type", "importance_sampling_level", "scale_rewards", "top_entropy_quantile", "kl_estimator",
+    "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg",
+)  # fmt: skip
+
+
+class RLOO(GRPO):
+    """REINFORCE leave-one-out: the other completions of a prompt are the baseline, and a completion is one action.
+
+    Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019. Of G completions per prompt, y_i with reward r_i,
+
+        R_i = r_i - β Σ_t (log π(y_it) - log π_ref(y_it))            A_i = R_i - mean of the other R_j
+        L   = -mean_i min(ρ_i A_i, clip(ρ_i, 1-ε, 1+ε_high) A_i)     ρ_i = π(y_i) / π_old(y_i)
+
+    It differs from :class:`~rl_modules.GRPO` in three places: the advantage (:meth:`score_group`), the KL in the reward
+    instead of the loss (:meth:`prepare`), and the ratio of the whole completion (:meth:`policy_loss`). Names and
+    defaults are TRL's.
+
+    Args:
+        model_name_or_path: the policy to start from; None: new weights.
+        beta: β, price of the KL to the reference, in units of reward per nat; 0: no reference is kept.
+        epsilon: ε, how far the ratio of a completion may fall below 1 (and rise above it, unless ``epsilon_high`` is
+            given).
+        epsilon_high: ε_high of the upper side; None: ``epsilon``.
+        **policy: ``reward_weights``, ``temperature``, ``max_completion_length`` and the other arguments of
+            :class:`~rl_modules.GRPO`, but for its loss types, ratios, KL estimators and scales.
+
+    Raises:
+        UsageError: an argument out of range, a reward model or reference that does not fit the policy.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        beta: float = 0.05,
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        **policy: Any,
+    ) -> None:
+        super().__init__(
+            model_name_or_path, beta, epsilon, epsilon_high, loss_type="grpo", importance_sampling_level="token",
+            scale_rewards="none", top_entropy_quantile=1.0, kl_estimator="k1", use_bias_correction_kl=False,
+            sapo_temperature_pos=1.0, sapo_temperature_neg=1.0, **policy,
+        )  # fmt: skip
+        for name in _FIXED:
+            del self.hparams[name]
+        #: β of the reward; the loss has no KL term.
+        self.kl_coefficient, self.beta = self.beta, 0.0
+
+    @property
+    def wants_reference(self) -> bool:
+        return self.kl_coefficient > 0
+
+    # ---------------------------------------------------------------- experience
+
+    def score_group(self, rewards: Tensor) -> Tensor:
+        """Each completion's reward less the mean of the others', [P, G]."""
+        return F.rloo_advantages(rewards.flatten(), rewards.shape[1]).view_as(rewards)
+
+    def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
+        """As GRPO's, after the price of the distance to the reference is taken off the rewards."""
+        if self.kl_coefficient:
+            self.sync_reference()
+            sums = self.in_parts(rollout, self.log_prob_sums)
+            mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+            policy = sums["policy"] if self.rescores else torch.where(mask, rollout["log_prob"], 0.0).sum(-1)
+            kl = policy - sums["reference"]
+            rollout = {**rollout, "reward": rollout["reward"] - self.kl_coefficient * kl}
+            self.record(rollout["length"].sum(), kl=kl.sum() / rollout["length"].sum())
+        return super().prepare(rollout)
+
+    def log_prob_sums(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+        """Σ_t log π_ref(y_t) of each completion, [b]; and Σ_t log π(y_t), where sampling and training differ in it."""
+        text = (tokens, prompt_length, length)
+        sums = {}
+        if self.rescores:
+            sums["policy"] = completion_log_probs(self.model, *text, self.temperature)[0].sum(-1)
+        with self.reference_model() as reference:
+            require_room("reference", reference, tokens)
+            sums["reference"] = completion_log_probs(reference, *text, self.temperature)[0].sum(-1)
+        return sums
+
+    # ---------------------------------------------------------------- optimization
+
+    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The clipped loss of whole completions; this micro-batch's part of the step's, see GRPO."""
+        log_prob, batch = self.as_one_action(log_prob, batch)
+        return super().policy_loss(log_prob, batch)
+
+    def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
+        """The loss, and how often the clip of a completion's ratio is active."""
+        log_prob, batch = self.as_one_action(log_prob, batch)
+        super().record_minibatch(log_prob, loss, {**batch, "micro_tokens": batch["micro_rows"]})
+
+    @staticmethod
+    def as_one_action(log_prob: Tensor, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Log π of each completion as that of a single token, [b, 1], and the batch to go with it."""
+        mask, advantage = batch["mask"], batch["advantage"]
+        ours, old = (torch.where(mask, x, 0.0).sum(-1, keepdim=True) for x in (log_prob, batch["log_prob"]))
+        if advantage.ndim == 2:
+            advantage = F.masked_mean(advantage, mask, 1)
+        return ours, {**batch, "log_prob": old, "mask": mask.any(-1, keepdim=True), "advantage": advantage}

@@ -1,0 +1,222 @@
+"""The output layer and the softmax behind it by tiles of tokens, computed again in the backward pass.
+
+With a vocabulary of 150,000 words the logits of a batch are its largest tensor, and their gradient is as large. By
+tiles, no more than one tile of either exists at a time, whatever the size of the batch (Hsu et al. 2024,
+arXiv:2410.10989, section 3.2; here with log-probabilities for an output, so that any loss may follow).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rl_modules import functional as F
+from rl_modules.functional.tokens import token_log_probs_gradient
+from rl_modules.language.models import text_config
+
+#: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
+TILE = {"cpu": 2**24, "accelerator": 2**28}
+TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
+#: What a model does to the output layer's numbers.
+Tail = Callable[[Tensor], Tensor]
+_tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
+
+
+class TokenStatistics(NamedTuple):
+    """What is known of m tokens without their logits."""
+
+    #: log π in nats, [1, m] float32.
+    log_prob: Tensor
+    #: H in nats, [1, m] float32, without gradient; None where not asked for.
+    entropy: Tensor | None
+    #: Whether a token is the likeliest, [1, m] bool; None where not asked for.
+    is_likeliest: Tensor | None
+
+
+def is_large(tokens: int, model: Any) -> bool:
+    """Whether the logits of so many tokens are worth tiling."""
+    elements = tokens * text_config(model.config).vocab_size
+    return elements > TILED_ABOVE[_device(model)]
+
+
+def statistics(
+    logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False
+) -> TokenStatistics:
+    """What is known of tokens from their logits.
+
+    Args:
+        logits: [1, m, V].
+        target: the tokens, [1, m].
+        temperature: T, the one that the tokens were sampled with.
+        entropy: also the entropies.
+        accuracy: also whether each is the likeliest.
+    """
+    log_prob = F.token_log_probs(logits, target, temperature)
+    constant = logits.detach()
+    spread = F.token_entropy(constant, temperature) if entropy else None
+    return TokenStatistics(log_prob, spread, constant.argmax(-1) == target if accuracy else None)
+
+
+def tiled_statistics(
+    model: Any,
+    states: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    accuracy: bool = False,
+    equal_weights: bool = False,
+) -> TokenStatistics:
+    """:func:`statistics` from what the output layer reads, with one tile of logits at a time.
+
+    Args:
+        model: causal language model for which :func:`find_tail` was successful.
+        states: inputs of the output layer, [1, m, D].
+        target: the tokens, [1, m].
+        temperature: T.
+        entropy: also the entropies.
+        accuracy: also whether each is the likeliest.
+        equal_weights: the loss will be a multiple of the sum of all log-probabilities. Its gradient is then known but
+            for that factor, and taken with the forward pass: no tile is computed again.
+    """
+    head, tail = model.get_output_embeddings(), _tails[model]
+    rows = max(1, TILE[_device(model)] // text_config(model.config).vocab_size)
+    at_once = equal_weights and torch.is_grad_enabled()
+    asked = _Asked(lambda x: tail(head(x)), rows, temperature, entropy, accuracy, at_once)
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    found = _Tiles.apply(states, target, asked, *weights)
+    return TokenStatistics(found[0], found[1] if entropy else None, found[2] if accuracy else None)
+
+
+class _Asked(NamedTuple):
+    logits: Tail
+    #: Tokens of a tile.
+    rows: int
+    temperature: float
+    entropy: bool
+    accuracy: bool
+    #: Whether gradients are taken with the forward pass.
+    at_once: bool
+
+
+class _Gradients:
+    """Gradients of states and weights, summed up over tiles."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.weights: list[Tensor] | None = None
+
+    def add(self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], weights: list[Tensor]) -> None:
+        """Those of one tile.
+
+        Args:
+            asked: what the tile is computed by.
+            x: its states, a leaf.
+            logits: of these, with gradient; overwritten.
+            tile: its tokens, their log-probabilities, and the gradient of these.
+            weights: of the output layer.
+        """
+        target, log_prob, slope = tile
+        z = logits.detach()
+        chosen = z.gather(-1, target.unsqueeze(-1)).to(log_prob.dtype) / asked.temperature
+        # No operation of a known tail needs its own result again.
+        token_log_probs_gradient(z, target, chosen - log_prob.unsqueeze(-1), slope, asked.temperature, out=z)
+        part, *found = torch.autograd.grad(logits, [x, *weights], z)
+        self.states.append(part)
+        if self.weights is None:
+            self.weights = found
+        else:
+            for total, more in zip(self.weights, found, strict=True):
+                total.add_(more)
+
+
+class _Tiles(torch.autograd.Function):
+    """Log-probabilities, entropies and whether each token is the likeliest (or empty tensors), tile by tile."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, target: Tensor, asked: _Asked, *weights: Tensor) -> tuple[Tensor, ...]:
+        parts, gradients = [], _Gradients()
+        for x, y in zip(states.split(asked.rows, 1), target.split(asked.rows, 1), strict=True):
+            with torch.set_grad_enabled(asked.at_once):
+                x = x.detach().requires_grad_(asked.at_once)
+                logits = asked.logits(x)
+            parts.append(statistics(logits.detach(), y, asked.temperature, asked.entropy, asked.accuracy))
+            if asked.at_once:
+                log_prob = parts[-1].log_prob
+                gradients.add(asked, x, logits, (y, log_prob, torch.ones_like(log_prob)), list(weights))
+            del logits
+        log_prob, *others = (
+            states.new_empty(0) if column[0] is None else torch.cat(column, 1) for column in zip(*parts, strict=True)
+        )
+        if asked.at_once:
+            ctx.save_for_backward(torch.cat(gradients.states, 1), *(gradients.weights or []))
+        else:
+            ctx.save_for_backward(states, target, log_prob, *weights)
+        ctx.asked, device = asked, states.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.mark_non_differentiable(*others)
+        return log_prob, *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Any, ...]:
+        asked: _Asked = ctx.asked
+        if asked.at_once:
+            torch._assert_async(
+                (grad == grad[:, :1]).all(), "equal_weights=True, but the loss weights tokens unequally"
+            )
+            factor = grad[0, 0]
+            states, *weights = (tensor * factor.to(tensor.dtype) for tensor in ctx.saved_tensors)
+            return states, None, None, *weights
+        states, target, log_prob, *weights = ctx.saved_tensors
+        gradients = _Gradients()
+        with torch.autocast(*ctx.autocast):
+            for x, *tile in zip(
+                *(tensor.split(asked.rows, 1) for tensor in (states, target, log_prob, grad)), strict=True
+            ):
+                x = x.detach().requires_grad_()
+                with torch.enable_grad():
+                    logits = asked.logits(x)
+                gradients.add(asked, x, logits, tuple(tile), weights)
+        return torch.cat(gradients.states, 1), None, None, *(gradients.weights or [])
+
+
+def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
+    """Find out what a model does to its output layer's numbers, from an example; False: it can't be told.
+
+    Nothing, a factor or divisor (Granite, Cohere) or a soft cap (Gemma-2), any of which is a number in its config.
+
+    Args:
+        model: causal language model.
+        output: of the output layer.
+        logits: of the model, for the same tokens.
+    """
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if any(True for _ in network.parameters(recurse=False)):
+        return False  # a weight of the model's own may be behind the output layer
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.get_output_embeddings().modules()):
+        return False  # the second pass would drop other numbers
+    for tail in _tails_of(text_config(model.config)):
+        found = tail(output)
+        error = (found.float() - logits.float()).abs().max()
+        if found.shape == logits.shape and bool(error <= 1e-6 * logits.float().abs().max()):
+            _tails[model] = tail
+            return True
+    return False
+
+
+def _tails_of(config: Any) -> list[Tail]:
+    """Everything that a number of a config could mean for logits."""
+    numbers = {float(value) for value in config.to_dict().values() if isinstance(value, float | int) and value}
+    scaled: list[Tail] = [lambda z: z]
+    for c in sorted(numbers):
+        scaled += [lambda z, c=c: z * c, lambda z, c=c: z / c, lambda z, c=c: torch.tanh(z / c) * c]  # type: ignore[misc]
+    return scaled
+
+
+def _device(model: Any) -> str:
+    return "cpu" if next(model.parameters()).device.type == "cpu" else "accelerator"

@@ -1,0 +1,241 @@
+"""RLOO, CISPO, SAPO and advantages of one's own: what differs from GRPO, through the module."""
+
+import json
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from datamodules.language.prompt import PromptDataModule
+from rl_modules import GRPO, RLOO
+from rl_modules.common.errors import UsageError
+from rl_modules.language.scoring import completion_log_probs
+from tests.training import assert_equal_checkpoints, fit
+
+from .test_grpo import (
+    GPT2,
+    HERE,
+    TINY,
+    VALUES,
+    addition,
+    at_start,
+    batch_by_hand,
+    distribution,
+    gradient_of,
+    grpo,
+    sgd,
+    small_tokenizer,
+    weights_of,
+)
+
+VARIANTS = {"cispo": {"loss_type": "cispo", "epsilon_high": 1.1}, "sapo": {"loss_type": "sapo"}}
+
+
+def rloo(**arguments: Any) -> RLOO:
+    defaults = {"model_config": TINY, "max_completion_length": 5, "learning_rate": 1e-3,
+                "lr_scheduler_type": "constant", "completions_steps": 0}  # fmt: skip
+    return RLOO(**{**defaults, **arguments})
+
+
+def small_addition(folder: Any, **arguments: Any) -> PromptDataModule:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "ab", "bb")))
+    return PromptDataModule(path=str(prompts), batch_size=16, num_generations=4, eval_steps=0, num_iterations=2,
+                            reward_funcs=[f"{HERE}:blind_half"], **arguments)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["cispo", "sapo", "rloo", "rloo without a reference"])
+def test_accumulation_does_not_change_the_step(case, tmp_path):
+    tokenizer, ends = small_tokenizer(tmp_path / "tokenizer"), []
+    for n_micro in (1, 4):
+        options = {"optimizer": sgd, "max_grad_norm": None, "tokenizer_name_or_path": tokenizer,
+                   "mask_truncated_completions": True}  # fmt: skip
+        if case in VARIANTS:
+            module: GRPO = grpo(**options, **VARIANTS[case])
+        else:
+            module = rloo(**options, beta=0.0 if "without" in case else 0.3)
+        fit(module, small_addition(tmp_path), max_steps=2, accumulate_grad_batches=n_micro)
+        ends.append(weights_of(module))
+    assert (ends[0] - weights_of(at_start(module))).abs().max() > 1e-3, "something was learned"
+    torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["cispo", "sapo", "rloo"])
+def test_rows_without_advantage_count_though_no_model_reads_them(case):
+    module = rloo(beta=0.0) if case == "rloo" else grpo(**VARIANTS[case])
+    module.configure_model()
+    module.record = lambda *a, **k: None
+    whole = gradient_of(module, batch_by_hand(module))
+    part = gradient_of(module, batch_by_hand(module, torch.tensor([0, 1, 3, 5])))
+    torch.testing.assert_close(part[1], whole[1], atol=1e-6, rtol=1e-5)
+
+
+def test_cispos_bound_is_counted_as_trl_does():
+    module = grpo(loss_type="cispo", epsilon_high=1.1)
+    module.configure_model()
+    recorded = {}
+    module.record = lambda weight=1.0, **metrics: recorded.update(metrics)
+    batch = batch_by_hand(module)
+    gradient_of(module, batch)
+    with torch.no_grad():
+        text = (batch["tokens"], batch["prompt_length"], batch["length"])
+        ratio = (completion_log_probs(module.model, *text)[0] - batch["log_prob"]).exp()
+    bounded = batch["mask"] & (ratio > 1.1) & (batch["advantage"][:, None] > 0)
+    assert recorded["cispo_clip_ratio"].item() == pytest.approx(bounded.sum().item() / 20) and bounded.any()
+    assert not any(name.startswith("clip_ratio") for name in recorded)
+
+
+# -------------------------------------------------------------------- RLOO
+
+
+def test_the_loss_is_trls():
+    trainer_class = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    module = rloo(beta=0.0, epsilon=0.01, epsilon_high=0.02)
+    module.configure_model()
+    recorded = {}
+    module.record = lambda weight=1.0, **metrics: recorded.update(metrics)
+    batch = batch_by_hand(module)
+    text = (batch["tokens"], batch["prompt_length"], batch["length"])
+    log_prob, _ = completion_log_probs(module.model, *text)
+    identity = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x
+    )
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (log_prob, torch.zeros_like(log_prob), None),
+        aux_loss_enabled=False, beta=0.0, epsilon_low=0.01, epsilon_high=0.02, accelerator=identity,
+        model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)},
+        current_gradient_accumulation_steps=1,
+    )  # fmt: skip
+    ids = torch.zeros_like(batch["mask"], dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
+        "completion_mask": batch["mask"].long(),
+        "old_logps": (batch["log_prob"] * batch["mask"]).sum(1), "advantages": batch["advantage"],
+    }  # fmt: skip
+    expected = trainer_class._compute_loss(trainer, None, inputs)
+    parameters = [p for p in module.model.parameters() if p.requires_grad]
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(expected, parameters)])
+    loss, ours = gradient_of(module, batch)
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=1e-5)
+    metrics = trainer._metrics["train"]
+    for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+        assert recorded[name].item() == pytest.approx(metrics[name][0], abs=1e-6), name
+    assert recorded["clip_ratio/region_mean"] > 0
+
+
+def test_rewards_pay_for_the_distance_and_the_others_are_the_baseline(tmp_path):
+    seen = []
+
+    class Spy(RLOO):
+        def prepare(self, rollout):
+            fields = super().prepare(rollout)
+            seen.append((rollout, fields))
+            return fields
+
+    other = grpo(model_config={**TINY, "num_hidden_layers": 2})
+    other.configure_model()
+    other.export(tmp_path / "reference")
+    options = {k: v for k, v in rloo().hparams.items() if k in ("model_config", "max_completion_length")}
+    module = Spy(**options, beta=0.3, ref_model_name_or_path=str(tmp_path / "reference"), learning_rate=0.0)
+    fit(module, addition(reward="blind_half"), max_steps=1)
+    ((rollout, fields),) = seen
+    text = (rollout["tokens"], rollout["prompt_length"], rollout["length"])
+    with torch.no_grad():
+        kl = (completion_log_probs(module.model, *text)[0] - completion_log_probs(module.reference, *text)[0]).sum(-1)
+    priced = (rollout["reward"] - 0.3 * kl).view(-1, 4)
+    expected = priced - (priced.sum(-1, keepdim=True) - priced) / 3
+    torch.testing.assert_close(fields["advantage"], expected.flatten(), atol=1e-4, rtol=1e-4)
+    assert kl.abs().max() > 0.1 and "ref_log_prob" not in fields
+
+
+@pytest.mark.parametrize("case", ["rloo", "cispo"])
+def test_a_run_stopped_within_a_generation_resumes_exactly(case, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(name, ckpt_path=None, callbacks=None):
+        data = addition(steps_per_generation=2, num_iterations=2)
+        checkpoints = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+        module = rloo() if case == "rloo" else grpo(**VARIANTS["cispo"])
+        fit(module, data, ckpt_path=ckpt_path, max_steps=5, **checkpoints).save_checkpoint(tmp_path / name)
+
+    every_step = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run("whole.ckpt", callbacks=[every_step])
+    for step in (2, 3):
+        run("resumed.ckpt", tmp_path / f"step={step}.ckpt")
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+def test_a_checkpoint_loads_alone(tmp_path):
+    module = rloo(beta=0.2)
+    fit(module, addition(), max_steps=1).save_checkpoint(tmp_path / "rloo.ckpt")
+    loaded = RLOO.load_from_checkpoint(tmp_path / "rloo.ckpt", weights_only=True)
+    assert loaded.kl_coefficient == 0.2 and loaded.beta == 0.0
+    assert torch.equal(weights_of(loaded), weights_of(module))
+
+
+@pytest.mark.slow
+def test_the_policy_converges_to_the_optimum_under_a_kl(tmp_path):
+    """π*(y) ∝ π_ref(y) exp(r(y)/β), with small groups: the baseline leaves the completion itself out."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    module = rloo(
+        tokenizer_name_or_path=small_tokenizer(tmp_path / "tokenizer"), beta=0.8, max_completion_length=2,
+        learning_rate=1e-2, lr_scheduler_type="cosine",
+        model_config={**GPT2, "initializer_range": 0.2, "tie_word_embeddings": False},
+    )  # fmt: skip
+    data = PromptDataModule(path=str(tmp_path / "prompts.jsonl"), batch_size=256, num_generations=4, eval_steps=0,
+                            reward_funcs=[f"{HERE}:table_reward"])  # fmt: skip
+    fit(module, data, max_steps=200)
+    reference, learned = distribution(module.reference, 2), distribution(module.model, 2)
+    optimum = {text: p * math.exp(VALUES[text] / 0.8) for text, p in reference.items()}
+    total = sum(optimum.values())
+    distance = sum(abs(learned[text] - optimum[text] / total) for text in learned) / 2
+    moved = sum(abs(reference[text] - optimum[text] / total) for text in learned) / 2
+    assert moved > 0.15, "the optimum is far from the start"
+    assert distance <= 0.05
+
+
+# -------------------------------------------------------------------- an advantage of one's own
+
+
+class BatchNormalised(GRPO):
+    """REINFORCE++: rewards standardised over the whole batch, without a baseline per prompt."""
+
+    def score_group(self, rewards):
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def test_a_subclass_overrides_the_advantage():
+    module = BatchNormalised(model_config=TINY)
+    reward = torch.tensor([1.0, 0.0, 4.0, 3.0])
+    torch.testing.assert_close(module.advantages(reward, 2), (reward - 2) / (reward.std() + 1e-4))
+    kinds = {
+        "group": grpo(), "batch": grpo(scale_rewards="batch"), "none": grpo(scale_rewards="none"), "others": rloo()
+    }  # fmt: skip
+    expected = {
+        "group": torch.tensor([0.5, -0.5, 0.5, -0.5]) / (0.5**0.5 + 1e-4),
+        "batch": torch.tensor([0.5, -0.5, 0.5, -0.5]) / (reward.std() + 1e-4),
+        "none": torch.tensor([0.5, -0.5, 0.5, -0.5]),
+        "others": torch.tensor([1.0, -1.0, 1.0, -1.0]),
+    }
+    for name, module in kinds.items():
+        torch.testing.assert_close(module.advantages(reward, 2), expected[name])
+
+
+@pytest.mark.parametrize(("make", "arguments", "sentence"), [
+    (grpo, {"loss_type": "cispo"}, "epsilon_high=None leaves loss_type='cispo' without its bound"),
+    (grpo, {"loss_type": "sapo", "delta": 2.0}, "delta=2.0 does nothing for loss_type='sapo'"),
+    (grpo, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0 must be above 0"),
+])  # fmt: skip
+def test_refused_arguments(make, arguments, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        make(**arguments)
+
+
+def test_options_that_rloo_fixes_are_none_of_its_arguments():
+    for name in ("loss_type", "importance_sampling_level", "scale_rewards", "top_entropy_quantile", "kl_estimator"):
+        with pytest.raises(TypeError, match=name):
+            rloo(**{name: "group"})

@@ -1,0 +1,47 @@
+"""A mixture of experts is trained with its own loss for balance, as transformers computes it, or not at all."""
+
+import pytest
+import torch
+
+from rl_modules import GRPO, SFT
+from rl_modules.common.errors import UsageError
+from tests.conformance.architectures import ARCHITECTURES
+from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def sft(name, **fields):
+    return SFT(model_config={**ARCHITECTURES[name], **fields}, lr_scheduler_type="constant", logging_steps=1)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
+def test_the_gradient_is_that_of_transformers_own_loss(name, packing, tmp_path):
+    module, data = sft(name, **BALANCED), demonstrations(tmp_path, n=8, packing=packing, completion_only_loss=False)
+    found = gradient(module, data)
+    reference = sft(name, **BALANCED)
+    reference.configure_model()
+    batch = data.sequences.batch(torch.arange(8), 0)
+    labels = torch.full_like(batch["tokens"], -100)
+    labels.view(-1)[batch["counted"]] = batch["tokens"].view(-1)[batch["counted"]]
+    mask = torch.arange(batch["tokens"].shape[1]) < batch["filled"][:, None]
+    output = reference.model(input_ids=batch["tokens"], attention_mask=mask.long(), labels=labels)
+    assert output.aux_loss > 0.5
+    output.loss.backward()
+    expected = {f"model.{n}": p.grad for n, p in reference.model.named_parameters()}
+    assert_same_gradient(expected, found)
+    assert module.latest_metrics["aux_loss"] == pytest.approx(0.5 * float(output.aux_loss), rel=1e-5)
+
+
+def test_without_it_nothing_is_added(tmp_path):
+    module = sft("Mixtral", output_router_logits=False, router_aux_loss_coef=0.5)
+    gradient(module, demonstrations(tmp_path))
+    assert "aux_loss" not in module.latest_metrics
+
+
+def test_an_algorithm_that_does_not_add_it_says_so():
+    module = GRPO(model_config={**ARCHITECTURES["Mixtral"], **BALANCED})
+    module.configure_model()
+    with pytest.raises(UsageError, match="output_router_logits=true asks for a loss .* GRPO does not"):
+        module.check_architecture()
