@@ -114,7 +114,7 @@ def _plainly(model: Any) -> Iterator[None]:
     devices = [weight.device] if weight.device.type == "cuda" else []
     with (
         torch.no_grad(),
-        evaluation_mode(model),
+        evaluation_mode(model.modules()),
         torch.random.fork_rng(devices=devices),
         torch.autocast(weight.device.type, enabled=_keeps_autocast(model)),
     ):
