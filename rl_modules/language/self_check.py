@@ -29,7 +29,12 @@ _known: WeakKeyDictionary[nn.Module, dict[tuple[str, str], bool]] = WeakKeyDicti
 
 
 def agrees(
-    model: Any, what: str, compare: Callable[[], tuple[Tensor, Tensor, Tensor]], instead: str, exact: bool = False
+    model: Any,
+    what: str,
+    compare: Callable[[], tuple[Tensor, Tensor, Tensor]],
+    instead: str,
+    exact: bool = False,
+    must_run: bool = False,
 ) -> bool:
     """Whether a fast path gives this model's own numbers; cached per model and attention implementation.
 
@@ -43,21 +48,26 @@ def agrees(
             which differ from the second by rounding only; all of one shape, in nats. An error counts as disagreement.
         instead: what is done where it disagrees, for the message; empty: no message.
         exact: the numbers come from the same arithmetic, so that not even rounding may differ.
+        must_run: an error is raised instead: the comparison does nothing but the model's own forward pass.
     """
     found = _known.setdefault(model, {})
     key = (what, str(model.config._attn_implementation))
     if key not in found:
         found[key] = False  # while the comparison runs, nothing else takes the fast path
-        try:
-            with _plainly(model):
+        with _plainly(model):
+            try:
                 fast, alone, batched = compare()
-            if not bool(alone.isfinite().all()):  # training has diverged, or the weights are broken
-                del found[key]
-                return True
-            error, bound = _difference(fast, alone, batched, 1e-6 if exact else _rounding(model))
-            found[key], reason = error <= bound, f"differs by {error:.2g} nats"
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as e:
-            reason = f"fails: {(str(e).strip() or type(e).__name__).splitlines()[0]}"
+            except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+                if must_run:
+                    del found[key]
+                    raise
+                reason = f"fails: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            else:
+                if not bool(alone.isfinite().all()):  # training has diverged, or the weights are broken
+                    del found[key]
+                    return True
+                error_size, bound = _difference(fast, alone, batched, 1e-6 if exact else _rounding(model))
+                found[key], reason = error_size <= bound, f"differs by {error_size:.2g} nats"
         if not found[key] and instead:
             log.warning("%s: %s %s on this model, so that %s", type(model).__name__, what, reason, instead)
     return found[key]
@@ -72,7 +82,7 @@ def require_left_to_right(model: Any) -> None:
     Raises:
         UsageError: an encoder such as BERT, whose log-probabilities of a text would know that text.
     """
-    if not agrees(model, "reading from left to right", lambda: _with_other_ending(model), ""):
+    if not agrees(model, "reading from left to right", lambda: _with_other_ending(model), "", must_run=True):
         raise UsageError(f"{type(model).__name__} lets a token see what stands to its right, so that it can't write or "
                          "judge a text token by token; take a decoder-only architecture such as Qwen3, Llama or "
                          "Gemma")  # fmt: skip

@@ -137,6 +137,16 @@ def test_a_way_that_fails_is_not_taken(caplog):
     assert "failing fails: no such thing on this model, so that the other way is taken" in caplog.text
 
 
+def test_an_error_of_the_models_own_pass_is_raised():
+    def fail(*arguments, **inputs):
+        raise ValueError("broken weights")
+
+    model = network("Llama")
+    model.model.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="broken weights"):
+        require_left_to_right(model)
+
+
 def test_rounding_is_no_disagreement_but_a_little_more_is():
     alone = torch.linspace(-5, -1, 5)
     for error, right in ((3e-6, True), (3e-5, False)):
