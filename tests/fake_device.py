@@ -86,7 +86,10 @@ def _note(what: str, mode: FakeDevice | None) -> None:
     mode = mode or (_MODES[-1] if _MODES else None)
     if mode is None or mode.exempt:
         return
-    ours = [f for f in traceback.extract_stack() if _OURS.search(f.filename)]
+    frames = traceback.extract_stack()
+    if any(f.filename.endswith("_check.py") for f in frames):
+        return  # a check of a fast path runs once per model
+    ours = [f for f in frames if _OURS.search(f.filename)]
     place = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "elsewhere"
     mode.waits[f"{place} {what}"] += 1
 
@@ -209,12 +212,23 @@ def fake_device() -> Iterator[FakeDevice]:
 
     for name, inner in before.items():
         setattr(torch.distributed, name, let_through(inner))
+    autocast, is_autocast_enabled = torch.autocast, torch.is_autocast_enabled
+    torch.autocast = _Autocast  # type: ignore[misc]
+    torch.is_autocast_enabled = lambda device="cpu": is_autocast_enabled("cpu" if _is_fake(device) else device)
     try:
         with mode, _ByWayOfTheHost():
             yield mode
     finally:
+        torch.autocast, torch.is_autocast_enabled = autocast, is_autocast_enabled  # type: ignore[misc]
         for name, inner in before.items():
             setattr(torch.distributed, name, inner)
+
+
+class _Autocast(torch.autocast):
+    """Autocast of the device is that of the CPU, where its numbers are."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if _is_fake(device_type) else device_type, *args, **kwargs)
 
 
 class _ByWayOfTheHost(TorchFunctionMode):

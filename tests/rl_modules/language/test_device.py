@@ -133,8 +133,8 @@ def test_every_algorithm_trains_evaluates_and_resumes_on_a_device(name: str, jud
 
 
 #: Waits of one micro-batch outside of the passes that share prompts. Transformers waits once in each pass without a
-#: mask, to see whether the rows are packed sequences: RLHF goes through the policy and the value model.
-PER_MICRO_BATCH = {"sft": 0, "reward model": 0, "grpo": 0, "grpo kl": 0, "rlhf": 2}
+#: mask, to see whether rows are packed: the reward model makes one, RLHF two (policy and value model).
+PER_MICRO_BATCH = {"sft": 0, "reward model": 1, "grpo": 0, "grpo kl": 0, "rlhf": 2}
 #: Waits of one generation beside those for tokens: the sampler's beginning and end and judging on the host in each of
 #: up to three rounds, then one for the rows' lengths, and one per further forward pass.
 PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 35}
