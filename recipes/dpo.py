@@ -1,6 +1,6 @@
 """DPO: a policy from preferences, without a reward model; shortest paths on a hidden graph unless told otherwise.
 
-rl fit --config dpo/start.yaml                       first: trains the policy that this starts from
+python -m recipes.rlhf                               first: trains the SFT policy and writes the comparisons
 python -m recipes.dpo fit
 python -m recipes.dpo fit --model.loss_type ipo --model.model_name_or_path exported/sft --data.path pairs.jsonl
 """
