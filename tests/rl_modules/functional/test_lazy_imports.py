@@ -54,6 +54,10 @@ def test_names_table_and_type_checkers_see_the_same():
     assert {name: typed[name] for name in F.__all__} == F._EXPORTS
 
 
+#: A backward pass for the memory-saving head of rl_modules.language, which imports it by its file.
+NOT_EXPORTED = {"token_log_probs_gradient"}
+
+
 def test_every_public_function_of_the_files_is_exported():
     folder = Path(F.__file__).parent
     for file in folder.glob("*.py"):
@@ -64,7 +68,7 @@ def test_every_public_function_of_the_files_is_exported():
             for node in ast.parse(file.read_text()).body
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
         }
-        assert public <= set(F.__all__), file.name
+        assert public - NOT_EXPORTED <= set(F.__all__), file.name
         # A function named like a file of the package would be hidden by that file's import.
         assert file.stem not in F.__all__
 
