@@ -58,10 +58,7 @@ def ours_a2c(total_timesteps: int) -> None:
     from datamodules import RolloutDataModule
     from rl_modules import A2C
 
-    data = RolloutDataModule(
-        "CartPole-v1", n_envs=8, n_steps=5, batch_size=None, n_epochs=1, rollouts_per_epoch=100,
-        total_timesteps=total_timesteps, eval_freq=0
-    )  # fmt: skip
+    data = RolloutDataModule("CartPole-v1", n_envs=8, total_timesteps=total_timesteps, eval_freq=0)
     _fit(A2C(), data)
 
 

@@ -20,7 +20,8 @@ from benchmarks import control
 from rl_modules.base import ControlModule
 
 OURS: dict[str, Callable[..., Any]] = {
-    name: getattr(ControlModule, name) for name in ("adam", "configure_gradient_clipping", "optimizer_zero_grad")
+    name: getattr(ControlModule, name)
+    for name in ("adam", "configure_gradient_clipping", "optimizer_zero_grad", "__setattr__")
 }
 
 
@@ -37,7 +38,12 @@ def torch_zero_grad(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> No
     optimizer.zero_grad()
 
 
-TORCH = {"adam": torch_adam, "configure_gradient_clipping": torch_clipping, "optimizer_zero_grad": torch_zero_grad}
+TORCH: dict[str, Callable[..., Any]] = {
+    "adam": torch_adam,
+    "configure_gradient_clipping": torch_clipping,
+    "optimizer_zero_grad": torch_zero_grad,
+    "__setattr__": torch.nn.Module.__setattr__,
+}
 VARIANTS = {"torch": (), **{name: (name,) for name in TORCH}, "all": tuple(TORCH)}
 
 

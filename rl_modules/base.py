@@ -1,5 +1,6 @@
 """Base of the control algorithms: building the network, acting, schedules, the optimizer, checkpoints."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,22 @@ class ControlModule(CheckpointMixin):
         self.grad_norm: Tensor | None = None
         self._scheduled_at = -1
         self._predict_generator: torch.Generator | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
+        # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
+        if "training_step" in vars(cls):
+            step: Any = cls.training_step
+            step.__signature__ = inspect.signature(step)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets this name some forty times per batch; through torch's bookkeeping of parameters and submodules
+        # that takes 4 % of the run.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     # ---------------------------------------------------------------- the run
 
