@@ -95,6 +95,9 @@ class ControlModule(CheckpointMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if not isinstance(cls.experience, Experience):
+            raise UsageError(f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
+                             "MINIBATCHES of rl_modules.common.contract")  # fmt: skip
         # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
         # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
         if "training_step" in vars(cls):

@@ -555,6 +555,37 @@ def test_an_environment_instance_is_answered_with_what_to_give() -> None:
         RolloutDataModule(gym.make("CartPole-v1"))
 
 
+def test_the_old_way_to_state_the_experience_is_answered() -> None:
+    from rl_modules import PPO
+
+    with pytest.raises(UsageError, match=r"Old.experience='replay' must be an Experience, such as REPLAY"):
+
+        class Old(PPO):
+            experience = "replay"  # type: ignore[assignment]
+
+
+def test_a_subclass_of_the_three_pieces_trains() -> None:
+    from rl_modules import PPO
+    from rl_modules import functional as F
+
+    class Mine(PPO):
+        def prepare(self, rollout: Any) -> dict:
+            return {**super().prepare(rollout), "reward": rollout["reward"]}
+
+        def policy_loss(self, log_prob: torch.Tensor, batch: dict) -> torch.Tensor:
+            return F.policy_gradient_loss(log_prob, self.whiten(batch["advantage"]))
+
+        def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
+            self.record(reward=batch["reward"].mean())
+            return super().training_step(batch, batch_idx)
+
+    model = Mine()
+    model2, data = copy.deepcopy(model), CASES[0].make_data()
+    fit(model, data)
+    fit(model2, CASES[0].make_data())
+    assert not differ(weights(model), weights(model2))
+
+
 def test_a_policy_from_torch_distributions_trains() -> None:
     from rl_modules import PPO
 
