@@ -243,12 +243,12 @@ class ControlDataModule(L.LightningDataModule):
     @property
     def transitions_per_epoch(self) -> int:
         """Transitions that one epoch adds, over all ranks."""
-        raise NotImplementedError(f"{type(self).__name__} must define transitions_per_epoch")
+        raise UsageError(f"{type(self).__name__} must define transitions_per_epoch")
 
     @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` are reached and everything of them is learned from."""
-        raise NotImplementedError(f"{type(self).__name__} must define is_complete")
+        raise UsageError(f"{type(self).__name__} must define is_complete")
 
     @property
     def ranks_differ_in_size(self) -> bool:
