@@ -125,7 +125,9 @@ def test_every_checkpoint_has_a_tiny_stand_in():
     assert {"grpo/gsm8k.yaml", "grpo/gsm8k_dapo.yaml", "r1/zero.yaml", "sft/tldr.yaml"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "r1/zero.yaml" else name for name in NAMES]
+)
 def test_config_runs_three_steps_and_resumes_exactly(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["fit", "--config", name, *small_arguments(name, tmp_path)]
