@@ -395,6 +395,11 @@ def test_forward_is_the_deterministic_policy_and_can_be_exported(case: Case) -> 
 @each_gradient
 def test_a_compiled_module_trains(case: Case) -> None:
     data = case.make_data()
+    if case.name == "TRPO":
+        # Its Fisher products are second derivatives, which torch's compiler refuses in a sentence of its own.
+        with pytest.raises(RuntimeError, match="double backward"):
+            fit(torch.compile(case.make_model()), data)
+        return
     fit(torch.compile(case.make_model()), data)
     assert data.num_timesteps >= data.total_timesteps
 
