@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
@@ -297,7 +298,12 @@ class ControlDataModule(L.LightningDataModule):
         if not self.collector.is_fresh or not self.has_learner:
             return
         state = self.learner.normalizer_state
-        if state is not None and self.warm_start_statistics:
+        if state is None:
+            return
+        if state["observation"] is not None and not self.norm_obs:
+            rank_zero_warn("norm_obs=False, but the weights were trained on normalised observations; give "
+                           "norm_obs=True to continue with their statistics")  # fmt: skip
+        if self.warm_start_statistics:
             self.collector.normalizers.warm_start(state)
 
     def after_collecting(self, valid: torch.Tensor) -> None:
@@ -346,6 +352,9 @@ class ControlDataModule(L.LightningDataModule):
             return
         # Lightning's sanity check would play episodes of the untrained policy and learn nothing from them.
         trainer.num_sanity_val_steps = 0
+        if self.eval_freq and isinstance(self.env_id, VectorEnv):
+            rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
+                           "give a callable that makes it, or eval_freq=0")  # fmt: skip
         given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
         if self.eval_freq and not given and trainer.val_check_interval == 1.0:
             # Evaluation is counted in transitions; Lightning counts epochs.

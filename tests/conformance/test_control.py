@@ -210,6 +210,24 @@ def test_a_warm_start_carries_the_normalisers_statistics(tmp_path: Path) -> None
     assert anew.collector.normalizers.of_observations.running.count == pytest.approx(256 + 4, abs=1e-3)
 
 
+def test_weights_of_normalised_observations_warn_on_raw_ones() -> None:
+    model = CASES[0].make_model()
+    fit(model, CASES[0].make_data(norm_obs=True))
+    with pytest.warns(UserWarning, match="norm_obs=False, but the weights were trained on normalised observations"):
+        fit(model, CASES[0].make_data())
+    assert model.observation_statistics is None
+
+
+def test_a_vector_instance_that_is_not_evaluated_says_so() -> None:
+    from datamodules import RolloutDataModule
+    from tests.conformance.envs import make_counting
+
+    data = RolloutDataModule(make_counting(3), n_steps=8, total_timesteps=48)
+    with pytest.warns(UserWarning, match="Counting was given as one vector.* it is not evaluated"):
+        fit(CASES[0].make_model(), data)
+    assert data.num_timesteps >= 48
+
+
 def test_a_failed_fit_leaves_the_statistics_it_trained_with() -> None:
     case = CASES[0]
     model, data = case.make_model(), case.make_data(norm_obs=True)
