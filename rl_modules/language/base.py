@@ -9,7 +9,6 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
@@ -31,7 +30,7 @@ from rl_modules.language.precision import adopt_precision, convert_frozen, float
 from rl_modules.language.router_loss import wants_router_loss
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.self_check import require_left_to_right
-from rl_modules.language.sharding import adopt, gathered_once, is_sharded, shard, share, whole
+from rl_modules.language.sharding import Splitter, adopt, gathered_once, is_sharded, shard, share, splitter, whole
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
@@ -199,8 +198,7 @@ class LanguageModule(L.LightningModule):
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             self.reset_run()
         if sharded and not is_sharded(self.model):
-            # Lightning's mesh has a second dimension, for splitting matrix products.
-            self.shard(init_device_mesh(self.trainer.strategy.root_device.type, (self.trainer.world_size,)))
+            self.shard(splitter(self.trainer.strategy))
 
     def _build(self) -> None:
         hp: Any = self.hparams
@@ -255,13 +253,13 @@ class LanguageModule(L.LightningModule):
             described["generation_config"] = plain_config(generation)
         return described
 
-    def shard(self, mesh: Any) -> None:
+    def shard(self, split: Splitter) -> None:
         """Split the weights over ranks; an algorithm with further models splits them here too.
 
         Args:
-            mesh: of the ranks, one-dimensional.
+            split: splits one module's weights, see :func:`rl_modules.language.sharding.splitter`.
         """
-        shard(self.model, mesh)
+        shard(self.model, split)
 
     def build_model(self, config: Any, source: str | None) -> None:
         """Set ``self.model``; an algorithm with further models (reference, value) builds them here too."""

@@ -11,6 +11,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.decoding import transformers_model
 from rl_modules.language.models import add_lora, make_model, remove_dropout
 from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
+from rl_modules.language.sharding import Splitter
 
 
 def frozen(model: Any) -> Any:
@@ -65,11 +66,9 @@ class HeadOnPolicy(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def shard(self, mesh: Any) -> None:
-        """Split the weights over the ranks of a mesh."""
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(self.linear, mesh=mesh)
+    def shard(self, split: Splitter) -> None:
+        """Split the weights over ranks."""
+        split(self.linear)
 
     def forward(
         self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,

@@ -15,7 +15,7 @@ from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.rereading import encode_again, same_tokens
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
-from rl_modules.language.sharding import shard
+from rl_modules.language.sharding import Splitter, shard
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 Rollout = dict[str, Any]
@@ -68,11 +68,11 @@ class JudgedPolicy(LanguagePolicy):
         other = None if self.reward_tokenizer is None else tokenizer_to_dict(self.reward_tokenizer)
         return {**super().describe(config), **described, "reward_tokenizer": other}
 
-    def shard(self, mesh: Any) -> None:
-        super().shard(mesh)
+    def shard(self, split: Splitter) -> None:
+        super().shard(split)
         for judge in (self.reference, self.reward_model):
             if judge is not None:
-                shard(judge, mesh)
+                shard(judge, split)
 
     def build_model(self, config: Any, source: str | None) -> None:
         """Policy, reference and reward model."""

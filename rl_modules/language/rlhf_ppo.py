@@ -19,7 +19,7 @@ from rl_modules.language.scoring import (
     extent_of,
     token_values,
 )
-from rl_modules.language.sharding import shard
+from rl_modules.language.sharding import Splitter, shard
 
 
 class RLHFPPO(JudgedPolicy):
@@ -177,12 +177,12 @@ class RLHFPPO(JudgedPolicy):
             arguments["value_model."] = "reward_model_name_or_path"
         return arguments
 
-    def shard(self, mesh: Any) -> None:
-        super().shard(mesh)
+    def shard(self, split: Splitter) -> None:
+        super().shard(split)
         if self.value_head is not None:
-            self.value_head.shard(mesh)
+            self.value_head.shard(split)
         else:
-            shard(self.value_model, mesh)
+            shard(self.value_model, split)
 
     # ---------------------------------------------------------------- experience
 

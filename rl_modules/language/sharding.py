@@ -1,19 +1,24 @@
 """Weights split over ranks (FSDP2), under Lightning's ``ModelParallelStrategy``.
 
 Every rank holds its share of each weight, of its gradient and of the optimizer's moments; a layer's weights are put
-together when the layer runs, and let go behind it (Zhao et al. 2023, arXiv:2304.11277). Losses, batches and checkpoints
+together when the layer runs, and freed after it (Zhao et al. 2023, arXiv:2304.11277). Losses, batches and checkpoints
 are those of a run that is not sharded: nothing but the memory differs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from rl_modules.common.errors import UsageError
+
+#: Splits the weights of one module over ranks, in place.
+Splitter = Callable[[nn.Module], Any]
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -76,11 +81,6 @@ def adopt(strategy: Any) -> bool:
                          "ModelParallelStrategy")  # fmt: skip
     if not isinstance(strategy, ModelParallelStrategy):
         return False
-    tensor_parallel = strategy.device_mesh["tensor_parallel"].size()
-    # "auto" is a node's ranks; it can't be told from the same number given.
-    if tensor_parallel not in (1, strategy.num_processes):
-        raise UsageError(f"tensor_parallel_size={tensor_parallel} would split matrix products, which is not supported; "
-                         "leave it out: whole layers are split over all ranks")  # fmt: skip
     if strategy.precision_plugin.precision == "16-mixed":
         raise UsageError("trainer.precision=16-mixed scales the loss by what one rank sees of a gradient; where "
                          "weights are sharded take bf16-mixed")  # fmt: skip
@@ -88,23 +88,46 @@ def adopt(strategy: Any) -> bool:
     return True
 
 
-def shard(model: Any, mesh: Any) -> None:
-    """Split a transformers model's weights (or one layer's) over the ranks of a mesh; in place.
+def splitter(strategy: Any) -> Splitter:
+    """How the strategy's sizes and precision split a module's weights.
+
+    ``tensor_parallel_size`` ranks share one copy of the weights, and ``data_parallel_size`` such copies exist (HSDP:
+    gradients are summed within a copy, then over copies). By default a node's ranks share a copy. Where either size is
+    1, all ranks share one copy.
+
+    Under ``bf16-mixed`` and ``bf16-true`` weights travel and multiply in bfloat16; the shares that the optimizer steps,
+    and the sums of gradients, are float32.
+
+    Args:
+        strategy: a ``ShardedStrategy`` with its ranks connected.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = strategy.device_mesh
+    if 1 in mesh.shape:
+        mesh = init_device_mesh(strategy.root_device.type, (strategy.world_size,))
+    policy = MixedPrecisionPolicy()
+    if strategy.precision_plugin.precision in ("bf16-mixed", "bf16-true"):
+        # Inputs keep their types: positions, masks and rewards would be rounded too.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    return partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def shard(model: Any, split: Splitter) -> None:
+    """Split a transformers model's weights over ranks; in place.
 
     Args:
         model: on every rank the same. Of a causal model the whole is called; of a model with a ``score`` head its body
             and its head are, each by itself.
-        mesh: one-dimensional.
+        split: splits the weights of one module that is called.
     """
-    from torch.distributed.fsdp import fully_shard
-
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     blocks = set(getattr(network, "_no_split_modules", None) or ())
     parts = [module for module in network.modules() if type(module).__name__ in blocks]
     parts += [network.base_model, network.score] if hasattr(network, "score") else [network]
     for part in parts:
         # The outermost part too is let go, or what reads weights between two forward passes would find it whole.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        split(part)
 
 
 @contextmanager

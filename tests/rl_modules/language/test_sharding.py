@@ -21,7 +21,6 @@ from recipes.cli import main
 from recipes.cli.resume import damage_of, read
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
-from rl_modules.language.sharding import adopt
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 
@@ -261,6 +260,76 @@ def test_a_generation_gathers_each_weight_once(files: Path, tmp_path: Path) -> N
     assert padded[0] == padded[1]
 
 
+# -------------------------------------------------------------------- copies, and bfloat16
+
+
+def placed(name: str, files: Path, output: Path, **sizes: int) -> dict[str, Any]:
+    """Train on four ranks; the curve, and how a matrix lies on them."""
+    module, data = case(name, files, 4)
+    curves = Curves()
+    fit(module, data, max_steps=STEPS, devices=4, strategy=ModelParallelStrategy(**sizes), logger=curves,
+        accumulate_grad_batches=2)  # fmt: skip
+    weight: Any = next(p for p in module.model.parameters() if p.dim() == 2)
+    return {"curves": curves.points, "mesh": list(weight.device_mesh.shape), "share": weight.to_local().shape[0],
+            "whole": weight.shape[0]}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_copies_on_two_ranks_each_learn_what_one_rank_learns(trained: tuple, files: Path, tmp_path: Path) -> None:
+    ranks = on_ranks(lambda: placed("sft", files, tmp_path, data_parallel_size=2, tensor_parallel_size=2),
+                     tmp_path / "ranks", world_size=4)  # fmt: skip
+    assert [rank["mesh"] for rank in ranks] == [[2, 2]] * 4
+    assert sum(rank["share"] for rank in ranks) == 2 * ranks[0]["whole"]
+    one = trained[0]["sft"]
+    assert len(one) == len(ranks[0]["curves"])
+    for left, right in zip(one, ranks[0]["curves"], strict=True):
+        assert left == pytest.approx(right, rel=2e-4, abs=2e-5, nan_ok=True)
+
+
+def bfloat16(files: Path, ranks: int) -> dict[str, Any]:
+    """Train in mixed precision; the curve, and the types in which weights are gathered and gradients are summed."""
+    module, data = case("sft", files, ranks)
+    curves = Curves()
+    kinds: dict[str, set[str]] = {"gathered": set(), "reduced": set()}
+    names = {"gathered": ("all_gather_single", "all_gather_into_tensor"),
+             "reduced": ("reduce_scatter_single", "reduce_scatter_tensor")}  # fmt: skip
+    originals = {}
+
+    def watch(kind: str, name: str) -> None:
+        original = originals[name] = getattr(torch.distributed, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            kinds[kind].update(str(x.dtype) for x in tensors)
+            return original(*args, **kwargs)
+
+        setattr(torch.distributed, name, watched)
+
+    for kind, some in names.items():
+        for name in some:
+            if hasattr(torch.distributed, name):
+                watch(kind, name)
+    try:
+        fit(module, data, max_steps=STEPS, devices=ranks, strategy=ModelParallelStrategy() if ranks > 1 else "auto",
+            precision="bf16-mixed", logger=curves, accumulate_grad_batches=2)  # fmt: skip
+    finally:
+        for name, original in originals.items():
+            setattr(torch.distributed, name, original)
+    return {"curves": curves.points, **{kind: sorted(found) for kind, found in kinds.items()},
+            "masters": sorted({str(p.dtype) for p in module.parameters()})}  # fmt: skip
+
+
+def test_weights_are_gathered_in_bfloat16_and_gradients_summed_in_float32(files: Path, tmp_path: Path) -> None:
+    one = bfloat16(files, 1)
+    first, _ = on_ranks(lambda: bfloat16(files, 2), tmp_path / "ranks")
+    # Gathers travel as bytes, or in the weights' type; float32 would be twice as much.
+    assert first["gathered"] and "torch.float32" not in first["gathered"]
+    assert first["reduced"] == ["torch.float32"] and first["masters"] == ["torch.float32"]
+    for left, right in zip(one["curves"], first["curves"], strict=True):
+        losses = {name for name in left if name.endswith("loss")}
+        assert losses and {n: left[n] for n in losses} == pytest.approx({n: right[n] for n in losses}, rel=1e-2)
+
+
 # -------------------------------------------------------------------- what people get wrong
 
 
@@ -274,14 +343,6 @@ def test_what_is_not_sharded(module: Any, strategy: Any, message: str) -> None:
     model._trainer = SimpleNamespace(strategy=made, datamodule=None)
     with pytest.raises(UsageError, match=message):
         model.configure_model()
-
-
-def test_products_are_not_split() -> None:
-    mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 2)}
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
-    strategy._device_mesh, strategy.parallel_devices = mesh, [torch.device("cpu")] * 4  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="tensor_parallel_size=2 would split matrix products"):
-        adopt(strategy)
 
 
 def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
