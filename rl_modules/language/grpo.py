@@ -200,24 +200,10 @@ class GRPO(JudgedPolicy):
     def rewards(self, rollout: Rollout) -> Tensor:
         """What each completion earns, [B]: the weighted sum of all rewards; NaN where none applies.
 
-        A reward model's score joins the rollout's ``rewards`` as the column ``reward_model``.
-
         Args:
             rollout: a generation, see ``PromptDataModule``.
         """
-        if self.reward_model is not None:
-            score = self.judge_scores(rollout)
-            rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
-            rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
-        if not rollout["reward_names"]:
-            raise UsageError(
-                "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
-            )
-        names, weights = rollout["reward_names"], self.reward_weights
-        if weights is not None and len(weights) != len(names):
-            raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
-                             f"{', '.join(names)}; give one for each")  # fmt: skip
-        return F.combine_rewards(rollout["rewards"], weights)
+        return self.combined_rewards(rollout)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """Computes advantages and masks of a scored rollout.
@@ -369,7 +355,7 @@ class GRPO(JudgedPolicy):
         return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
 
     def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
-        """Which of the micro-batch's tokens are those of the highest entropies, ``top_entropy_quantile`` of them; [b, L].
+        """Which tokens of the micro-batch are the ``top_entropy_quantile`` with the highest entropies, [b, L] bool.
 
         The quantile is over all ranks' rows.
         """

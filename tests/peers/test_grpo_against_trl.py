@@ -78,8 +78,8 @@ def trl_loss(module: GRPO, fields: dict[str, Any], rows: slice, n_micro: int, fi
         completions[i, :m] = fields["tokens"][i, p : p + m]
     hp: Any = module.hparams
     trainer = SimpleNamespace(
-        aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=hp.entropy_coef > 0,
-        entropy_coef=hp.entropy_coef, use_adaptive_entropy=False,
+        aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, entropy_coef=hp.entropy_coef,
+        _entropy_bonus_enabled=hp.entropy_coef > 0, use_adaptive_entropy=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=n_micro, accelerator=Accelerator(),
         _metrics={"train": defaultdict(list)}, top_entropy_quantile=hp.top_entropy_quantile,
         loss_type=hp.loss_type, importance_sampling_level=hp.importance_sampling_level, beta=hp.beta,

@@ -53,7 +53,8 @@ def numbers(model, function, tokens, *text, **arguments):
     log_prob, entropy = function(model, tokens, *text, temperature=0.7, entropy=True, **arguments)
     weight = torch.arange(log_prob.numel()).view(log_prob.shape) / log_prob.numel()
     (log_prob * weight + 0.3 * entropy * (1 - weight)).sum().backward()
-    return log_prob.detach(), entropy.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return log_prob.detach(), entropy.detach(), gradients
 
 
 def assert_same(one, other, **tolerance):
