@@ -1,4 +1,4 @@
-"""The models beside a policy in training: frozen judges, and a value model that starts from the reward model."""
+"""The models beside a policy in training: frozen judges, and a value model that starts from one of them."""
 
 import copy
 from typing import Any
@@ -48,6 +48,38 @@ def value_model_from(
     model = make_model(without_dropout(reward_model.config), None, "score", dtype, attention, gradient_checkpointing)
     model.to(weight.device).load_state_dict(reward_model.state_dict())
     model.requires_grad_(True).train()
+    return model if lora is None else add_lora(model, lora, "SEQ_CLS", gradient_checkpointing)
+
+
+def value_model_from_policy(
+    policy: Any, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
+) -> Any:
+    """A trainable copy of a policy's body with a head of one output, whose value is 0 to begin with.
+
+    Args:
+        policy: causal language model, adapters of ``peft`` included; these are new, and are not copied.
+        gradient_checkpointing: recompute activations in the backward pass, see :func:`make_model`.
+        lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
+
+    Raises:
+        UsageError: the architecture has no such head on the same body.
+    """
+    causal = transformers_model(policy)
+    weight = next(causal.parameters())
+    dtype, attention = str(weight.dtype).removeprefix("torch."), causal.config._attn_implementation
+    model = make_model(causal.config, None, "score", dtype, attention, gradient_checkpointing)
+    weights = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in causal.base_model.state_dict().items()
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
+    try:
+        model.base_model.load_state_dict({n.replace(".original_module.", "."): t for n, t in weights.items()})
+    except RuntimeError as error:
+        raise UsageError(f"a value model of {causal.config.model_type} can't start from the policy: the body of its "
+                         "sequence classification is another; set value_head_on_policy=true") from error  # fmt: skip
+    nn.init.zeros_(model.score.weight)
+    model.to(weight.device).train()
     return model if lora is None else add_lora(model, lora, "SEQ_CLS", gradient_checkpointing)
 
 

@@ -69,6 +69,8 @@ class GRPO(JudgedPolicy):
         mask_truncated_completions: completions without an end count in no loss (DAPO's overlong filter).
         top_entropy_quantile: share of a micro-batch's tokens, those of the highest entropy, that the policy loss is of
             (Wang et al. 2025, arXiv:2506.01939: 0.2); in (0, 1].
+        entropy_coef: price of the mean entropy of the tokens' distributions, which the loss is lowered by, in units of
+            advantage per nat; over the tokens of ``top_entropy_quantile``. 0: none.
         temperature: of sampling, and of all log-probabilities; > 0.
         top_k: sample from the k likeliest tokens; None: all.
         top_p: sample from the nucleus of this probability; None: all.
@@ -107,6 +109,7 @@ class GRPO(JudgedPolicy):
         ref_model_sync_steps: int = 512,
         mask_truncated_completions: bool = False,
         top_entropy_quantile: float = 1.0,
+        entropy_coef: float = 0.0,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -123,7 +126,7 @@ class GRPO(JudgedPolicy):
         for name, choices in _CHOICES.items():
             if hp[name] not in choices:
                 raise UsageError(f"{name}={hp[name]!r} must be one of {', '.join(choices)}")
-        for name in ("beta", "epsilon", "epsilon_high", "completions_steps"):
+        for name in ("beta", "epsilon", "epsilon_high", "entropy_coef", "completions_steps"):
             if hp[name] is not None and not hp[name] >= 0:
                 raise UsageError(f"{name}={hp[name]} must be at least 0")
         if loss_type == "cispo" and epsilon_high is None:
@@ -155,6 +158,7 @@ class GRPO(JudgedPolicy):
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
         self.reward_weights = hp.reward_weights
         self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, hp.top_entropy_quantile
+        self.entropy_coef: float = hp.entropy_coef
         self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
         self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
         self.forward_rows = hp.local_rollout_forward_batch_size
@@ -196,24 +200,10 @@ class GRPO(JudgedPolicy):
     def rewards(self, rollout: Rollout) -> Tensor:
         """What each completion earns, [B]: the weighted sum of all rewards; NaN where none applies.
 
-        A reward model's score joins the rollout's ``rewards`` as the column ``reward_model``.
-
         Args:
             rollout: a generation, see ``PromptDataModule``.
         """
-        if self.reward_model is not None:
-            score = self.judge_scores(rollout)
-            rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
-            rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
-        if not rollout["reward_names"]:
-            raise UsageError(
-                "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
-            )
-        names, weights = rollout["reward_names"], self.reward_weights
-        if weights is not None and len(weights) != len(names):
-            raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
-                             f"{', '.join(names)}; give one for each")  # fmt: skip
-        return F.combine_rewards(rollout["rewards"], weights)
+        return self.combined_rewards(rollout)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """Computes advantages and masks of a scored rollout.
@@ -234,7 +224,7 @@ class GRPO(JudgedPolicy):
         fields["advantage"] = self.advantages(everyone, rollout["num_generations"])[own]
         judged = self.in_parts(rollout, self.judged) if self.rescores or self.beta else {}
         fields |= {name: judged[name] for name in judged if name != "entropy"}
-        if self.beta == 0 and self.top_entropy_quantile == 1:
+        if self.beta == 0 and self.top_entropy_quantile == 1 and not self.entropy_coef:
             matters = fields["advantage"] != 0
             fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
         self.record_generation(rollout, fields, judged.get("entropy"))
@@ -270,15 +260,33 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- optimization
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        log_prob, entropy = self.log_probs(batch, entropy=self.top_entropy_quantile < 1)
+        chooses = self.top_entropy_quantile < 1
+        log_prob, entropy = self.log_probs(batch, entropy=chooses or self.entropy_coef > 0)
         if batch["on_policy"]:
             # The same weights: all that could differ from the stored ones is the rounding of another batch size.
             batch = {**batch, "log_prob": log_prob.detach()}
-        if entropy is not None:
-            batch = {**batch, "advantage": self.on_uncertain_tokens(batch["advantage"], entropy, batch["mask"])}
+        uncertain = batch["mask"]
+        if chooses and entropy is not None:
+            uncertain = self.uncertain_tokens(entropy.detach(), batch["mask"])
+            advantage = batch["advantage"] if batch["advantage"].ndim == 2 else batch["advantage"].unsqueeze(1)
+            batch = {**batch, "advantage": torch.where(uncertain, advantage, 0.0)}
         loss = self.policy_loss(log_prob, batch)
-        self.record_minibatch(log_prob.detach(), loss, batch)
+        self.record_minibatch(log_prob.detach(), loss.detach(), batch)
+        if self.entropy_coef and entropy is not None:
+            loss = loss - self.entropy_coef * self.entropy_bonus(entropy, uncertain, batch)
         return loss
+
+    def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The mean entropy of the tokens that count, as this micro-batch's part of it times their number.
+
+        Args:
+            entropy: [b, L].
+            uncertain: which tokens count, [b, L]; under ``top_entropy_quantile`` the micro-batch's most uncertain.
+            batch: the minibatch.
+        """
+        mean = F.masked_mean(entropy, uncertain)
+        share = batch["mask"].sum() / batch["step_tokens"].clamp(min=1)
+        return mean * share * batch["n_micro"]
 
     def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log π of the completions' tokens, and their entropies where asked for, [b, L].
@@ -346,8 +354,8 @@ class GRPO(JudgedPolicy):
         """
         return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
 
-    def on_uncertain_tokens(self, advantage: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
-        """The advantage of the micro-batch's tokens with the highest entropies, 0 elsewhere; [b, L].
+    def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
+        """Which tokens of the micro-batch are the ``top_entropy_quantile`` with the highest entropies, [b, L] bool.
 
         The quantile is over all ranks' rows.
         """
@@ -356,8 +364,7 @@ class GRPO(JudgedPolicy):
             width = self.most_over_ranks(values.shape[1])
             values = self.gathered(torch.nn.functional.pad(values, (0, width - values.shape[1]), value=torch.nan))
         threshold = values.flatten().nanquantile(1 - self.top_entropy_quantile)
-        chosen = mask & (entropy >= threshold)
-        return torch.where(chosen, advantage if advantage.ndim == 2 else advantage.unsqueeze(1), 0.0)
+        return mask & (entropy >= threshold)
 
     # ---------------------------------------------------------------- reference
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguagePolicy, plain_config
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
@@ -32,6 +33,8 @@ class JudgedPolicy(LanguagePolicy):
     reward_offset: Tensor
     #: Rows per forward pass without gradient.
     forward_rows: int
+    #: One per reward function, the reward model's last; None: all 1.
+    reward_weights: list[float] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,6 +139,33 @@ class JudgedPolicy(LanguagePolicy):
         else:
             with self.model.disable_adapter():
                 yield self.model
+
+    # ---------------------------------------------------------------- rewards
+
+    def combined_rewards(self, rollout: Rollout) -> Tensor:
+        """The weighted sum of all rewards of each completion, [B]; NaN where none applies.
+
+        A reward model's score joins the rollout's ``rewards`` as the column ``reward_model``.
+
+        Args:
+            rollout: a generation, see ``PromptDataModule``.
+
+        Raises:
+            UsageError: there are no rewards, or not one weight for each.
+        """
+        if self.reward_model is not None:
+            score = self.judge_scores(rollout)
+            rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
+            rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
+        if not rollout["reward_names"]:
+            raise UsageError(
+                "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
+            )
+        names, weights = rollout["reward_names"], self.reward_weights
+        if weights is not None and len(weights) != len(names):
+            raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
+                             f"{', '.join(names)}; give one for each")  # fmt: skip
+        return F.combine_rewards(rollout["rewards"], weights)
 
     # ---------------------------------------------------------------- passes over a generation
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from
+from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
 from rl_modules.language.logits import log_probs_at
@@ -23,7 +23,7 @@ from rl_modules.language.sharding import Splitter, shard
 
 
 class RLHFPPO(JudgedPolicy):
-    """RLHF: a policy raises a reward model's score and pays for every nat it moves away from a reference.
+    """RLHF: a policy raises the score of a reward model or of verifiers and pays for every nat away from a reference.
 
     Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155; details from Huang et al. 2024,
     arXiv:2403.17031. A completion is an episode, a token an action:
@@ -33,8 +33,10 @@ class RLHFPPO(JudgedPolicy):
         L = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)] + vf_coef·½E[max((V-R)², (V_clip-R)²)] - ptx_coef·E[log π(x)]
 
     E is the mean over all completion tokens of the optimizer step, however it is cut into micro-batches and ranks. The
-    value model starts as a copy of the reward model. Policy, reference, reward and value model are all in a checkpoint,
-    which therefore loads and goes on without the directories that they came from.
+    score is a reward model's, or that of the datamodule's ``reward_funcs`` as in :class:`~rl_modules.GRPO`, or a sum of
+    both. The value model starts as a copy of the reward model; without one, as the policy's body under a head of 0.
+    Policy, reference, reward and value model are all in a checkpoint, which therefore loads and goes on without the
+    directories that they came from.
 
     Names and defaults are those of TRL's PPO, but for two names that are GRPO's here: ``beta`` is TRL's ``kl_coef``,
     and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score stands
@@ -43,11 +45,13 @@ class RLHFPPO(JudgedPolicy):
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
         reward_model_name_or_path: exported directory or checkpoint of a RewardModel; with another tokenizer than the
-            policy's only under ``value_head_on_policy``, for the value model starts from it.
+            policy's only under ``value_head_on_policy``, for the value model starts from it. None: the datamodule's
+            reward functions alone.
         ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
         value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
             of its own: half the memory, but both losses pull at the same weights.
-        beta: β, price of the KL to the reference, in units of score per nat; ≥ 0.
+        beta: β, price of the KL to the reference, in units of score per nat; ≥ 0. At 0 the KL is measured only where
+            ``ref_model_name_or_path`` is given; else no reference is kept.
         target_kl: nats per completion that β is adapted to hold (Ziegler et al.); None: β stays.
         kl_gain: how fast: the largest change of β per generation is a fifth of this; in [0, 5).
         kl_estimator: ``k1`` (the log-ratio) or ``k3`` (never negative; the optimum is then another one).
@@ -61,6 +65,8 @@ class RLHFPPO(JudgedPolicy):
         missing_eos_penalty: taken from the score of completions that have no end, in units of score; None: nothing.
         ptx_coef: weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the
             datamodule's ``ptx_batch_size``.
+        reward_weights: one per reward function, the reward model's last. None: the reward model alone, beside which
+            reward functions are measured only; without a reward model all 1.
         temperature: of sampling, and of all log-probabilities; > 0.
         top_k: sample from the k likeliest tokens; None: all.
         top_p: sample from the nucleus of this probability; None: all.
@@ -99,6 +105,7 @@ class RLHFPPO(JudgedPolicy):
         whiten_rewards: bool = False,
         missing_eos_penalty: float | None = None,
         ptx_coef: float = 0.0,
+        reward_weights: list[float] | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -112,9 +119,6 @@ class RLHFPPO(JudgedPolicy):
     ) -> None:
         super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
         hp: Any = self.hparams
-        if reward_model_name_or_path is None:
-            raise UsageError("reward_model_name_or_path is missing; give the directory or .ckpt file of a trained "
-                             "RewardModel")  # fmt: skip
         for name in ("gamma", "lam"):
             if not 0 <= hp[name] <= 1:
                 raise UsageError(f"{name}={hp[name]} must lie in [0, 1]")
@@ -135,6 +139,7 @@ class RLHFPPO(JudgedPolicy):
             raise UsageError(f"kl_estimator={kl_estimator!r} must be k1 or k3")
         if target_kl is not None and beta == 0:
             raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
+        self.reward_weights = hp.reward_weights
         self.beta: float = hp.beta
         self.target_kl, self.kl_gain, self.kl_estimator = hp.target_kl, hp.kl_gain, kl_estimator
         self.gamma, self.lam = hp.gamma, hp.lam
@@ -156,7 +161,17 @@ class RLHFPPO(JudgedPolicy):
         self.beta = self.hparams["beta"]
         self._table_due_at = 0
 
+    def setup(self, stage: str) -> None:
+        functions = getattr(self.trainer.datamodule, "rewards", ())  # type: ignore[attr-defined]
+        if stage == "fit" and self.hparams["reward_model_name_or_path"] is None and not len(functions):
+            raise UsageError("reward_model_name_or_path=null and no data.reward_funcs leave completions without a "
+                             "reward; give one of them")  # fmt: skip
+
     # ---------------------------------------------------------------- models
+
+    @property
+    def wants_reference(self) -> bool:
+        return self.hparams["beta"] > 0 or self.hparams["ref_model_name_or_path"] is not None
 
     def build_model(self, config: Any, source: str | None) -> None:
         """Policy, reference, reward model, and the value model or head."""
@@ -169,12 +184,15 @@ class RLHFPPO(JudgedPolicy):
                 check_same_tokens(f"reward_model_name_or_path={hp.reward_model_name_or_path!r}, from which the value "
                                   "model starts (value_head_on_policy=true has none),", self.reward_tokenizer,
                                   self.tokenizer)  # fmt: skip
-            self.value_model = value_model_from(self.reward_model, hp.gradient_checkpointing, self.lora)
+            start = value_model_from_policy if self.reward_model is None else value_model_from
+            source = self.model if self.reward_model is None else self.reward_model
+            self.value_model = start(source, hp.gradient_checkpointing, self.lora)
 
     def frozen_arguments(self) -> dict[str, str]:
         arguments = super().frozen_arguments()
-        if self.value_model is not None and self.hparams["lora"] is not None:
-            arguments["value_model."] = "reward_model_name_or_path"
+        name = "model_name_or_path" if self.reward_model is None else "reward_model_name_or_path"
+        if self.value_model is not None and self.hparams["lora"] is not None and self.hparams[name] is not None:
+            arguments["value_model."] = name
         return arguments
 
     def shard(self, split: Splitter) -> None:
@@ -187,14 +205,16 @@ class RLHFPPO(JudgedPolicy):
     # ---------------------------------------------------------------- experience
 
     def rewards(self, rollout: Rollout) -> Tensor:
-        """What each completion earns at its end, [B]: the reward model's score, less the penalty for not ending.
+        """What each completion earns at its end, [B], or what each of its tokens earns, [B, L].
 
-        NaN takes a completion out of the losses.
+        The default is the weighted sum of the reward functions' values and the reward model's score, less the penalty
+        for not ending. NaN takes a completion out of the losses.
 
         Args:
             rollout: a generation, see ``PromptDataModule``.
         """
-        score = self.judge_scores(rollout)
+        judges_alone = self.reward_model is not None and self.reward_weights is None
+        score = self.judge_scores(rollout) if judges_alone else self.combined_rewards(rollout)
         if self.missing_eos_penalty is None:
             return score
         return score - self.missing_eos_penalty * (~rollout["finished"]).float()
@@ -206,8 +226,9 @@ class RLHFPPO(JudgedPolicy):
             The fields that :meth:`training_step` reads: tokens [B, T], prompt_length and length [B]; mask, log_prob,
             value, advantage and returns [B, L].
         """
-        unscored = rollout["reward"].isnan()
-        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1]) & ~unscored.unsqueeze(1)
+        mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+        earned = rollout["reward"].unsqueeze(1) if rollout["reward"].ndim == 1 else rollout["reward"]
+        mask = mask & ~(earned.isnan() & (mask | (earned.shape[1] == 1))).any(1, keepdim=True)
         rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
         rollout |= self.in_parts(rollout, self.judged)
         reward = self.token_rewards(rollout)
@@ -220,13 +241,15 @@ class RLHFPPO(JudgedPolicy):
         return {**{name: rollout[name] for name in names}, "advantage": advantage, "returns": returns}
 
     def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """Log π, log π_ref, V and the policy's entropy of the completions' tokens, [b, L] each.
+        """Log π, V, the policy's entropy and, with a reference, log π_ref of the completions' tokens, [b, L] each.
 
         The sampler's own log-probabilities are of a filtered distribution under top_k, top_p or min_p, and under mixed
         precision of another rounding; here they come from the arithmetic of training.
         """
         text = (tokens, prompt_length, length)
         log_prob, value, entropy = self.policy_and_value(*text, entropy=True)
+        if not self.wants_reference:
+            return {"log_prob": log_prob, "value": value, "entropy": entropy}
         with self.reference_model() as reference:
             require_room("reference", reference, tokens)
             ref_log_prob, _ = completion_log_probs(reference, *text, self.temperature)
@@ -292,11 +315,24 @@ class RLHFPPO(JudgedPolicy):
     # ---------------------------------------------------------------- pieces to override
 
     def token_rewards(self, rollout: Rollout) -> Tensor:
-        """r_t of every token, [B, L]: the price of the KL, and the completion's reward on its last token."""
-        kl = F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
+        """r_t of every token, [B, L]: the price of the KL, and the completion's reward on its last token.
+
+        Rewards of tokens, [B, L], stay with their tokens.
+        """
+        mask, earned = rollout["mask"], rollout["reward"]
+        kl = self.paid_kl(rollout)
+        at_the_end = earned if earned.ndim == 1 else torch.zeros_like(earned[:, 0])
         # For k1 this is log π - log π_ref itself.
-        reward = F.rlhf_rewards(rollout["reward"], kl, torch.zeros_like(kl), rollout["mask"], self.beta)
+        reward = F.rlhf_rewards(at_the_end, kl, torch.zeros_like(kl), mask, self.beta)
+        if earned.ndim == 2:
+            reward = reward + torch.where(mask, earned, 0.0)
         return self.whiten(reward, rollout["mask"], shift_mean=False) if self.whiten_rewards else reward
+
+    def paid_kl(self, rollout: Rollout) -> Tensor:
+        """The estimate of the KL to the reference that the policy pays for, [B, L]; 0 without a reference."""
+        if "ref_log_prob" not in rollout:
+            return torch.zeros_like(rollout["log_prob"])
+        return F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
 
     def advantages(self, reward: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """A of every token, [B, L]: GAE over each completion, which ends at its last token, whether by EOS or not."""
@@ -318,17 +354,21 @@ class RLHFPPO(JudgedPolicy):
 
     def record_generation(self, rollout: Rollout, returns: Tensor) -> None:
         """Records rewards, lengths and the KL to the reference of a generation; adapts β to that KL."""
-        mask = rollout["mask"]
-        log_prob, ref_log_prob = rollout["log_prob"], rollout["ref_log_prob"]
-        paid = F.kl_estimate(log_prob, ref_log_prob, self.kl_estimator)
-        summed = [torch.where(mask, x, 0.0).sum(1) for x in (log_prob - ref_log_prob, paid, rollout["entropy"])]
-        columns = [rollout["reward"], rollout["length"], rollout["finished"], rollout["prompt_length"], *summed]
+        mask, log_prob = rollout["mask"], rollout["log_prob"]
+        has_reference = "ref_log_prob" in rollout
+        distance = log_prob - rollout["ref_log_prob"] if has_reference else torch.zeros_like(log_prob)
+        paid = self.paid_kl(rollout)
+        summed = [torch.where(mask, x, 0.0).sum(1) for x in (distance, paid, rollout["entropy"])]
+        earned = rollout["reward"]
+        if earned.ndim == 2:
+            earned = torch.where(mask, earned, 0.0).sum(1)
+        columns = [earned, rollout["length"], rollout["finished"], rollout["prompt_length"], *summed]
         table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
         score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
         non_score = -self.beta * paid
         explained = F.explained_variance(rollout["value"][mask], returns[mask])
         metrics: dict[str, Tensor | float] = {
-            "objective/kl": kl.mean(),
+            **({"objective/kl": kl.mean()} if has_reference else {}),
             "objective/entropy": entropy.mean(),
             "objective/non_score_reward": non_score.mean(),
             "objective/rlhf_reward": (score + non_score).mean(),
@@ -350,13 +390,13 @@ class RLHFPPO(JudgedPolicy):
         step = self.trainer.global_step
         if self.completions_steps and step >= self._table_due_at:
             self._table_due_at = step - step % self.completions_steps + self.completions_steps
-            self.write_completions(rollout, summed[0])
+            self.write_completions(rollout, earned, summed[0])
 
-    def write_completions(self, rollout: Rollout, kl: Tensor) -> None:
+    def write_completions(self, rollout: Rollout, score: Tensor, kl: Tensor) -> None:
         """A table of a few completions with their score, KL and true rewards."""
         if not self.trainer.is_global_zero:
             return
-        columns = {"prompt": rollout["prompts"], "completion": rollout["texts"], "score": rollout["reward"].tolist(),
+        columns = {"prompt": rollout["prompts"], "completion": rollout["texts"], "score": score.tolist(),
                    "kl": kl.tolist()}  # fmt: skip
         for name, column in zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True):
             columns[name] = column.tolist()
@@ -385,10 +425,14 @@ class RLHFPPO(JudgedPolicy):
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Also the reward model's score of held-out completions, and how far they are from the reference."""
         super().log_completions(batch, batch_idx)
-        judged = self.in_parts(batch, self.judged)
-        kl = (judged["log_prob"] - judged["ref_log_prob"]).sum(-1)
-        metrics = {self.score_metric: self.judge_scores(batch).mean(), "eval/kl": kl.mean()}
-        self.log_evaluation(metrics, len(batch["answers"]))
+        metrics = {}
+        if self.reward_model is not None:
+            metrics[self.score_metric] = self.judge_scores(batch).mean()
+        if self.wants_reference:
+            judged = self.in_parts(batch, self.judged)
+            metrics["eval/kl"] = (judged["log_prob"] - judged["ref_log_prob"]).sum(-1).mean()
+        if metrics:
+            self.log_evaluation(metrics, len(batch["answers"]))
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -70,7 +70,7 @@ def completion_log_probs(
         prompt_length: [b], ≥ 1.
         length: tokens of the completions, [b], ≥ 1.
         temperature: T, the one that the tokens were sampled with.
-        entropy: also return the entropies (without gradient).
+        entropy: also return the entropies.
         extent: of the batch; None asks the device.
 
     Returns:
@@ -88,7 +88,7 @@ def completion_log_probs(
     aligned = torch.where(counts, log_prob.gather(1, place - first), 0.0)
     if not entropy:
         return aligned, None
-    spread = F.token_entropy(logits.detach(), temperature)
+    spread = F.token_entropy(logits, temperature)
     return aligned, torch.where(counts, spread.gather(1, place - first), 0.0)
 
 

@@ -72,7 +72,7 @@ class SFT(LanguagePolicy):
         self.record(counted, loss=total / counted)
         if found.entropy is not None and found.is_likeliest is not None:
             accuracy = found.is_likeliest.float().mean()
-            self.record(counted, mean_token_accuracy=accuracy, entropy=found.entropy.mean())
+            self.record(counted, mean_token_accuracy=accuracy, entropy=found.entropy.detach().mean())
         # Lightning divides by the number of micro-batches; the tokens of the whole step are divided by here.
         loss = total * batch["n_micro"] / batch["step_tokens"]
         if routers is None:

@@ -92,7 +92,7 @@ def grouped_log_probs(
         length: tokens of the completions, [b], ≥ 1.
         group: [b]; rows with equal numbers have the same prompt.
         temperature: T, the one that the tokens were sampled with.
-        entropy: also return the entropies (without gradient).
+        entropy: also return the entropies.
 
     Returns:
         log π(y_j) in nats, [b, L] float32, 0 behind each completion's end; and H_j in nats, likewise, or None.

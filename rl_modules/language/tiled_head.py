@@ -32,7 +32,7 @@ class TokenStatistics(NamedTuple):
 
     #: log π in nats, [1, m] float32.
     log_prob: Tensor
-    #: H in nats, [1, m] float32, without gradient; None where not asked for.
+    #: H in nats, [1, m] float32; None where not asked for. Without gradient under ``equal_weights``.
     entropy: Tensor | None
     #: Whether a token is the likeliest, [1, m] bool; None where not asked for.
     is_likeliest: Tensor | None
@@ -57,9 +57,8 @@ def statistics(
         accuracy: also whether each is the likeliest.
     """
     log_prob = F.token_log_probs(logits, target, temperature)
-    constant = logits.detach()
-    spread = F.token_entropy(constant, temperature) if entropy else None
-    return TokenStatistics(log_prob, spread, constant.argmax(-1) == target if accuracy else None)
+    spread = F.token_entropy(logits, temperature) if entropy else None
+    return TokenStatistics(log_prob, spread, logits.detach().argmax(-1) == target if accuracy else None)
 
 
 def tiled_statistics(
@@ -110,7 +109,10 @@ class _Gradients:
         self.states: list[Tensor] = []
         self.weights: list[Tensor] | None = None
 
-    def add(self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], weights: list[Tensor]) -> None:
+    def add(
+        self, asked: _Asked, x: Tensor, logits: Tensor, tile: tuple[Tensor, ...], weights: list[Tensor],
+        entropy_slope: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Those of one tile.
 
         Args:
@@ -119,12 +121,20 @@ class _Gradients:
             logits: of these, with gradient; overwritten.
             tile: its tokens, their log-probabilities, and the gradient of these.
             weights: of the output layer.
+            entropy_slope: the gradient of its tokens' entropies; None: the loss does not depend on them.
         """
         target, log_prob, slope = tile
         z = logits.detach()
         chosen = z.gather(-1, target.unsqueeze(-1)).to(log_prob.dtype) / asked.temperature
+        more = None
+        if entropy_slope is not None:
+            with torch.enable_grad():
+                leaf = z.clone().requires_grad_()
+                (more,) = torch.autograd.grad(F.token_entropy(leaf, asked.temperature), leaf, entropy_slope)
         # No operation of a known tail needs its own result again.
         token_log_probs_gradient(z, target, chosen - log_prob.unsqueeze(-1), slope, asked.temperature, out=z)
+        if more is not None:
+            z.add_(more)
         part, *found = torch.autograd.grad(logits, [x, *weights], z)
         self.states.append(part)
         if self.weights is None:
@@ -158,13 +168,18 @@ class _Tiles(torch.autograd.Function):
             ctx.save_for_backward(states, target, log_prob, *weights)
         ctx.asked, device = asked, states.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.mark_non_differentiable(*others)
+        # The entropies' gradient is computed where a loss has asked for it, which `equal_weights` rules out.
+        ctx.mark_non_differentiable(*(others if asked.at_once or not asked.entropy else others[1:]))
+        ctx.set_materialize_grads(False)
         return log_prob, *others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, spread: Tensor | None, *others: Any) -> tuple[Any, ...]:
         asked: _Asked = ctx.asked
+        if grad is None:
+            assert spread is not None, "autograd runs this for a loss of either output"
+            grad = torch.zeros_like(spread)
         if asked.at_once:
             torch._assert_async(
                 (grad == grad[:, :1]).all(), "equal_weights=True, but the loss weights tokens unequally"
@@ -174,14 +189,13 @@ class _Tiles(torch.autograd.Function):
             return states, None, None, *weights
         states, target, log_prob, *weights = ctx.saved_tensors
         gradients = _Gradients()
+        columns = [states, target, log_prob, grad, *([] if spread is None else [spread])]
         with torch.autocast(*ctx.autocast):
-            for x, *tile in zip(
-                *(tensor.split(asked.rows, 1) for tensor in (states, target, log_prob, grad)), strict=True
-            ):
+            for x, *tile in zip(*(tensor.split(asked.rows, 1) for tensor in columns), strict=True):
                 x = x.detach().requires_grad_()
                 with torch.enable_grad():
                     logits = asked.logits(x)
-                gradients.add(asked, x, logits, tuple(tile), weights)
+                gradients.add(asked, x, logits, tuple(tile[:3]), weights, *tile[3:])
         return torch.cat(gradients.states, 1), None, None, *(gradients.weights or [])
 
 

@@ -62,7 +62,7 @@ def left_padded_log_probs(
     position = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     logits = module.model(input_ids=ids, attention_mask=attention_mask, position_ids=position).logits
     log_softmax = (logits[:, -keep - 1 : -1] / module.temperature).log_softmax(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1).detach()
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return log_softmax.gather(-1, ids[:, -keep:].unsqueeze(-1)).squeeze(-1), entropy, None
 
 
@@ -78,14 +78,15 @@ def trl_loss(module: GRPO, fields: dict[str, Any], rows: slice, n_micro: int, fi
         completions[i, :m] = fields["tokens"][i, p : p + m]
     hp: Any = module.hparams
     trainer = SimpleNamespace(
-        aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, entropy_coef=hp.entropy_coef,
+        _entropy_bonus_enabled=hp.entropy_coef > 0, use_adaptive_entropy=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=n_micro, accelerator=Accelerator(),
         _metrics={"train": defaultdict(list)}, top_entropy_quantile=hp.top_entropy_quantile,
         loss_type=hp.loss_type, importance_sampling_level=hp.importance_sampling_level, beta=hp.beta,
         epsilon_low=hp.epsilon, epsilon_high=hp.epsilon if hp.epsilon_high is None else hp.epsilon_high,
         max_completion_length=hp.max_completion_length,
         args=SimpleNamespace(delta=hp.delta, use_bias_correction_kl=hp.use_bias_correction_kl,
-                             steps_per_generation=n_micro),
+                             steps_per_generation=n_micro, use_adaptive_entropy=False),
     )  # fmt: skip
     trainer._get_per_token_logps_and_entropies = functools.partial(left_padded_log_probs, module)
     trainer.get_high_entropy_mask = lambda *a: trainer_class.get_high_entropy_mask(trainer, *a)
@@ -154,3 +155,9 @@ def test_the_first_minibatch_equals_trl(loss_type, level):
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_tokens_of_high_entropy_equal_trl(loss_type):
     assert_equals_trl(loss_type=loss_type, top_entropy_quantile=0.3, beta=0.1)
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.3])
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_the_entropy_bonus_equals_trl(loss_type, quantile):
+    assert_equals_trl(loss_type=loss_type, top_entropy_quantile=quantile, entropy_coef=0.7)

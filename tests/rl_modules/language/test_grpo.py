@@ -193,7 +193,7 @@ def test_policy_gradient_is_of_the_tokens_with_the_highest_entropy():
     with torch.no_grad():
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
         _, entropy = completion_log_probs(module.model, *text, entropy=True)
-    chosen = module.on_uncertain_tokens(batch["advantage"], entropy, batch["mask"])
+    chosen = torch.where(module.uncertain_tokens(entropy, batch["mask"]), batch["advantage"].unsqueeze(1), 0.0)
     ordered = entropy[batch["mask"]].sort(descending=True).values
     expected = batch["mask"] & (entropy >= ordered[4])  # 5 of 20 tokens
     assert torch.equal(chosen != 0, expected & (batch["advantage"] != 0).unsqueeze(1))

@@ -659,7 +659,6 @@ def test_two_ranks_are_one_with_twice_the_batch(make, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reward_model_name_or_path": None}, "reward_model_name_or_path is missing"),
         ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
         ({"lam": -0.1}, r"lam=-0.1 must lie in \[0, 1\]"),
         ({"beta": -1.0}, "beta=-1.0 must be at least 0"),

@@ -52,8 +52,9 @@ def numbers(model, function, tokens, *text, **arguments):
     model.zero_grad()
     log_prob, entropy = function(model, tokens, *text, temperature=0.7, entropy=True, **arguments)
     weight = torch.arange(log_prob.numel()).view(log_prob.shape) / log_prob.numel()
-    (log_prob * weight).sum().backward()
-    return log_prob.detach(), entropy, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    (log_prob * weight + 0.3 * entropy * (1 - weight)).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return log_prob.detach(), entropy.detach(), gradients
 
 
 def assert_same(one, other, **tolerance):

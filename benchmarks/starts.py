@@ -1,0 +1,145 @@
+"""Reinforcement learning on addition from starts that no config was tuned to: which variant keeps the policy exploring?
+
+    python -m benchmarks.starts run [--variants grpo entropy] [--starts linear] [--folder runs/starts]
+    python -m benchmarks.starts report
+
+``run`` trains three supervised starts with seeds, lengths and schedules of their own, then every variant from each for
+1,000 steps, and keeps the result of a run in ``benchmarks/results/starts/<variant>/<start>.json``. Results that exist
+are skipped; a stopped run resumes. ``report`` writes the table of docs/language/grpo.md from these files.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.pipeline import Pipeline, scalars
+from recipes.stages import evaluate
+
+STORE = Path(__file__).parent / "results" / "starts"
+PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo.md"
+BEGIN, END = "<!-- results: written by `python -m benchmarks.starts report` -->\n", "<!-- end of results -->\n"
+START_CONFIG = "sft/addition_start.yaml"
+#: Options of the supervised runs beside their config.
+STARTS: dict[str, dict[str, Any]] = {
+    "linear": {"threads": 1, "data.seed": 11, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "linear",
+               "model.warmup_steps": 40, "data.eval_steps": 100, "trainer.max_steps": 300},
+    "cosine": {"threads": 1, "data.seed": 12, "model.learning_rate": 2e-3, "model.lr_scheduler_type": "cosine",
+               "model.warmup_steps": 20, "data.batch_size": 128, "data.eval_steps": 100, "trainer.max_steps": 500},
+    "constant": {"threads": 1, "data.seed": 13, "model.learning_rate": 1.5e-3, "model.warmup_steps": 20,
+                 "data.batch_size": 192, "data.eval_steps": 50, "trainer.max_steps": 350},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: a config and what is changed in it."""
+
+    config: str = "grpo/addition.yaml"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+#: The table's rows, each one change to GRPO's config as it was before this comparison.
+PLAIN = {"model.entropy_coef": 0.0}
+VARIANTS: dict[str, Variant] = {
+    "grpo": Variant(options=PLAIN),
+    "entropy .003": Variant(options={"model.entropy_coef": 0.003}),
+    "entropy .01": Variant(options={"model.entropy_coef": 0.01}),
+    "entropy .03": Variant(options={"model.entropy_coef": 0.03}),
+    "kl .03": Variant(options={**PLAIN, "model.beta": 0.03}),
+    "dr_grpo": Variant(options={**PLAIN, "model.loss_type": "dr_grpo", "model.scale_rewards": "none"}),
+    "top entropy .2": Variant(options={**PLAIN, "model.top_entropy_quantile": 0.2}),
+    "clip higher": Variant(options={**PLAIN, "model.epsilon_high": 0.28, "data.num_iterations": 2,
+                                    "data.steps_per_generation": 2}),
+    "learning rate 1e-4": Variant(options={**PLAIN, "model.learning_rate": 1e-4}),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Runs one of the two commands."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.starts", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="train what has no result yet")
+    running.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    running.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    running.add_argument("--folder", type=Path, default=Path("runs/starts"))
+    commands.add_parser("report", help="write the table")
+    given = parser.parse_args()
+    if given.command == "run":
+        run(given.variants, given.starts, given.folder)
+    else:
+        report()
+
+
+def run(variants: Sequence[str], starts: Sequence[str], folder: Path) -> None:
+    """Trains every variant from every start, one after the other.
+
+    Args:
+        variants: names of rows.
+        starts: names of columns.
+        folder: for the runs' files.
+    """
+    pipeline = Pipeline(folder)
+    for name in variants:
+        for start in starts:
+            kept = STORE / name.replace(" ", "_") / f"{start}.json"
+            if kept.exists():
+                print(f"{name} from {start}: kept in {kept}", flush=True)
+                continue
+            model = pipeline.fit(f"start_{start}", START_CONFIG, STARTS[start])
+            variant, began_s = VARIANTS[name], time.monotonic()
+            stage = f"{start}_{name.replace(' ', '_')}"
+            first = pipeline.evaluate(f"start_{start}_evaluation", lambda m=model: measure(m), None, [model.parent])
+            options = {"model.model_name_or_path": str(model), **variant.options}
+            pipeline.fit(stage, variant.config, options, [model.parent])
+            curves = scalars(folder / stage / "run")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            result = {
+                "start": first["eval/pass@1"],
+                **{tag: curves[f"eval/{tag}"][-1][1] for tag in ("pass@1", "pass@4", "cons@4")},
+                "entropy": curves["train/entropy"][-1][1],
+                "curve": curves["eval/pass@1"],
+                "seconds": round(time.monotonic() - began_s),
+            }
+            kept.write_text(json.dumps(result), "utf-8")
+            print(f"{name} from {start}: {result['start']:.3f} → {result['pass@1']:.3f}", flush=True)
+
+
+def measure(model: Path) -> dict[str, float]:
+    """The success rates of a start on the held-out questions of its runs.
+
+    Args:
+        model: an exported directory.
+    """
+    return evaluate("grpo/addition.yaml", {"model.model_name_or_path": str(model)})
+
+
+def report() -> None:
+    """Writes the table between its two marks on the page."""
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+def table() -> str:
+    """One row per variant that has results, one column per start."""
+    lines = [f"| variant | {' | '.join(STARTS)} | worst |", f"|{'---|' * (len(STARTS) + 2)}"]
+    for name in VARIANTS:
+        paths = {start: STORE / name.replace(" ", "_") / f"{start}.json" for start in STARTS}
+        found = {start: json.loads(path.read_text("utf-8")) for start, path in paths.items() if path.exists()}
+        if not found:
+            continue
+        cells = [_cell(found[start]) if start in found else "" for start in STARTS]
+        worst = min(result["pass@1"] for result in found.values())
+        lines.append(f"| {name} | {' | '.join(cells)} | {worst:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(result: dict[str, Any]) -> str:
+    return f"{result['start']:.2f} → {result['pass@1']:.2f}; {result['pass@4']:.2f}; {result['entropy']:.3f}"
+
+
+if __name__ == "__main__":
+    main()
