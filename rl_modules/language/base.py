@@ -30,7 +30,20 @@ from rl_modules.language.precision import adopt_precision, convert_frozen, float
 from rl_modules.language.router_loss import wants_router_loss
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.self_check import require_left_to_right
-from rl_modules.language.sharding import Splitter, adopt, gathered_once, is_sharded, shard, share, splitter, whole
+from rl_modules.language.sharding import (
+    Splitter,
+    adopt,
+    gathered_once,
+    is_sharded,
+    of_first_rank,
+    scatter,
+    shard,
+    share,
+    splitter,
+    storage_on_first_rank,
+    whole,
+    whole_tensors,
+)
 from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
@@ -178,8 +191,8 @@ class LanguageModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the model: from its source, or, loading a checkpoint, from the description in it.
 
-        Under ``ModelParallelStrategy`` its weights are then split over all ranks. At the start of a ``fit`` the last
-        run's state is cleared.
+        Under ``ModelParallelStrategy`` the first rank reads the weights and scatters them over all ranks. At the start
+        of a ``fit`` the last run's state is cleared.
 
         Raises:
             UsageError: trained weights would be stored in 16 bits.
@@ -188,9 +201,11 @@ class LanguageModule(L.LightningModule):
         sharded = self._trainer is not None and adopt(self.trainer.strategy)
         if self._trainer is not None:
             adopt_precision(self.trainer, hp.lora is not None)
+        weights = None
         if self.model is None:
-            with float32_by_default():
-                self._build()
+            with float32_by_default(), storage_on_first_rank() if sharded else nullcontext():
+                self._build(sharded)
+            weights = whole_tensors(self) if sharded else None
         if self._trainer is None:
             return
         convert_frozen(self)
@@ -199,8 +214,10 @@ class LanguageModule(L.LightningModule):
             self.reset_run()
         if sharded and not is_sharded(self.model):
             self.shard(splitter(self.trainer.strategy))
+            if weights is not None:
+                scatter(self, weights, self.trainer.strategy.root_device)
 
-    def _build(self) -> None:
+    def _build(self, sharded: bool) -> None:
         hp: Any = self.hparams
         described = hp.description is not None
         source = self.frozen_source("model.") if described else hp.model_name_or_path
@@ -218,17 +235,24 @@ class LanguageModule(L.LightningModule):
                 if parameter.requires_grad:
                     # peft takes over the base's dtype for the modules that it trains whole, such as a score head.
                     parameter.data = parameter.data.float()
-        keeps = hp.save_frozen_weights
-        if described:
-            if (generation := hp.description.get("generation_config")) is not None:
-                transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
-            description, sources = hp.description, hp.description.get("frozen", {})
-            check_sources(self, sources, hp)
+        # Where weights are sharded, the first rank alone has read them.
+        if sharded:
+            description, sources = of_first_rank(lambda: self._description(config))
         else:
-            description = self.describe(config)
-            sources = describe_sources(self, self.frozen_arguments(), hp)
+            description, sources = self._description(config)
+        if (generation := description.get("generation_config")) is not None:
+            transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
         self._sources = sources  # of the weights as they were read: a precision may convert them
-        self.hparams["description"] = {**description, "frozen": {} if keeps else sources}
+        self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
+
+    def _description(self, config: Any) -> tuple[dict[str, Any], Sources]:
+        """The models as plain data, and where frozen weights come from."""
+        hp: Any = self.hparams
+        if hp.description is None:
+            return self.describe(config), describe_sources(self, self.frozen_arguments(), hp)
+        sources = hp.description.get("frozen", {})
+        check_sources(self, sources, hp)
+        return hp.description, sources
 
     def frozen_arguments(self) -> dict[str, str]:
         """By prefix of the parameters' names, the argument that named the directory of frozen weights."""

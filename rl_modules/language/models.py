@@ -151,8 +151,10 @@ def make_model(
     config = copy.deepcopy(config)
     if head == "score":
         config.num_labels = 1
+    # Without storage there is nothing to read: another rank reads the weights and scatters them.
+    is_empty = torch.get_default_device().type == "meta"
     try:
-        if model_name_or_path is None:
+        if model_name_or_path is None or is_empty:
             model = _HEADS[head].from_config(config, **options)
         else:
             model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)

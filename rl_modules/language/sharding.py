@@ -5,6 +5,7 @@ together when the layer runs, and freed after it (Zhao et al. 2023, arXiv:2304.1
 are those of a run that is not sharded: nothing but the memory differs.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -128,6 +129,56 @@ def shard(model: Any, split: Splitter) -> None:
     for part in parts:
         # The outermost part too is let go, or what reads weights between two forward passes would find it whole.
         split(part)
+
+
+@contextmanager
+def storage_on_first_rank() -> Iterator[None]:
+    """Models made inside have weights on the first rank, and shapes alone (torch's meta device) on the others.
+
+    Otherwise every process would read the whole model into the machine's memory. :func:`scatter` brings the weights.
+    """
+    if torch.distributed.get_rank() == 0:
+        yield
+        return
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+        yield
+
+
+def of_first_rank(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns on the first rank, the only one that calls it."""
+    found = [make() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def whole_tensors(module: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers by name, those that a checkpoint leaves out too; each tensor once."""
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+@torch.no_grad()
+def scatter(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Give every rank its share of the first rank's weights; one whole tensor at a time travels.
+
+    Args:
+        module: split over ranks; made in :func:`storage_on_first_rank`.
+        weights: :func:`whole_tensors` of the module before it was split; those of the first rank count.
+        device: where the shares are.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    is_first = torch.distributed.get_rank() == 0
+    if not is_first:
+        module.to_empty(device=device)
+    for name, own in whole_tensors(module).items():
+        given = weights[name]
+        tensor = given.to(device) if is_first else torch.empty(given.shape, dtype=given.dtype, device=device)
+        if hasattr(own, "device_mesh"):
+            own.to_local().copy_(distribute_tensor(tensor, own.device_mesh, own.placements).to_local())
+        else:
+            torch.distributed.broadcast(tensor, src=0)
+            own.copy_(tensor)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from recipes.cli import main
 from recipes.cli.resume import damage_of, read
 from rl_modules import GRPO, PPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
+from rl_modules.language.sharding import whole
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 
@@ -328,6 +329,49 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_summed_in_float32(files:
     for left, right in zip(one["curves"], first["curves"], strict=True):
         losses = {name for name in left if name.endswith("loss")}
         assert losses and {n: left[n] for n in losses} == pytest.approx({n: right[n] for n in losses}, rel=1e-2)
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_by(folder: Path) -> dict[str, Any]:
+    """What a rank reads of the disk, and what it has afterwards."""
+    calls: list[str] = []
+    for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        read_weights = kind.from_pretrained
+
+        def counted(path: Any, *args: Any, read_weights: Any = read_weights, **kwargs: Any) -> Any:
+            calls.append(Path(path).name)
+            return read_weights(path, *args, **kwargs)
+
+        kind.from_pretrained = counted
+    module = RLHFPPO(str(folder / "policy"), reward_model_name_or_path=str(folder / "judge"), max_completion_length=5,
+                     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))  # fmt: skip
+    data = PromptDataModule(path=str(folder / "shown.jsonl"), num_generations=1, batch_size=8, n_eval=0)
+    trainer = fit(module, data, max_steps=1, devices=2, strategy=ModelParallelStrategy())
+    weights = whole(module.state_dict(keep_vars=True))
+    trainer.strategy.barrier()
+    return {"calls": calls, "weights": weights, "generation_config": module.model.generation_config.eos_token_id,
+            "frequencies": module.model.model.rotary_emb.inv_freq}  # fmt: skip
+
+
+def test_the_first_rank_alone_reads_weights(files: Path, tmp_path: Path) -> None:
+    policy = SFT(model_config=TINY)
+    policy.configure_model()
+    policy.model.generation_config.eos_token_id = [3, 5]
+    policy.export(files / "policy")
+    first, second = on_ranks(lambda: read_by(files), tmp_path / "ranks")
+    assert first["calls"] and not second["calls"]
+    own = AutoModelForCausalLM.from_pretrained(files / "policy")
+    judge = AutoModelForSequenceClassification.from_pretrained(files / "judge")
+    for rank in (first, second):
+        assert rank["generation_config"] == [3, 5], "every rank must stop at the same tokens"
+        assert torch.equal(rank["frequencies"], own.model.rotary_emb.inv_freq), "no checkpoint holds these buffers"
+        for name, value in own.state_dict().items():
+            assert torch.equal(rank["weights"][f"model.{name}"], value)
+            assert torch.equal(rank["weights"][f"reference.{name}"], value)
+        for name, value in judge.state_dict().items():
+            assert torch.equal(rank["weights"][f"value_model.{name}"], value)
 
 
 # -------------------------------------------------------------------- what people get wrong
