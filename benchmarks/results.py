@@ -32,7 +32,7 @@ BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->
 #: The page of each algorithm, by its folder of configs.
 PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
-    **{name: name for name in ("dqn", "reinforce", "a2c", "trpo", "ppo")},
+    **{name: name for name in ("dqn", "reinforce", "a2c", "trpo", "ppo", "ddpg", "td3", "sac", "tqc")},
 }
 
 
@@ -94,6 +94,20 @@ ROWS = {
         Row("ppo/hopper", None),
         Row("trpo/halfcheetah", None),
         Row("trpo/hopper", None),
+        Row("ddpg/pendulum", -160),
+        Row("td3/pendulum", -160),
+        Row("td3/halfcheetah", 9_600),
+        Row("td3/hopper", 3_100),
+        Row("td3/walker2d", 4_718),
+        Row("sac/pendulum", -160),
+        Row("sac/lunarlander_continuous", 260),
+        Row("sac/bipedalwalker", 290),
+        Row("sac/halfcheetah", 9_500),
+        Row("sac/hopper", 2_300),
+        Row("sac/walker2d", 3_863),
+        Row("tqc/pendulum", -155),
+        Row("tqc/halfcheetah", 12_000),
+        Row("tqc/hopper", 3_700),
     )
 }
 

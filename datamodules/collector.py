@@ -55,6 +55,8 @@ class Collector:
         self._raw: Any = None
         self._episodes_at_close: list[dict[str, Any]] | None = None
         self._resets_next = np.zeros(envs.num_envs, bool)
+        #: Environments whose current observation is the first of its episode, [N].
+        self.episode_start = np.ones(envs.num_envs, bool)
 
     @property
     def is_fresh(self) -> bool:
@@ -97,8 +99,10 @@ class Collector:
             done = terminated[t] | truncated[t]
             if self.mode == AutoresetMode.NEXT_STEP:
                 valid[t] = ~self._resets_next
-                self._resets_next = done
-            elif done.any():
+                self.episode_start, self._resets_next = self._resets_next, done
+            else:
+                self.episode_start = done
+            if self.mode != AutoresetMode.NEXT_STEP and done.any():
                 # The statistics of this moment: those of the next include the observation after the reset.
                 new = [(t, int(i), self.normalizers.observation(final)) for i, final in self._finals(done, raw, info)]
                 finals += new
@@ -190,6 +194,7 @@ class Collector:
         return {
             "statistics": self.episodes.state_dict(),
             "resets_next": torch.from_numpy(self._resets_next.copy()),
+            "episode_start": torch.from_numpy(self.episode_start.copy()),
             "generator": None if self.generator is None else self.generator.get_state(),
             "observation": _to_tensors(self._observation),
             "raw": None if self.normalizers.of_observations is None else _to_tensors(self._raw),
@@ -209,6 +214,7 @@ class Collector:
         """Restore everything; running episodes are repeated from their seeds and actions."""
         self.episodes.load_state_dict(state["statistics"])
         self._resets_next = state["resets_next"].numpy().copy()
+        self.episode_start = state["episode_start"].numpy().copy()
         if state["generator"] is not None:
             self.generator = torch.Generator(device)
             self.generator.set_state(state["generator"].cpu())
@@ -230,6 +236,7 @@ class Collector:
         rank_zero_warn(f"{self.name}: environments {np.flatnonzero(which).tolist()} start a new episode, because {why};"
                        " from here on the run differs from one that was never stopped.")  # fmt: skip
         self._resets_next[which] = False
+        self.episode_start[which] = True
         self.episodes.forget(which)
         if not self.has_episodes:
             self._observation = self._arrays(self._reset(seed=self._reset_seed()))

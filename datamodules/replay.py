@@ -19,6 +19,7 @@ from datamodules.envs.vector import EnvId
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
+from rl_modules.common.contract import REPLAY
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
@@ -49,9 +50,10 @@ class ReplayDataModule(ControlDataModule):
         buffer_size: rows of the replay buffer over all environments of a rank: transitions, and one row for each
             episode's end.
         learning_starts: transitions with random actions, over all environments and ranks, before the first update.
-        train_freq: steps of each environment per round.
+        train_freq: steps of each environment per round, or ``[<number>, "episode"]`` for whole episodes of a single
+            environment; None: the algorithm's (DQN 4, the others 1).
         gradient_steps: minibatches per round; -1: as many as transitions (``train_freq * n_envs``).
-        batch_size: transitions per minibatch.
+        batch_size: transitions per minibatch; None: the algorithm's (DQN 32, the others 256).
         n_steps: steps between a transition's observation and the one to bootstrap from; fewer where the episode ends.
         prioritized_replay: draw transitions in proportion to their TD error instead of uniformly.
         prioritized_replay_alpha: α ≥ 0, how much the TD error matters.
@@ -60,7 +62,9 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
         checkpoint_buffer_size: newest rows of the buffer that a checkpoint holds; a run that resumes from less than
             all differs from one that was never stopped. None: all.
-        rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions.
+        rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions. With rounds
+            of episodes an epoch is as many minibatches as that many rounds have, or a thousand where their number
+            depends on the episodes.
         **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.base.ControlDataModule`.
 
@@ -78,9 +82,9 @@ class ReplayDataModule(ControlDataModule):
         n_envs: int = 1,
         buffer_size: int = 1_000_000,
         learning_starts: int = 100,
-        train_freq: int = 4,
+        train_freq: int | tuple[int, str] | None = None,
         gradient_steps: int = 1,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         n_steps: int = 1,
         prioritized_replay: bool = False,
         prioritized_replay_alpha: float = 0.6,
@@ -91,7 +95,7 @@ class ReplayDataModule(ControlDataModule):
         **environment: Unpack[EnvironmentArguments],
     ) -> None:
         super().__init__(env_id, n_envs, **environment)
-        for name in ("buffer_size", "train_freq", "batch_size", "n_steps"):
+        for name in ("buffer_size", "n_steps"):
             at_least(name, self.hparams[name])
         n_envs = self.n_envs
         if gradient_steps < 1 and gradient_steps != -1:
@@ -99,10 +103,6 @@ class ReplayDataModule(ControlDataModule):
         if not 0 <= learning_starts < self.total_timesteps:
             raise UsageError(f"learning_starts={learning_starts} must lie in [0, total_timesteps={self.total_timesteps}"
                              "): nothing would be left to learn in")  # fmt: skip
-        smallest = n_envs * 2 * max(train_freq, n_steps)
-        if buffer_size < smallest:
-            raise UsageError(f"buffer_size={buffer_size} must be at least {smallest}, twice what n_envs={n_envs} write "
-                             f"in a round of train_freq={train_freq} or need for n_steps={n_steps}")  # fmt: skip
         if checkpoint_buffer_size is not None and checkpoint_buffer_size < n_envs:
             raise UsageError(f"checkpoint_buffer_size={checkpoint_buffer_size} must be at least n_envs={n_envs}, a row "
                              "of each environment; or None for all rows")  # fmt: skip
@@ -117,26 +117,53 @@ class ReplayDataModule(ControlDataModule):
         self.buffer_size = buffer_size
         self.checkpoint_buffer_size = checkpoint_buffer_size
         self.learning_starts = learning_starts
-        self.train_freq = train_freq
-        self.gradient_steps = train_freq * n_envs if gradient_steps == -1 else gradient_steps
-        self.batch_size = batch_size
         self.n_steps = n_steps
         self.prioritized_replay = prioritized_replay
         self.alpha = prioritized_replay_alpha
         self.beta0 = prioritized_replay_beta0
         self.epsilon = prioritized_replay_eps
-        if rollouts_per_epoch is None:
-            rollouts_per_epoch = max(1, round(1000 / (train_freq * n_envs)))
-        if rollouts_per_epoch < 1:
-            raise UsageError(f"rollouts_per_epoch={rollouts_per_epoch} must be at least 1")
-        self.rollouts_per_epoch = rollouts_per_epoch
+        if rollouts_per_epoch is not None:
+            at_least("rollouts_per_epoch", rollouts_per_epoch)
+        self._resolve()
         self._position = 0
+        self._left = 0
         self._drawn: deque[Batch] = deque()
         self._learning: Tensor | None = None
         self._parts: list[torch.nn.Module] = []
 
+    def _resolve(self) -> None:
+        """Fill in what was not given by what the algorithm asks for.
+
+        Raises:
+            UsageError: the arguments contradict each other.
+        """
+        wanted = self.learner.experience if self.has_learner else REPLAY
+        given: Any = self.hparams
+        self.train_freq, self.counts_episodes = _parse_train_freq(given.train_freq, wanted.train_freq)
+        self.batch_size = at_least("batch_size", given.batch_size or wanted.batch_size or 32)
+        self.gradient_steps = given.gradient_steps
+        per_epoch = given.rollouts_per_epoch
+        if self.counts_episodes:
+            if self.n_envs > 1 or self._world_size > 1:
+                raise UsageError(f"train_freq={list(given.train_freq)} waits for one environment's episodes; use "
+                                 f"n_envs=1 (it is {self.n_envs}) and one process, or a number of steps")  # fmt: skip
+            self.rollouts_per_epoch = per_epoch or max(1, round(1000 / max(self.gradient_steps, 1)))
+            # How many minibatches such a round has is known after it.
+            self._epoch_length = 1000 if self.gradient_steps == -1 else self.rollouts_per_epoch * self.gradient_steps
+            return
+        if self.gradient_steps == -1:
+            self.gradient_steps = self.train_freq * self.n_envs
+        self.rollouts_per_epoch = per_epoch or max(1, round(1000 / (self.train_freq * self.n_envs)))
+        self._epoch_length = self.rollouts_per_epoch * self.gradient_steps
+        smallest = self.n_envs * 2 * max(self.train_freq, self.n_steps)
+        if self.buffer_size < smallest:
+            raise UsageError(f"buffer_size={self.buffer_size} must be at least {smallest}, twice what "
+                             f"n_envs={self.n_envs} write in a round of train_freq={self.train_freq} or need for "
+                             f"n_steps={self.n_steps}")  # fmt: skip
+
     def begin_run(self) -> None:
         super().begin_run()
+        self._resolve()
         self._require_memory()
         self.replay = ReplayBuffer(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
         seed = stream_seed(self.seed, self._rank, "minibatches")
@@ -144,7 +171,7 @@ class ReplayDataModule(ControlDataModule):
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
         else:
             self.sampler = UniformSampler(self.replay, seed)
-        self._position = 0
+        self._position = self._left = 0
         self._drawn.clear()
         self._learning = None
         self._parts = []
@@ -176,33 +203,38 @@ class ReplayDataModule(ControlDataModule):
     @property
     def transitions_per_epoch(self) -> int:
         """Transitions that one epoch adds, over all ranks."""
+        if self.counts_episodes:
+            # An estimate, for the cadence of evaluations.
+            limit = getattr(self.example_env.spec, "max_episode_steps", None) or 1000
+            return 1000 if self.gradient_steps == -1 else limit * self.train_freq * self.rollouts_per_epoch
         return self.n_envs * self.train_freq * self.rollouts_per_epoch * self._world_size
 
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
-        return LazyLoader(self.rollouts_per_epoch * self.gradient_steps, self._minibatches)
+        return LazyLoader(self._epoch_length, self._minibatches)
 
     @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` are reached and the last round's minibatches learned from."""
-        return self.num_timesteps >= self.total_timesteps and self._position % self.gradient_steps == 0
+        return self.num_timesteps >= self.total_timesteps and self._left == 0
 
     def _minibatches(self) -> Iterator[Batch]:
         """One epoch's minibatches, from where the checkpoint left off."""
-        length = self.rollouts_per_epoch * self.gradient_steps
+        length = self._epoch_length
         if self._position >= length:
             self._position = 0
         for position in range(self._position, length):
             self._update_priorities()
-            step = position % self.gradient_steps
-            if step == 0:
-                self._new_experience()
+            if self._left == 0:
+                transitions = self._new_experience()
+                self._left = transitions if self.gradient_steps == -1 else self.gradient_steps
             if not self._drawn:
-                self._draw(self.gradient_steps - step)
+                self._draw(self._left)
             self._position = position + 1
+            self._left -= 1
             # Lightning asks for nothing after the last batch, so the end is announced before it.
-            if step + 1 == self.gradient_steps and self.num_timesteps >= self.total_timesteps:
+            if self._left == 0 and self.num_timesteps >= self.total_timesteps:
                 self.learner_trainer.should_stop = True
                 # The epoch ends here, should the run be resumed with a larger total_timesteps.
                 self._position = length
@@ -210,8 +242,8 @@ class ReplayDataModule(ControlDataModule):
             self._learning = batch.get("index")
             yield batch
 
-    def _new_experience(self) -> None:
-        """One round of the policy; before the first, the warm-up at random."""
+    def _new_experience(self) -> int:
+        """One round of the policy; before the first, the warm-up at random. Returns how many transitions it made."""
         if self.num_timesteps < self.learning_starts:
             self._warm_up()
         module: Any = self.learner
@@ -219,13 +251,23 @@ class ReplayDataModule(ControlDataModule):
         if not self._parts:
             # Rounds are short, and looking the parts up takes as long as an action.
             self._parts = list(module.modules())
+        begin_episodes = getattr(module, "begin_episodes", None)
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
+            if begin_episodes is not None and self.collector.episode_start.any():
+                begin_episodes(self.collector.episode_start)
             acted = module.act(tree_map(lambda x: x.to(device), observation), generator)
             return {"action": acted["action"].cpu()}
 
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
-            self._collect(act, self.train_freq)
+            if not self.counts_episodes:
+                return self._collect(act, self.train_freq)
+            transitions, missing = 0, self.train_freq
+            while missing > 0:
+                added = self._collect(act, 1)
+                transitions += added
+                missing -= added == 1 and int(self.collector.episodes.running_length[0]) == 0
+            return transitions
 
     def _warm_up(self) -> None:
         """``learning_starts`` transitions with uniformly random actions."""
@@ -240,13 +282,15 @@ class ReplayDataModule(ControlDataModule):
             missing = math.ceil((self.learning_starts - self.num_timesteps) / (self.n_envs * self._world_size))
             self._collect(act, min(missing, WARM_UP_STEPS, self.buffer_size // (2 * self.n_envs)))
 
-    def _collect(self, act: Any, n_steps: int) -> None:
+    def _collect(self, act: Any, n_steps: int) -> int:
+        """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
         # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
         self.after_collecting(rollout["valid"])
         transitions, blocked = self.replay.add(rollout)
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
+        return len(transitions)
 
     def _draw(self, remaining: int) -> None:
         """Draw up to ``remaining`` minibatches, let the module prepare them, and put them in line."""
@@ -294,9 +338,8 @@ class ReplayDataModule(ControlDataModule):
 
     @property
     def _layout(self) -> dict[str, int]:
-        names = ("n_envs", "train_freq", "gradient_steps", "batch_size", "rollouts_per_epoch")
-        return {**{name: getattr(self, name) for name in names},
-                "length": self.rollouts_per_epoch * self.gradient_steps}  # fmt: skip
+        names = ("n_envs", "train_freq", "gradient_steps", "batch_size", "rollouts_per_epoch", "counts_episodes")
+        return {**{name: getattr(self, name) for name in names}, "length": self._epoch_length}
 
     def rank_state(self) -> dict[str, Any]:
         """The collector, the buffer, what is known about priorities, and the minibatches already drawn."""
@@ -304,6 +347,8 @@ class ReplayDataModule(ControlDataModule):
         return {
             **super().rank_state(),
             "position": self._position,
+            "left": self._left,
+            "exploration": getattr(self.learner, "exploration_state", dict)() if self.has_learner else {},
             "layout": self._layout,
             "replay": self.replay.state_dict(self.checkpoint_buffer_size),
             "sampler": self.sampler.state_dict(self.checkpoint_buffer_size),
@@ -323,6 +368,10 @@ class ReplayDataModule(ControlDataModule):
                              "the same")  # fmt: skip
         device = self.learner_trainer.strategy.root_device
         self._position = resumed_position(state["position"], state["layout"], self._layout)
+        # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
+        self._left = state["left"] if state["layout"] == self._layout else 0
+        if state["exploration"]:
+            self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
         self.replay.load_state_dict(state["replay"])
         if left_out := state["replay"]["left_out"]:
             kept = len(state["replay"]["valid"])
@@ -332,6 +381,20 @@ class ReplayDataModule(ControlDataModule):
             )
         self.sampler.load_state_dict(state["sampler"])
         self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
+
+
+def _parse_train_freq(given: Any, default: int) -> tuple[int, bool]:
+    """The number of ``train_freq``, and whether it counts episodes.
+
+    Raises:
+        UsageError: neither a number ≥ 1 nor a number and a unit.
+    """
+    if isinstance(given, tuple | list):
+        if len(given) != 2 or not isinstance(given[0], int) or given[1] not in ("step", "episode"):
+            raise UsageError(f'train_freq={given!r} must be a number of steps, or [number, "step"] or [number, '
+                             '"episode"]')  # fmt: skip
+        return at_least("train_freq", given[0]), given[1] == "episode"
+    return at_least("train_freq", default if given is None else given), False
 
 
 def _readable(size: int) -> str:

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
+    "DDPG": "rl_modules.ddpg",
     "DPO": "rl_modules.language.dpo",
     "DQN": "rl_modules.dqn",
     "GRPO": "rl_modules.language.grpo",
     "KTO": "rl_modules.language.kto",
     "REINFORCE": "rl_modules.reinforce",
+    "SAC": "rl_modules.sac",
+    "TD3": "rl_modules.td3",
+    "TQC": "rl_modules.tqc",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
     "MonteCarlo": "rl_modules.monte_carlo",
@@ -26,6 +30,7 @@ _EXPORTS = {
 
 __all__ = [
     "A2C",
+    "DDPG",
     "DPO",
     "DQN",
     "GRPO",
@@ -34,8 +39,11 @@ __all__ = [
     "REINFORCE",
     "RLHFPPO",
     "RLOO",
+    "SAC",
     "SARSA",
     "SFT",
+    "TD3",
+    "TQC",
     "TRPO",
     "MonteCarlo",
     "QLearning",
@@ -44,6 +52,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
+    from rl_modules.ddpg import DDPG
     from rl_modules.dqn import DQN
     from rl_modules.language.dpo import DPO
     from rl_modules.language.grpo import GRPO
@@ -56,7 +65,10 @@ if TYPE_CHECKING:
     from rl_modules.ppo import PPO
     from rl_modules.q_learning import QLearning
     from rl_modules.reinforce import REINFORCE
+    from rl_modules.sac import SAC
     from rl_modules.sarsa import SARSA
+    from rl_modules.td3 import TD3
+    from rl_modules.tqc import TQC
     from rl_modules.trpo import TRPO
 
 

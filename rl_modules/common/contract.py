@@ -27,6 +27,7 @@ class Experience:
         n_steps: transitions per environment and rollout, by default.
         batch_size: transitions per minibatch, by default; None: the whole rollout.
         n_epochs: passes over each rollout, by default.
+        train_freq: replay: steps of each environment per round, by default.
         whole_rollouts: true where the update holds only for the policy that acted, so that a rollout is learned from
             once and whole. Other settings are then refused.
     """
@@ -35,6 +36,7 @@ class Experience:
     n_steps: int = 256
     batch_size: int | None = 64
     n_epochs: int = 10
+    train_freq: int = 4
     whole_rollouts: bool = False
 
 
@@ -48,6 +50,8 @@ SHORT_ROLLOUTS = Experience("rollouts", n_steps=5, batch_size=None, n_epochs=1, 
 EVERY_STEP = Experience("rollouts", n_steps=1, batch_size=None, n_epochs=1, whole_rollouts=True)
 #: DQN: minibatches from a replay buffer.
 REPLAY = Experience("replay", batch_size=32)
+#: DDPG, TD3, SAC, TQC: a minibatch of 256 after every step.
+REPLAY_EVERY_STEP = Experience("replay", batch_size=256, train_freq=1)
 
 
 class Rollout(TypedDict, total=False):

@@ -1,0 +1,155 @@
+"""Noise that explores with a deterministic policy, added to actions in [-1, 1]."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+
+Numbers = float | Sequence[float]
+
+
+class ActionNoise:
+    """Base of the noises. One object serves all environments of a run; each environment has a process of its own."""
+
+    def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        """The next noise of every environment, [N, A] float32 on the CPU, in units of half the action's range."""
+        raise UsageError(f"{type(self).__name__} must define sample")
+
+    def reset(self, which: Tensor | None = None) -> None:
+        """Start the processes of the environments ``which`` [N] bool anew; None: all, of any number."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue the processes."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+
+
+class NormalActionNoise(ActionNoise):
+    """Independent Gaussian noise.
+
+    Args:
+        mean: mean, a number or one per action dimension.
+        sigma: standard deviation, likewise, ≥ 0.
+
+    Raises:
+        UsageError: a negative standard deviation.
+    """
+
+    def __init__(self, mean: Numbers = 0.0, sigma: Numbers = 0.1) -> None:
+        self.mean, self.sigma = _numbers("mean", mean), _numbers("sigma", sigma, at_least_zero=True)
+
+    def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        return self.mean + self.sigma * _normal(shape, generator)
+
+
+class OrnsteinUhlenbeckActionNoise(ActionNoise):
+    """Noise that drifts: a discretised Ornstein-Uhlenbeck process, which starts anew with every episode.
+
+    n ← n + theta (mean - n) dt + sigma √dt ε,   ε ~ N(0, 1)
+
+    Args:
+        mean: where it drifts to, a number or one per action dimension.
+        sigma: scale of its increments, likewise, ≥ 0.
+        theta: rate at which it returns to the mean, ≥ 0.
+        dt: time per step, > 0.
+        initial_noise: where it starts, a number or one per action dimension.
+
+    Raises:
+        UsageError: a number outside its range.
+
+    Source: Uhlenbeck & Ornstein 1930; Lillicrap et al. 2016, arXiv:1509.02971, section 7. The names and defaults are
+        Stable-Baselines3's.
+    """
+
+    def __init__(
+        self,
+        mean: Numbers = 0.0,
+        sigma: Numbers = 0.1,
+        theta: float = 0.15,
+        dt: float = 1e-2,
+        initial_noise: Numbers = 0.0,
+    ) -> None:
+        self.mean, self.sigma = _numbers("mean", mean), _numbers("sigma", sigma, at_least_zero=True)
+        self.initial_noise = _numbers("initial_noise", initial_noise)
+        if not theta >= 0 or not dt > 0:
+            raise UsageError(f"theta={theta} must not be negative, and dt={dt} must be positive")
+        self.theta, self.dt = float(theta), float(dt)
+        self._noise: Tensor | None = None
+
+    def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        if self._noise is None or self._noise.shape != shape:
+            self._noise = self.initial_noise.expand(shape).clone()
+        drift = self.theta * (self.mean - self._noise) * self.dt
+        self._noise = self._noise + drift + self.sigma * self.dt**0.5 * _normal(shape, generator)
+        return self._noise
+
+    def reset(self, which: Tensor | None = None) -> None:
+        if which is None:
+            self._noise = None
+        elif self._noise is not None:
+            self._noise = torch.where(which[:, None], self.initial_noise, self._noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noise": self._noise}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._noise = state["noise"]
+
+
+def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
+    """A noise as plain data for a checkpoint: the name of its class and its arguments.
+
+    None stands for no noise, and for a class of the user's: a checkpoint holds no code.
+    """
+    if type(noise) not in (NormalActionNoise, OrnsteinUhlenbeckActionNoise):
+        return None
+    values = {name: value for name, value in vars(noise).items() if not name.startswith("_")}
+    arguments = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {"class_path": type(noise).__name__, "init_args": arguments}
+
+
+def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
+    """The inverse of :func:`to_plain`; a noise is returned as it is.
+
+    Raises:
+        UsageError: a class that is none of this module's.
+    """
+    if data is None or isinstance(data, ActionNoise):
+        return data
+    known = {cls.__name__: cls for cls in (NormalActionNoise, OrnsteinUhlenbeckActionNoise)}
+    name = str(data.get("class_path", "")).rpartition(".")[2] if isinstance(data, dict) else ""
+    if name not in known:
+        raise UsageError(f"action_noise={data!r} must be a NormalActionNoise or an OrnsteinUhlenbeckActionNoise, or a "
+                         "dictionary with class_path, one of these names, and init_args")  # fmt: skip
+    return known[name](**data.get("init_args", {}))
+
+
+def check_width(noise: ActionNoise, width: int) -> None:
+    """Refuse a noise whose numbers per dimension do not fit the action.
+
+    Raises:
+        UsageError: names the argument, its length and the action's.
+    """
+    for name in ("mean", "sigma", "initial_noise"):
+        value = getattr(noise, name, None)
+        if isinstance(value, Tensor) and value.dim() and len(value) != width:
+            raise UsageError(f"action_noise.{name} has {len(value)} numbers, the action has {width}; give one number, "
+                             "or one per dimension")  # fmt: skip
+
+
+def _normal(shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+    device = "cpu" if generator is None else generator.device
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).cpu()
+
+
+def _numbers(name: str, value: Numbers, at_least_zero: bool = False) -> Tensor:
+    tensor = torch.as_tensor(value, dtype=torch.float32)
+    if tensor.dim() > 1 or not tensor.isfinite().all() or (at_least_zero and (tensor < 0).any()):
+        bound = ", none of them negative" if at_least_zero else ""
+        raise UsageError(f"{name}={value} must be a number, or a list of one number per action dimension{bound}")
+    return tensor

@@ -1,0 +1,210 @@
+"""Networks of the continuous off-policy algorithms: policies over a bounded Box, and ensembles of critics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rl_modules import functional as F
+from rl_modules.common.spaces import is_image
+from rl_modules.networks import ParallelLinear, activation, build_encoder, full_precision, hidden_widths, mlp
+
+#: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
+LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
+
+
+def encoded_width(encoder: Any) -> int:
+    """Width of an encoder's output."""
+    return int(encoder.out_features)
+
+
+def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Hidden widths of policy and critics, from ``net_arch``.
+
+    Args:
+        observation_space: images default to no hidden layer: the convolutional encoder is enough.
+        net_arch: one list for both, ``{"pi": [...], "qf": [...]}``, or None for the default.
+        default: widths where nothing is given.
+    """
+    if net_arch is None:
+        net_arch = [] if is_image(observation_space) else list(default)
+    widths = hidden_widths(net_arch, ("pi", "qf"))
+    return (widths["pi"], widths["qf"]) if isinstance(widths, dict) else (widths, widths)
+
+
+class ActionBounds(nn.Module):
+    """Converts between the actions of a bounded Box, [N, *shape], and vectors in [-1, 1], [N, A].
+
+    Args:
+        space: the Box; an entry whose bounds are equal becomes 0 in the vector.
+    """
+
+    center: Tensor
+    half_range: Tensor
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__()
+        self.shape = space.shape
+        low, high = (torch.as_tensor(bound, dtype=torch.float64).reshape(-1) for bound in (space.low, space.high))
+        self.width = len(low)
+        self.is_unit = bool((low == -1).all() and (high == 1).all())
+        # The space is part of the hyperparameters, so the state dict need not repeat it.
+        self.register_buffer("center", ((high + low) / 2).float(), persistent=False)
+        self.register_buffer("half_range", ((high - low) / 2).float(), persistent=False)
+
+    def to_box(self, squashed: Tensor) -> Tensor:
+        """Actions of the Box, [N, *shape] float32, from vectors in [-1, 1]."""
+        action = squashed.float()
+        if not self.is_unit:
+            action = self.center.float() + self.half_range.float() * action
+        return action.reshape(-1, *self.shape)
+
+    def from_box(self, action: Tensor) -> Tensor:
+        """Vectors in [-1, 1], [N, A] float32, from actions of the Box."""
+        flat = action.reshape(len(action), self.width).float()
+        if self.is_unit:
+            return flat
+        return torch.where(self.half_range > 0, (flat - self.center) / self.half_range, 0.0).float()
+
+
+class SquashedGaussianPolicy(nn.Module):
+    """A diagonal Gaussian over A numbers, squashed by tanh into [-1, 1].
+
+    Args:
+        observation_space: space of one observation.
+        width: A.
+        net_arch: widths of the hidden layers.
+        activation_fn: ``relu``, ``tanh``, …
+
+    Shape: [B, *obs] → mean and log standard deviation before tanh, [B, A] float32 each.
+
+    Source: Haarnoja et al. 2018, arXiv:1812.05905, appendix C.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space, width: int, net_arch: Sequence[int], activation_fn: str = "relu"
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoded_width(self.encoder), *net_arch]
+        self.trunk = mlp(sizes, activation_fn)
+        # Both heads in one layer: torch initialises it like two.
+        self.head = nn.Linear(sizes[-1], 2 * width)
+
+    def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
+        latent = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
+        mean, log_std = full_precision(self.head(latent)).chunk(2, dim=-1)
+        return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def sample(self, observation: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions with their log-density, differentiable in the policy's parameters.
+
+        Args:
+            observation: [B, *obs].
+            noise: standard normal numbers, [B, A].
+
+        Returns:
+            Actions in (-1, 1), [B, A], and log π in nats, [B].
+        """
+        mean, log_std = self(observation)
+        pre_tanh = torch.addcmul(mean, log_std.exp(), noise)
+        return pre_tanh.tanh(), F.squashed_gaussian_log_prob(mean, log_std, pre_tanh)
+
+
+class DeterministicPolicy(nn.Module):
+    """One action in [-1, 1]^A per observation.
+
+    Args:
+        observation_space: space of one observation.
+        width: A.
+        net_arch: widths of the hidden layers.
+        activation_fn: ``relu``, ``tanh``, …
+
+    Shape: [B, *obs] → [B, A] float32.
+
+    Source: Lillicrap et al. 2016, arXiv:1509.02971.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space, width: int, net_arch: Sequence[int], activation_fn: str = "relu"
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoded_width(self.encoder), *net_arch]
+        self.trunk = mlp(sizes, activation_fn)
+        self.head = nn.Linear(sizes[-1], width)
+
+    def forward(self, observation: Any) -> Tensor:
+        latent = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
+        return full_precision(self.head(latent)).tanh()
+
+
+class Critics(nn.Module):
+    """K action-value networks of one size on one encoder, computed as one batched network.
+
+    Every layer holds the weights of all K networks and multiplies them in one kernel. Each is initialised like
+    :class:`torch.nn.Linear`, and no weight is shared.
+
+    Args:
+        observation_space: space of one observation.
+        width: A, numbers per action.
+        n_critics: K.
+        net_arch: widths of the hidden layers.
+        activation_fn: ``relu``, ``tanh``, …
+        n_outputs: numbers per action value: 1, or the quantiles of a distributional critic.
+
+    Shape: observations [B, *obs] and actions in [-1, 1] [B, A] → [K, B, n_outputs] float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        width: int,
+        n_critics: int,
+        net_arch: Sequence[int],
+        activation_fn: str = "relu",
+        n_outputs: int = 1,
+    ) -> None:
+        super().__init__()
+        self.n_critics = n_critics
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoded_width(self.encoder) + width, *net_arch, n_outputs]
+        pairs = zip(sizes[:-1], sizes[1:], strict=True)
+        self.layers: Any = nn.ModuleList(ParallelLinear(n_critics, narrow, wide) for narrow, wide in pairs)
+        # In place: no derivative reads what comes out of the layer before.
+        self.activation = nn.ReLU(inplace=True) if activation_fn == "relu" else activation(activation_fn)
+
+    def forward(self, observation: Any, action: Tensor, only_first: bool = False) -> Tensor:
+        """Action values; with ``only_first`` those of the first critic alone, [1, B, n_outputs]."""
+        features = self.encoder(observation)
+        x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)
+        only_first = only_first and self.n_critics > 1
+        x = x.expand(1 if only_first else self.n_critics, -1, -1)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            weight, bias = (layer.weight[:1], layer.bias[:1]) if only_first else (layer.weight, layer.bias)
+            x = torch.baddbmm(bias, x, weight)
+            if i < last:
+                x = self.activation(x)
+        return full_precision(x)
+
+
+class PolicyAndCritics(nn.Module):
+    """What an off-policy algorithm trains: a policy, its critics, and the bounds of the actions.
+
+    Args:
+        policy: from observations to actions in [-1, 1]^A.
+        critics: from observations and such actions to action values.
+        bounds: of the environment's actions.
+    """
+
+    policy: Any
+    critics: Critics
+
+    def __init__(self, policy: nn.Module, critics: Critics, bounds: ActionBounds) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critics = critics
+        self.bounds = bounds

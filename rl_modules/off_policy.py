@@ -1,0 +1,332 @@
+"""Base of the continuous off-policy algorithms: DDPG, TD3, SAC and TQC."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules import action_noise as noises
+from rl_modules.action_noise import ActionNoise
+from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import at_least, unit_interval
+from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
+from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
+
+
+class OffPolicyActorCritic(ControlModule):
+    """Base of the algorithms that learn critics from replayed transitions, and a policy from the critics.
+
+    An algorithm adds ``make_policy``, ``choose`` (actions in [-1, 1]^A), ``noise_shape`` and ``training_step``, in
+    which it calls :meth:`step` once or twice and :meth:`finish_update` at the end.
+
+    The buffer holds actions as the environment takes them; the networks see them scaled to [-1, 1]. One optimizer has
+    all parameters. Each :meth:`step` gives it the gradients of some of them, and it leaves the others as they are.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        tau: how far an update moves the target networks, in (0, 1].
+        n_critics: number of critics, ≥ 1.
+        action_noise: added to the actions in training, in units of half their range; None: none.
+        max_grad_norm: global norm to clip the gradients of each step to; None: no clipping.
+        net_arch: hidden widths, for policy and critics or ``{"pi": [...], "qf": [...]}``.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        learning_rate: as in :class:`~rl_modules.base.ControlModule`, like the arguments after it.
+    """
+
+    supported_action_spaces = (spaces.Box,)
+    experience = REPLAY_EVERY_STEP
+    network: PolicyAndCritics
+    target_network: Any
+    action_space: spaces.Box
+    #: Hidden widths where ``net_arch`` is None.
+    default_net_arch: tuple[int, ...] = (256, 256)
+    #: Learning rate of Adam where neither ``learning_rate`` nor ``optimizer`` is given.
+    default_learning_rate = 3e-4
+    #: Numbers that a critic returns per action.
+    n_outputs = 1
+
+    def __init__(
+        self,
+        gamma: float,
+        tau: float,
+        n_critics: int,
+        action_noise: ActionNoise | dict[str, Any] | None,
+        net_arch: list[int] | dict[str, list[int]] | None,
+        activation_fn: str,
+        learning_rate: float | str | None,
+        optimizer: OptimizerFactory | None,
+        lr_scheduler: SchedulerFactory | None,
+        log_every: int,
+        observation_space: dict[str, Any] | None,
+        action_space: dict[str, Any] | None,
+        init_from: str | None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
+        self.automatic_optimization = False
+        self.gamma = unit_interval("gamma", gamma)
+        self.tau = unit_interval("tau", tau, open_at_zero=True)
+        self.n_critics = at_least("n_critics", n_critics)
+        self.action_noise = noises.from_plain(action_noise)
+        self.hparams["action_noise"] = noises.to_plain(self.action_noise)
+        #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
+        self.td_error: Tensor | None = None
+        #: Updates of this run so far.
+        self.n_updates = 0
+        self._generator: torch.Generator | None = None
+        self._lists: dict[str, list[Tensor]] | None = None
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self.td_error = None
+        self.n_updates = 0
+        self._generator = self._lists = None
+        if self.action_noise is not None:
+            self.action_noise.reset()
+
+    def _check_trainer(self) -> None:
+        super()._check_trainer()
+        if self._trainer is not None and self._trainer.precision == "16-mixed":
+            raise UsageError(f"trainer.precision=16-mixed scales one loss, {type(self).__name__} has several; take "
+                             "bf16-mixed")  # fmt: skip
+
+    def check_spaces(self) -> None:
+        """Refuse actions that are no bounded Box of floats.
+
+        Raises:
+            UsageError: names the space and the algorithms that fit.
+        """
+        name, space = type(self).__name__, self.action_space
+        if not isinstance(space, spaces.Box):
+            raise UsageError(f"{name} acts with numbers between bounds, for which the action space must be a Box, not "
+                             f"{space}; DQN, PPO, A2C and TRPO fit Discrete")  # fmt: skip
+        if not space.is_bounded("both"):
+            raise UsageError(f"{name} scales its actions to the bounds of the Box, and {space} has infinite ones; take "
+                             "PPO, or bound them with gymnasium.wrappers.TransformAction")  # fmt: skip
+        if not np.issubdtype(space.dtype, np.floating):
+            raise UsageError(f"{name} acts with real numbers, and {space} holds {space.dtype}; PPO fits Discrete and "
+                             "MultiDiscrete actions")  # fmt: skip
+
+    # ---------------------------------------------------------------- networks
+
+    def build_network(self) -> None:
+        hp: Any = self.hparams
+        pi, qf = tower_widths(self.observation_space, hp.net_arch, self.default_net_arch)
+        bounds = ActionBounds(self.action_space)
+        if self.action_noise is not None:
+            noises.check_width(self.action_noise, bounds.width)
+        policy = self.make_policy(bounds.width, pi)
+        critics = Critics(self.observation_space, bounds.width, self.n_critics, qf, hp.activation_fn, self.n_outputs)
+        self.network = PolicyAndCritics(policy, critics, bounds)
+        self.target_network = self.make_target().requires_grad_(False)
+
+    def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
+        """The policy network, from observations to what :meth:`choose` reads.
+
+        Args:
+            width: numbers per action.
+            net_arch: hidden widths.
+        """
+        raise UsageError(f"{type(self).__name__} must define make_policy")
+
+    def make_target(self) -> torch.nn.Module:
+        """A copy of what the targets are computed with; it follows the network slowly."""
+        raise UsageError(f"{type(self).__name__} must define make_target")
+
+    def followed(self) -> torch.nn.Module:
+        """The part of the network that ``target_network`` follows."""
+        raise UsageError(f"{type(self).__name__} must define followed")
+
+    # ---------------------------------------------------------------- acting
+
+    def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
+        """Actions in [-1, 1], [N, A], without action noise."""
+        raise UsageError(f"{type(self).__name__} must define choose")
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Actions [N, *act] as the environment takes them; with action noise unless ``deterministic``."""
+        action = self.choose(observation, generator, deterministic)
+        if self.action_noise is not None and not deterministic:
+            noise = self.action_noise.sample(action.shape, generator)
+            action = (action + noise.to(action.device)).clamp(-1.0, 1.0)
+        return {"action": self.network.bounds.to_box(action)}
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, Any]:
+        """Choose actions in NumPy, as :meth:`ControlModule.predict`, without the action noise of training."""
+        noise, self.action_noise = self.action_noise, None
+        try:
+            return super().predict(observation, state, episode_start, deterministic)
+        finally:
+            self.action_noise = noise
+
+    def begin_episodes(self, which: np.ndarray) -> None:
+        """Start the action noise anew where an episode begins; the datamodule calls it before :meth:`act`.
+
+        Args:
+            which: environments whose observation is the first of its episode, [N] bool.
+        """
+        if self.action_noise is not None:
+            self.action_noise.reset(torch.from_numpy(which))
+
+    def exploration_state(self) -> dict[str, Any]:
+        """What this rank's exploration needs to resume; the datamodule stores it, because ranks differ in it."""
+        return {} if self.action_noise is None else self.action_noise.state_dict()
+
+    def load_exploration_state(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`exploration_state`."""
+        if self.action_noise is not None:
+            self.action_noise.load_state_dict(state)
+
+    # ---------------------------------------------------------------- batches
+
+    def noise_shape(self) -> tuple[int, ...]:
+        """Standard normal numbers that an update needs per transition: their shape."""
+        raise UsageError(f"{type(self).__name__} must define noise_shape")
+
+    def prepare(self, sample: Replayed) -> dict[str, Any]:
+        """Everything that does not depend on the networks, for all minibatches of a round together.
+
+        Args:
+            sample: M replayed transitions.
+
+        Returns:
+            What ``training_step`` reads, [M] each: observation, next_observation, action (in [-1, 1], [M, A]), reward
+            (Σ_k γ^k r_k over up to n steps), discount (γ^n), terminated, noise ([M, *noise_shape]), and with
+            prioritised replay weight and index.
+        """
+        kept: dict[str, Any] = {k: x for k, x in sample.items() if k != "n_steps"}
+        kept["action"] = self.network.bounds.from_box(sample["action"])
+        reward = sample["reward"]
+        if reward.shape[1] == 1:
+            kept.update(reward=reward[:, 0], discount=torch.full_like(reward[:, 0], self.gamma))
+        else:
+            discounts = torch.pow(self.gamma, torch.arange(reward.shape[1], device=reward.device))
+            kept.update(reward=(reward * discounts).sum(1), discount=torch.pow(self.gamma, sample["n_steps"]))
+        kept["noise"] = self._noise(len(reward)).to(reward.device)
+        return kept
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator of the updates' noise, the same on all ranks."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(stream_seed(self.source.seed, 0, "updates"))
+        return self._generator
+
+    def _noise(self, n: int) -> Tensor:
+        # Every rank draws the noise of all and takes its own: one generator's state is enough to resume.
+        world_size, rank = (1, 0) if self._is_alone else (self.trainer.world_size, self.global_rank)
+        return torch.randn((world_size, n, *self.noise_shape()), generator=self.generator)[rank]
+
+    # ---------------------------------------------------------------- updates
+
+    def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """The error of the critics, a scalar.
+
+        Args:
+            q: what the critics predict, [K, B].
+            target: [B].
+            weight: importance weights of prioritised replay, [B].
+        """
+        error = (q - target).square()
+        return (error if weight is None else error * weight).mean(1).sum()
+
+    def step(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> None:
+        """One step of the optimizer for some of its parameters.
+
+        Args:
+            parameters: those to change.
+            gradients: one of each, over this rank's minibatch; averaged over ranks.
+        """
+        # A graph that `manual_backward` walked would have DDP wait for the gradients of the parameters left out.
+        if not self._is_alone:
+            gradients = self._over_ranks(list(gradients))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        # The optimizer itself, not Lightning's wrapper: an update is one step to Lightning, whatever it consists of.
+        self.trainer.optimizers[0].step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _over_ranks(self, gradients: list[Tensor]) -> Iterable[Tensor]:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = self.trainer.strategy.reduce(flat, reduce_op="mean")
+        pieces = flat.split([gradient.numel() for gradient in gradients])
+        return [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+
+    def finish_update(self) -> None:
+        """Count the update as one optimizer step, which ``max_steps`` and checkpoints go by."""
+        self.n_updates += 1
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        progress.increment_ready()
+        progress.increment_completed()
+
+    @property
+    def lists(self) -> dict[str, list[Tensor]]:
+        """Parameters of ``policy``, ``critics``, ``target`` and what it ``followed``; buffers of the last two.
+
+        Listed once per run: walking through the modules takes as long as a kernel.
+        """
+        if self._lists is None:
+            parts = {"policy": self.network.policy, "critics": self.network.critics,
+                     "target": self.target_network, "followed": self.followed()}  # fmt: skip
+            self._lists = {name: list(part.parameters()) for name, part in parts.items()}
+            self._lists["target_buffers"] = list(parts["target"].buffers())
+            self._lists["followed_buffers"] = list(parts["followed"].buffers())
+        return self._lists
+
+    @torch.no_grad()
+    def update_target(self) -> None:
+        """Move the target networks by τ: θ' ← τ θ + (1 - τ) θ'; running statistics are copied."""
+        lists = self.lists
+        torch._foreach_lerp_(lists["target"], lists["followed"], self.tau)
+        if lists["target_buffers"]:
+            torch._foreach_copy_(lists["target_buffers"], lists["followed_buffers"])
+
+    def on_train_epoch_end(self) -> None:
+        self.record_now(n_updates=self.n_updates)
+        super().on_train_epoch_end()
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:
+            scheduler.step()
+
+    # ---------------------------------------------------------------- optimizer and checkpoints
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Adam, as Stable-Baselines3's."""
+        return self.adam(parameters, lr=self.default_learning_rate, eps=1e-8)
+
+    def trainable_parameters(self) -> Iterable:
+        """The network's parameters; the target networks follow by themselves."""
+        return self.network.parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A generator can't be pickled: its state travels.
+        state = None if self._generator is None else self._generator.get_state()
+        return {**super().__getstate__(), "_generator": state, "_lists": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if state["_generator"] is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(state["_generator"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["n_updates"] = self.n_updates
+        checkpoint["update_generator"] = self.generator.get_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.is_fitting:
+            self.n_updates = checkpoint["n_updates"]
+            self.generator.set_state(checkpoint["update_generator"].cpu())

@@ -1,0 +1,219 @@
+"""Soft actor-critic."""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.action_noise import ActionNoise
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import at_least
+from rl_modules.common.errors import UsageError
+from rl_modules.critics import Critics, SquashedGaussianPolicy
+from rl_modules.off_policy import OffPolicyActorCritic
+
+
+class SAC(OffPolicyActorCritic):
+    """Soft actor-critic with twin critics and a learned entropy coefficient.
+
+    Haarnoja et al. 2018, arXiv:1801.01290 and arXiv:1812.05905. Per minibatch of replayed transitions, in this order,
+
+        critics   ½ Σ_k E[(Q_k(s, a) - y)²],   y = r + γ (1 - terminated) (min_k Q_target,k(s', a') - α log π(a'|s'))
+        α         -E[log α (log π(ã|s) + target_entropy)],   ã ~ π(·|s)
+        policy    E[α log π(ã|s) - min_k Q_k(s, ã)]
+
+    where the critics' target and the policy's loss use α from before its step, and the policy's loss the critics from
+    after theirs. n-step targets (the datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``)
+    change the critics' loss. The names and defaults are Stable-Baselines3's. Departures from it:
+    ``target_update_interval`` counts updates over the whole run, in SB3 within one round; the learning rate changes
+    once per round of experience.
+
+    Optimization is manual, which for Lightning means: the Trainer takes no ``gradient_clip_val``, and ``global_step``
+    counts updates, each one step of all parameters.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        tau: how far an update moves the target critics, in (0, 1].
+        ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
+            ``auto_<number>`` to learn it from that number.
+        target_entropy: the policy's entropy, in nats, at which a learned α comes to rest; ``auto``: minus the number of
+            action dimensions.
+        target_update_interval: updates between two moves of the target critics.
+        n_critics: number of critics; targets and policy loss use the smallest value of them.
+        action_noise: added to the policy's samples in training, in units of half the action's range; None: none.
+        net_arch: hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none
+            after a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        learning_rate: of policy, critics and α; a number, ``lin_<number>`` for linear decay to 0, or None for the
+            optimizer's own (Adam: 3e-4).
+        optimizer: callable from parameters to an optimizer; None: Adam.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+    """
+
+    #: log α; None where α is fixed.
+    log_ent_coef: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        tau: float = 0.005,
+        ent_coef: float | str = "auto",
+        target_entropy: float | str = "auto",
+        target_update_interval: int = 1,
+        n_critics: int = 2,
+        action_noise: ActionNoise | dict[str, Any] | None = None,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: str = "relu",
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
+    ) -> None:
+        super().__init__(
+            gamma, tau, n_critics, action_noise, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
+            log_every, observation_space, action_space, init_from,
+        )  # fmt: skip
+        self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(ent_coef)
+        if target_entropy != "auto" and not _is_finite(target_entropy):
+            raise UsageError(f"target_entropy={target_entropy!r} must be a number of nats, or auto")
+        self.target_update_interval = at_least("target_update_interval", target_update_interval, 1, "update")
+
+    # ---------------------------------------------------------------- networks
+
+    def build_network(self) -> None:
+        super().build_network()
+        self.log_ent_coef = None
+        if self.learns_ent_coef:
+            start = torch.tensor(math.log(self.initial_ent_coef), dtype=torch.float32)
+            self.log_ent_coef = torch.nn.Parameter(start)
+        given = self.hparams["target_entropy"]
+        #: Entropy that a learned α holds the policy at, in nats.
+        self.target_entropy = -float(self.network.bounds.width) if given == "auto" else float(given)
+
+    def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
+        return SquashedGaussianPolicy(self.observation_space, width, net_arch, self.hparams["activation_fn"])
+
+    def make_target(self) -> Critics:
+        return copy.deepcopy(self.network.critics)
+
+    def followed(self) -> Critics:
+        return self.network.critics
+
+    @property
+    def ent_coef(self) -> Tensor | float:
+        """α, without gradient."""
+        return self.initial_ent_coef if self.log_ent_coef is None else self.log_ent_coef.detach().exp()
+
+    # ---------------------------------------------------------------- acting and learning
+
+    def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
+        mean, log_std = self.network.policy(observation)
+        if deterministic:
+            return mean.tanh()
+        device = mean.device if generator is None else generator.device
+        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=device).to(mean.device)
+        return torch.addcmul(mean, log_std.exp(), noise).tanh()
+
+    def noise_shape(self) -> tuple[int, ...]:
+        # For an action in s and one in s'.
+        return (2, self.network.bounds.width)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        lists, network, ent_coef = self.lists, self.network, self.ent_coef
+        here, after = batch["noise"].unbind(1)
+        action, log_prob = network.policy.sample(batch["observation"], here)
+        with torch.no_grad():
+            target = self.td_target(batch, after, ent_coef)
+        q = network.critics(batch["observation"], batch["action"])
+        critic_loss = self.critic_loss(q, target, batch.get("weight"))
+        parameters, gradients = lists["critics"], torch.autograd.grad(critic_loss, lists["critics"])
+        metrics: dict[str, Tensor | float] = {"critic_loss": critic_loss, "ent_coef": ent_coef}
+        if self.log_ent_coef is not None:
+            ent_coef_loss = self.ent_coef_loss(self.log_ent_coef, log_prob.detach())
+            gradients += torch.autograd.grad(ent_coef_loss, self.log_ent_coef)
+            parameters = [*parameters, self.log_ent_coef]
+            metrics["ent_coef_loss"] = ent_coef_loss
+        self.step(parameters, gradients)
+        policy_loss = self.actor_loss(network.critics(batch["observation"], action), log_prob, ent_coef)
+        self.step(lists["policy"], torch.autograd.grad(policy_loss, lists["policy"]))
+        self.finish_update()
+        if self.n_updates % self.target_update_interval == 0:
+            self.update_target()
+        if "index" in batch:
+            self.td_error = self.absolute_error(q.detach(), target)
+        self.record(actor_loss=policy_loss, **metrics)
+        return critic_loss.detach() + policy_loss.detach()
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def td_target(self, batch: dict[str, Any], noise: Tensor, ent_coef: Tensor | float) -> Tensor:
+        """The regression target of the critics, [B].
+
+        Args:
+            batch: what ``prepare`` returned for a minibatch.
+            noise: standard normal numbers for the action in s', [B, A].
+            ent_coef: α.
+        """
+        action, log_prob = self.network.policy.sample(batch["next_observation"], noise)
+        next_q = self.target_network(batch["next_observation"], action)[..., 0].amin(0)
+        return F.soft_q_target(
+            batch["reward"], batch["terminated"], next_q, log_prob, ent_coef, batch["discount"]
+        )  # fmt: skip
+
+    def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        return 0.5 * super().critic_loss(q[..., 0], target, weight)
+
+    def actor_loss(self, q: Tensor, log_prob: Tensor, ent_coef: Tensor | float) -> Tensor:
+        """The policy's loss, a scalar.
+
+        Args:
+            q: values of the policy's actions, [K, B, n_outputs].
+            log_prob: their log-density in nats, [B].
+            ent_coef: α.
+        """
+        return (ent_coef * log_prob - q[..., 0].amin(0)).mean()
+
+    def ent_coef_loss(self, log_ent_coef: Tensor, log_prob: Tensor) -> Tensor:
+        """The loss of log α, a scalar, from the policy's log-densities [B]."""
+        return -(log_ent_coef * (log_prob + self.target_entropy)).mean()
+
+    def absolute_error(self, q: Tensor, target: Tensor) -> Tensor:
+        """|δ| per transition for prioritised replay, [B]: the mean over critics."""
+        return (q[..., 0] - target).abs().mean(0)
+
+    def trainable_parameters(self) -> Sequence[Tensor]:
+        """Policy, critics and log α."""
+        learned = [] if self.log_ent_coef is None else [self.log_ent_coef]
+        return [*super().trainable_parameters(), *learned]
+
+
+def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
+    """The first value of α, and whether it is learned.
+
+    Raises:
+        UsageError: neither a number ≥ 0 nor ``auto`` nor ``auto_<number>``.
+    """
+    text = str(ent_coef)
+    learned = text.startswith("auto")
+    number = {"auto": "1.0"}.get(text, text.removeprefix("auto_"))
+    if not _is_finite(number) or float(number) < 0 or (learned and float(number) == 0):
+        raise UsageError(f"ent_coef={ent_coef!r} must be a number ≥ 0, auto, or auto_<number above 0>")
+    return float(number), learned
+
+
+def _is_finite(value: float | str) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return False
