@@ -13,8 +13,10 @@ from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.distributions import sample_allowed
 from rl_modules.networks import QNetwork
 
 
@@ -123,12 +125,16 @@ class DQN(ControlModule):
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """ε-greedy actions, [N]; every environment tosses its own coin."""
-        greedy = self.network(observation).argmax(1)
+        greedy = self.q_values(self.network, observation).argmax(1)
         if deterministic:
             return {"action": greedy}
         device = greedy.device if generator is None else generator.device
         explores = torch.rand(len(greedy), generator=generator, device=device) < self.exploration_rate
-        random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
+        mask = split_mask(observation)[1]
+        if mask is None:
+            random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
+        else:
+            random = sample_allowed(self.action_space, mask.to(device), generator)
         return {"action": torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)}
 
     def prepare(self, sample: Replayed) -> dict[str, Any]:
@@ -159,7 +165,7 @@ class DQN(ControlModule):
         return prepared
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        q = self.network(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
+        q = self.q_values(self.network, batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(q, target, batch.get("weight"))
         if "index" in batch:
@@ -174,7 +180,7 @@ class DQN(ControlModule):
         # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
         pieces = [tree_map(lambda x, i=i: x[i : i + size], observation) for i in range(0, m, size)]
-        return torch.cat([self.target_network(piece) for piece in pieces])
+        return torch.cat([self.q_values(self.target_network, piece) for piece in pieces])
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -183,8 +189,14 @@ class DQN(ControlModule):
         next_q_online = None
         if self.uses_double:
             with torch.no_grad():
-                next_q_online = self.network(batch["next_observation"])
+                next_q_online = self.q_values(self.network, batch["next_observation"])
         return F.dqn_target(batch["reward"], batch["terminated"], batch["next_q"], batch["discount"], next_q_online)
+
+    def q_values(self, network: QNetwork, observation: Any) -> Tensor:
+        """Q(s, ·), [B, A], of the network or the target network; masked actions have a value of -1e8."""
+        observation, mask = split_mask(observation)
+        q = network(observation)
+        return q if mask is None else mask_logits(q, mask)
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """The error of Q(s, a), a scalar; ``weight`` [B] are prioritised replay's importance weights."""
