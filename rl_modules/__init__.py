@@ -15,6 +15,7 @@ _EXPORTS = {
     "REINFORCE": "rl_modules.reinforce",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
+    "QRDQN": "rl_modules.qrdqn",
     "MonteCarlo": "rl_modules.monte_carlo",
     "SARSA": "rl_modules.sarsa",
     "QLearning": "rl_modules.q_learning",
@@ -31,6 +32,7 @@ __all__ = [
     "GRPO",
     "KTO",
     "PPO",
+    "QRDQN",
     "REINFORCE",
     "RLHFPPO",
     "RLOO",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from rl_modules.monte_carlo import MonteCarlo
     from rl_modules.ppo import PPO
     from rl_modules.q_learning import QLearning
+    from rl_modules.qrdqn import QRDQN
     from rl_modules.reinforce import REINFORCE
     from rl_modules.sarsa import SARSA
     from rl_modules.trpo import TRPO

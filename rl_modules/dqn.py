@@ -113,15 +113,17 @@ class DQN(ControlModule):
             UsageError: names the space and the algorithms that fit.
         """
         if not isinstance(self.action_space, spaces.Discrete):
-            raise UsageError("DQN compares the values of all actions, for which the action space must be Discrete, not "
+            raise UsageError(f"{type(self).__name__} compares the values of all actions, for which the action space must be Discrete, not "
                              f"{self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
 
     def build_network(self) -> None:
-        hp: Any = self.hparams
-        self.network = QNetwork(
-            self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling
-        )
+        self.network = self.make_network()
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
+
+    def make_network(self) -> QNetwork:
+        """The network of action values from the hyperparameters."""
+        hp: Any = self.hparams
+        return QNetwork(self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """ε-greedy actions, [N]; every environment tosses its own coin."""
@@ -180,7 +182,7 @@ class DQN(ControlModule):
         # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
         pieces = [tree_map(lambda x, i=i: x[i : i + size], observation) for i in range(0, m, size)]
-        return torch.cat([self.q_values(self.target_network, piece) for piece in pieces])
+        return torch.cat([self.target_values(piece) for piece in pieces])
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -197,6 +199,10 @@ class DQN(ControlModule):
         observation, mask = split_mask(observation)
         q = network(observation)
         return q if mask is None else mask_logits(q, mask)
+
+    def target_values(self, observation: Any) -> Tensor:
+        """Q_target(s, ·), [B, A], or what else :meth:`td_target` reads of the target network."""
+        return self.q_values(self.target_network, observation)
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """The error of Q(s, a), a scalar; ``weight`` [B] are prioritised replay's importance weights."""
