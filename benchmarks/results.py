@@ -32,7 +32,8 @@ BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->
 #: The page of each algorithm, by its folder of configs.
 PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
-    **{name: name for name in ("dqn", "reinforce", "a2c", "trpo", "ppo", "ddpg", "td3", "sac", "tqc")},
+    **{name: name for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo",
+                               "ddpg", "td3", "sac", "tqc")},  # fmt: skip
 }
 
 
@@ -77,6 +78,9 @@ ROWS = {
         Row("dqn/cartpole", 475),
         Row("dqn/mountaincar", -110),
         Row("dqn/lunarlander", 154),
+        Row("qrdqn/cartpole", 490),
+        Row("qrdqn/acrobot", -75),
+        Row("qrdqn/mountaincar", -106),
         Row("reinforce/cartpole", 450),
         Row("a2c/cartpole", 490),
         Row("a2c/acrobot", -85),
@@ -90,6 +94,7 @@ ROWS = {
         Row("ppo/pendulum", -200),
         Row("ppo/cartpole_penalty", 490),
         Row("ppo/lunarlander_penalty", 200),
+        Row("ppo/invalid_actions", 90),
         Row("ppo/halfcheetah", None),
         Row("ppo/hopper", None),
         Row("trpo/halfcheetah", None),

@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
+from datamodules.envs.masks import ActionMasks, mask_source
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import run_episodes
 from datamodules.loader import LazyLoader
@@ -40,6 +41,7 @@ class EnvironmentArguments(TypedDict, total=False):
     autoreset_mode: str
     env_kwargs: dict[str, Any] | None
     wrappers: list[str | dict[str, Any]] | None
+    action_masks: bool
     norm_obs: bool
     norm_reward: bool
     norm_gamma: float | None
@@ -71,6 +73,8 @@ class ControlDataModule(L.LightningDataModule):
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
+        action_masks: choose among the actions that the environment allows, where it says which: by an ``action_mask``
+            in its Dict observation or its infos, or by a method ``action_masks()``. False: it is not asked.
         norm_obs: normalise observations by their running mean and standard deviation; ranks share theirs after every
             rollout.
         norm_reward: divide rewards by the running standard deviation of their discounted sum.
@@ -105,6 +109,7 @@ class ControlDataModule(L.LightningDataModule):
         autoreset_mode: str = "same_step",
         env_kwargs: dict[str, Any] | None = None,
         wrappers: list[str | dict[str, Any]] | None = None,
+        action_masks: bool = True,
         norm_obs: bool = False,
         norm_reward: bool = False,
         norm_gamma: float | None = None,
@@ -132,6 +137,8 @@ class ControlDataModule(L.LightningDataModule):
         self.autoreset_mode = autoreset_mode
         self.env_kwargs = self.hparams["env_kwargs"]
         self.wrappers = wrappers or []
+        self.action_masks = action_masks
+        self._mask_source: str | None = None
         self.norm_obs = norm_obs
         self.norm_reward = norm_reward
         self.norm_gamma = None if norm_gamma is None else unit_interval("norm_gamma", norm_gamma)
@@ -163,6 +170,10 @@ class ControlDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self._example is None:
             self._example = make_env(self.env_id, self.env_kwargs, self.wrappers)
+            if self.action_masks and not isinstance(self._example, VectorEnv):
+                self._mask_source = mask_source(self._example)
+                if self._mask_source is not None:
+                    self._example = ActionMasks(self._example, self._mask_source)
             observation_arrays(self.observation_space, self.observation_space.sample())
             if isinstance(self._example, VectorEnv):
                 self.n_envs = self._example.num_envs
@@ -239,7 +250,10 @@ class ControlDataModule(L.LightningDataModule):
         """The environment's own transition table as tensors; None where it has none."""
         from datamodules.envs.model import transition_model  # only tables need it
 
-        return None if isinstance(self.example_env, VectorEnv) else transition_model(self.example_env)
+        env = self.example_env
+        return (
+            None if isinstance(env, VectorEnv) else transition_model(env.env if isinstance(env, ActionMasks) else env)
+        )
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -291,7 +305,9 @@ class ControlDataModule(L.LightningDataModule):
                 raise UsageError(f"{self.env_name} was given as one vector, in which training steps: it can't be "
                                  "evaluated meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
             return made
-        return make_vector_env(self.env_id, n_envs, vectorization_mode, autoreset_mode, self.env_kwargs, self.wrappers)
+        return make_vector_env(
+            self.env_id, n_envs, vectorization_mode, autoreset_mode, self.env_kwargs, self.wrappers, self._mask_source
+        )
 
     def before_collecting(self) -> None:
         """Give the run's normalisers the statistics of an earlier run; called before each collection."""

@@ -21,6 +21,7 @@ from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import REPLAY
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import split_mask
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
@@ -275,7 +276,10 @@ class ReplayDataModule(ControlDataModule):
         space.seed(stream_seed(self.seed, self._rank, "warm-up"))
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
-            actions = [observation_arrays(space, space.sample()) for _ in range(self.n_envs)]
+            # Gymnasium's samplers take masks as bytes.
+            masks = split_mask(observation)[1]
+            draws = [None] * self.n_envs if masks is None else masks.numpy().astype(np.int8)
+            actions = [observation_arrays(space, space.sample(mask)) for mask in draws]
             return {"action": torch.from_numpy(np.stack(actions))}
 
         while self.num_timesteps < self.learning_starts:

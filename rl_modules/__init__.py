@@ -19,6 +19,7 @@ _EXPORTS = {
     "TQC": "rl_modules.tqc",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
+    "QRDQN": "rl_modules.qrdqn",
     "MonteCarlo": "rl_modules.monte_carlo",
     "SARSA": "rl_modules.sarsa",
     "QLearning": "rl_modules.q_learning",
@@ -36,6 +37,7 @@ __all__ = [
     "GRPO",
     "KTO",
     "PPO",
+    "QRDQN",
     "REINFORCE",
     "RLHFPPO",
     "RLOO",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from rl_modules.monte_carlo import MonteCarlo
     from rl_modules.ppo import PPO
     from rl_modules.q_learning import QLearning
+    from rl_modules.qrdqn import QRDQN
     from rl_modules.reinforce import REINFORCE
     from rl_modules.sac import SAC
     from rl_modules.sarsa import SARSA

@@ -10,6 +10,7 @@ from rl_modules import ranks
 from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import unit_interval
 from rl_modules.common.contract import Rollout
+from rl_modules.common.masks import split_mask
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
 
@@ -59,9 +60,14 @@ class ActorCriticModule(ControlModule):
         )  # fmt: skip
 
     def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
-        """π(·|s) and V(s), [B], of a batch of observations. A network may return a ``torch.distributions`` object."""
+        """π(·|s) and V(s), [B], of a batch of observations. A network may return a ``torch.distributions`` object.
+
+        An observation's ``action_mask`` does not reach the network: it restricts the distribution.
+        """
+        observation, mask = split_mask(observation)
         policy, value = self.network(observation)
-        return as_distribution(policy), value
+        policy = as_distribution(policy)
+        return (policy if mask is None else policy.masked(mask)), value
 
     # ---------------------------------------------------------------- pieces to override
 

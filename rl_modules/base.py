@@ -15,6 +15,7 @@ from rl_modules.checkpoints import CheckpointMixin
 from rl_modules.common.checks import at_least, make_plain, plain
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask, split_space
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import (
@@ -25,6 +26,7 @@ from rl_modules.common.spaces import (
     space_from_dict,
     space_to_dict,
     to_environment,
+    tree_leaves,
     tree_map,
 )
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
@@ -62,8 +64,11 @@ class ControlModule(CheckpointMixin):
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
     # Set by `configure_model`, which knows the spaces.
+    #: Space of what the network sees: an ``action_mask`` is not part of it.
     observation_space: spaces.Space
     action_space: spaces.Space
+    #: Whether observations come with an ``action_mask``.
+    masks_actions = False
     network: Any
 
     def __init__(
@@ -162,8 +167,9 @@ class ControlModule(CheckpointMixin):
         if self.hparams.get("observation_space") is None or self.hparams.get("action_space") is None:
             raise UsageError(f"{type(self).__name__} knows no spaces: train it with a datamodule, or give "
                              "observation_space and action_space")  # fmt: skip
-        self.observation_space = space_from_dict(self.hparams["observation_space"])
         self.action_space = space_from_dict(self.hparams["action_space"])
+        full = space_from_dict(self.hparams["observation_space"])
+        self.observation_space, self.masks_actions = split_space(full, self.action_space)
         self.check_spaces()
         # Weights are drawn on the CPU from the datamodule's seed: they are the same on every device, and the global
         # generators stay as they were.
@@ -233,6 +239,7 @@ class ControlModule(CheckpointMixin):
         state: Any = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
+        action_masks: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Any]:
         """Choose actions in NumPy, with the signature that Stable-Baselines3's ``evaluate_policy`` calls.
 
@@ -241,6 +248,8 @@ class ControlModule(CheckpointMixin):
             state: returned unchanged; the policies here have no memory.
             episode_start: ignored, for the same reason.
             deterministic: the most likely action instead of a sample.
+            action_masks: true where an action is allowed, in sb3-contrib's layout, for one observation or for each of
+                a batch; None: the observation's own ``action_mask``, and where it has none everything is allowed.
 
         Returns:
             The actions as the environment takes them (Box actions clipped to their bounds), and ``state``.
@@ -250,12 +259,18 @@ class ControlModule(CheckpointMixin):
         """
         if not self.is_built:
             self.configure_model()
+        observation, mask = split_mask(observation)
+        if isinstance(observation, dict) and not isinstance(self.observation_space, spaces.Dict | spaces.Tuple):
+            observation = observation[OBSERVED]
         arrays = observation_arrays(self.observation_space, observation)
         single = require_observation(self.observation_space, arrays)
         if single:
             arrays = tree_map(lambda x: np.asarray(x)[None], arrays)
         if self.observation_statistics is not None:
-            arrays = tree_map(normalize, arrays, self.observation_statistics)
+            arrays = tree_map(normalize, arrays, split_mask(self.observation_statistics)[0])
+        mask = mask if action_masks is None else action_masks
+        if mask is not None:
+            arrays = join_mask(arrays, self._mask_arrays(mask, len(tree_leaves(arrays)[0])))
         tensors = tree_map(lambda x: torch.as_tensor(x).to(self.device), arrays)
         if self._predict_generator is None or self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
@@ -263,6 +278,22 @@ class ControlModule(CheckpointMixin):
             acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)
         action = to_environment(self.action_space, acted["action"].cpu().numpy())
         return (action[0] if single else action), state
+
+    def _mask_arrays(self, mask: Any, n: int) -> np.ndarray:
+        """Action masks of n observations, [n, size] bool.
+
+        Raises:
+            UsageError: another shape, or a row that allows nothing.
+        """
+        array, size = np.asarray(mask), mask_size(self.action_space)
+        if size is None or array.size != n * size:
+            raise UsageError(f"action_masks has shape {array.shape}; {n} observations and the action space "
+                             f"{self.action_space} need {(n, size) if size else 'none'}")  # fmt: skip
+        rows = array.reshape(n, size).astype(bool)
+        first = np.cumsum([0, *choices(self.action_space)[:-1]])
+        if not np.logical_or.reduceat(rows, first, axis=1).all():
+            raise UsageError("action_masks allows no action in some row; allow one for each choice")
+        return rows
 
     def __getstate__(self) -> dict[str, Any]:
         # Generators can't be pickled; the next `predict` makes a new one.

@@ -55,7 +55,9 @@ class CheckpointMixin(MetricsMixin):
             self._check_algorithm(checkpoint)
         for name in ("observation_space", "action_space"):
             trained = space_from_dict(checkpoint["hyper_parameters"][name])
-            check_same_space(name, trained, getattr(self, name), f"init_from={path!r}", self.source.env_name)
+            check_same_space(
+                name, trained, space_from_dict(self.hparams[name]), f"init_from={path!r}", self.source.env_name
+            )
         try:
             self.load_state_dict(checkpoint["state_dict"])
         except RuntimeError as error:

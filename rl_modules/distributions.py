@@ -6,7 +6,9 @@ is the batch shape; every distribution is over one action per batch element, so 
 have shape S, summed over the action's components.
 """
 
+import copy
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import FORBIDDEN, mask_logits
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -39,6 +42,11 @@ class Distribution(Protocol):
 
     def detach(self) -> "Distribution":
         """The same distribution without gradient."""
+
+    def masked(self, mask: Tensor) -> "Distribution":
+        """The same distribution, given that only what the mask allows can happen; layout as in
+        :func:`rl_modules.common.masks.mask_size`, [*S, size].
+        """
 
     def parameters(self) -> Tensor:
         """What :func:`distribution_from` makes it from again, shape [*S, P], without gradient."""
@@ -75,8 +83,20 @@ class Categorical:
         # log_softmax of log-probabilities is the identity.
         return Categorical(self.log_p.detach())
 
+    def masked(self, mask: Tensor) -> "Categorical":
+        return MaskedCategorical(mask_logits(self.log_p, mask))
+
     def parameters(self) -> Tensor:
         return self.log_p.detach()
+
+
+class MaskedCategorical(Categorical):
+    """A :class:`Categorical` of which some options have probability 0."""
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.empty_like(self.log_p).exponential_(generator=generator)
+        # The generator may return 0, whose logarithm would outweigh any number.
+        return (self.log_p.detach() - noise.clamp_min(1e-30).log()).argmax(-1)
 
 
 class MultiCategorical:
@@ -86,6 +106,8 @@ class MultiCategorical:
         logits: the choices' logits side by side, shape [*S, sum(nvec)].
         nvec: number of options of each choice.
     """
+
+    parts: Sequence[Categorical]
 
     def __init__(self, logits: Tensor, nvec: list[int]) -> None:
         self.nvec = nvec
@@ -109,6 +131,11 @@ class MultiCategorical:
 
     def detach(self) -> "MultiCategorical":
         return MultiCategorical(self.parameters(), self.nvec)
+
+    def masked(self, mask: Tensor) -> "MultiCategorical":
+        masked = copy.copy(self)
+        masked.parts = [p.masked(m) for p, m in zip(self.parts, mask.split(self.nvec, dim=-1), strict=True)]
+        return masked
 
     def parameters(self) -> Tensor:
         return torch.cat([part.log_p.detach() for part in self.parts], dim=-1)
@@ -148,6 +175,12 @@ class Bernoulli:
     def detach(self) -> "Bernoulli":
         return Bernoulli(self.logits.detach())
 
+    def masked(self, mask: Tensor) -> "Bernoulli":
+        allowed = mask.bool().unflatten(-1, (-1, 2))
+        off, on = allowed.unbind(-1)
+        logits = torch.where(off & ~on, FORBIDDEN, self.logits)
+        return Bernoulli(torch.where(on & ~off, -FORBIDDEN, logits))
+
     def parameters(self) -> Tensor:
         return self.logits.detach()
 
@@ -186,6 +219,9 @@ class DiagGaussian:
 
     def detach(self) -> "DiagGaussian":
         return DiagGaussian(self.mean.detach(), self.log_std.detach())
+
+    def masked(self, mask: Tensor) -> "DiagGaussian":
+        raise UsageError("action_mask: a Box has no single actions that a mask could forbid; leave it out")
 
     def parameters(self) -> Tensor:
         return torch.cat([self.mean, self.log_std.expand_as(self.mean)], dim=-1).detach()
@@ -229,6 +265,10 @@ class TorchDistribution:
     def detach(self) -> "TorchDistribution":
         raise UsageError(f"TRPO needs a detached copy of the policy, which {type(self.distribution).__name__} does not "
                          "have; return one of rl_modules.distributions")  # fmt: skip
+
+    def masked(self, mask: Tensor) -> "TorchDistribution":
+        raise UsageError(f"action_mask: {type(self.distribution).__name__} can't be masked; return one of "
+                         "rl_modules.distributions")  # fmt: skip
 
     def parameters(self) -> Tensor:
         raise UsageError(f"the KL penalty keeps the policy's parameters, which {type(self.distribution).__name__} does "
@@ -285,3 +325,9 @@ def distribution_from(space: spaces.Space, parameters: Tensor) -> Distribution:
         mean, log_std = parameters.chunk(2, dim=-1)
         return DiagGaussian(mean, log_std)
     return make_distribution(space, parameters)
+
+
+def sample_allowed(space: spaces.Space, mask: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Actions drawn uniformly from what the mask allows, [*S, *act], from a mask [*S, size]."""
+    logits = torch.zeros(*mask.shape[:-1], parameter_count(space), dtype=torch.float32, device=mask.device)
+    return make_distribution(space, logits).masked(mask).sample(generator)

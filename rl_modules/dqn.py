@@ -13,8 +13,10 @@ from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.distributions import sample_allowed
 from rl_modules.networks import QNetwork
 
 
@@ -111,24 +113,30 @@ class DQN(ControlModule):
             UsageError: names the space and the algorithms that fit.
         """
         if not isinstance(self.action_space, spaces.Discrete):
-            raise UsageError("DQN compares the values of all actions, for which the action space must be Discrete, not "
+            raise UsageError(f"{type(self).__name__} compares the values of all actions, for which the action space must be Discrete, not "
                              f"{self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
 
     def build_network(self) -> None:
-        hp: Any = self.hparams
-        self.network = QNetwork(
-            self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling
-        )
+        self.network = self.make_network()
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
+
+    def make_network(self) -> QNetwork:
+        """The network of action values from the hyperparameters."""
+        hp: Any = self.hparams
+        return QNetwork(self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """ε-greedy actions, [N]; every environment tosses its own coin."""
-        greedy = self.network(observation).argmax(1)
+        greedy = self.q_values(self.network, observation).argmax(1)
         if deterministic:
             return {"action": greedy}
         device = greedy.device if generator is None else generator.device
         explores = torch.rand(len(greedy), generator=generator, device=device) < self.exploration_rate
-        random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
+        mask = split_mask(observation)[1]
+        if mask is None:
+            random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
+        else:
+            random = sample_allowed(self.action_space, mask.to(device), generator)
         return {"action": torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)}
 
     def prepare(self, sample: Replayed) -> dict[str, Any]:
@@ -159,7 +167,7 @@ class DQN(ControlModule):
         return prepared
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        q = self.network(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
+        q = self.q_values(self.network, batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(q, target, batch.get("weight"))
         if "index" in batch:
@@ -174,7 +182,7 @@ class DQN(ControlModule):
         # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
         pieces = [tree_map(lambda x, i=i: x[i : i + size], observation) for i in range(0, m, size)]
-        return torch.cat([self.target_network(piece) for piece in pieces])
+        return torch.cat([self.target_values(piece) for piece in pieces])
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -183,8 +191,18 @@ class DQN(ControlModule):
         next_q_online = None
         if self.uses_double:
             with torch.no_grad():
-                next_q_online = self.network(batch["next_observation"])
+                next_q_online = self.q_values(self.network, batch["next_observation"])
         return F.dqn_target(batch["reward"], batch["terminated"], batch["next_q"], batch["discount"], next_q_online)
+
+    def q_values(self, network: QNetwork, observation: Any) -> Tensor:
+        """Q(s, ·), [B, A], of the network or the target network; masked actions have a value of -1e8."""
+        observation, mask = split_mask(observation)
+        q = network(observation)
+        return q if mask is None else mask_logits(q, mask)
+
+    def target_values(self, observation: Any) -> Tensor:
+        """Q_target(s, ·), [B, A], or what else :meth:`td_target` reads of the target network."""
+        return self.q_values(self.target_network, observation)
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """The error of Q(s, a), a scalar; ``weight`` [B] are prioritised replay's importance weights."""

@@ -72,6 +72,7 @@ class MonteCarlo(TabularControl):
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1] each."""
+        rollout = self.read_masks(rollout)
         n_envs = rollout["reward"].shape[1]
         if not self._episodes:
             self._episodes = [{"observation": [], "action": [], "reward": [], "successor": []} for _ in range(n_envs)]

@@ -78,10 +78,10 @@ class QLearning(TabularControl):
 
     def next_value(self, state: int, table: int) -> float:
         """What the update of ``table`` bootstraps from: max_a' Q(s', a'), with ``double`` judged by the other table."""
-        q = self.tables.q.numpy()
+        q = self.values(state)
         if not self.uses_two_tables:
-            return float(q[0, state].max())
-        best = np.flatnonzero(q[table, state] == q[table, state].max())
+            return float(q[0].max())
+        best = np.flatnonzero(q[table] == q[table].max())
         if len(best) > 1:
             best = best[torch.randint(len(best), (1,), generator=self._generator).numpy()]
-        return float(q[1 - table, state, best[0]])
+        return float(q[1 - table, best[0]])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.contract import Rollout
+from rl_modules.common.masks import split_mask
 from rl_modules.tabular import TabularControl, rows
 
 
@@ -71,14 +72,16 @@ class SARSA(TabularControl):
         super().begin_run()
         self._next_action = None
 
-    def act(self, observation: Tensor, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """ε-greedy actions [N]; where the last update bootstrapped from an action of this state, that action."""
-        action = self.choose(observation, generator, deterministic)
+        here, mask = split_mask(observation)
+        masks = () if mask is None else (mask,)  # a subclass may know none
+        action = self.choose(here, generator, deterministic, *masks)
         if self._next_action is not None and not deterministic:
             state, drawn = self._next_action
-            action = torch.where(state == observation.cpu(), drawn, action)
+            action = torch.where(state == here.cpu(), drawn, action)
             self._next_action = None
-        return {"action": action.to(observation.device)}
+        return {"action": action.to(here.device)}
 
     def predict(
         self,
@@ -86,17 +89,19 @@ class SARSA(TabularControl):
         state: Any = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
+        action_masks: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Any]:
         # The drawn actions are those of the training environments.
         kept, self._next_action = self._next_action, None
         try:
-            return super().predict(observation, state, episode_start, deterministic)
+            return super().predict(observation, state, episode_start, deterministic, action_masks)
         finally:
             self._next_action = kept
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The transitions with ``next_action``, a' of each, [T, N]; -1 where the policy's mean is bootstrapped from."""
         transitions = super().prepare(rollout)
+        rollout = self.read_masks(rollout)
         if self.expected:
             return {**transitions, "next_action": torch.full_like(rollout["action"], -1)}
         successor = rollout["next_observation"].cpu()

@@ -16,6 +16,7 @@ from rl_modules.base import ControlModule
 from rl_modules.common.checks import unit_interval
 from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import exploration_rate, parse_schedule, schedule_value
 
 
@@ -30,16 +31,20 @@ class ActionValues(torch.nn.Module):
         n_states: S.
         n_actions: A.
         initial_value: what every entry holds at first, in units of return.
+        masks: remember which actions each state allows, as it was last seen.
     """
 
     q: Tensor
     visits: Tensor
+    #: Whether a state allows an action, [S, A]; None: every state allows every one.
+    allowed: Tensor | None
 
-    def __init__(self, n_tables: int, n_states: int, n_actions: int, initial_value: float) -> None:
+    def __init__(self, n_tables: int, n_states: int, n_actions: int, initial_value: float, masks: bool = False) -> None:
         super().__init__()
         shape = (n_tables, n_states, n_actions)
         self.register_buffer("q", torch.full(shape, initial_value, dtype=torch.float64))
         self.register_buffer("visits", torch.zeros(shape, dtype=torch.int64))
+        self.register_buffer("allowed", torch.ones(shape[1:], dtype=torch.bool) if masks else None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ActionValues":
         return self
@@ -148,7 +153,9 @@ class TabularControl(ControlModule):
 
     def build_network(self) -> None:
         n_states, n_actions = int(self.observation_space.n), int(self.action_space.n)
-        self.network = ActionValues(self.n_tables, n_states, n_actions, self.hparams["initial_value"])
+        self.network = ActionValues(
+            self.n_tables, n_states, n_actions, self.hparams["initial_value"], self.masks_actions
+        )
         self._seed = int(torch.randint(2**62, ()))
         self._generator.manual_seed(self._seed)
 
@@ -162,29 +169,56 @@ class TabularControl(ControlModule):
         """Q(s, a), [S, A] float64: the table, or the mean of two."""
         return self.tables.q.mean(0)
 
-    def act(self, observation: Tensor, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """ε-greedy actions [N], ties broken at random; deterministic: the first of the best actions."""
-        return {"action": self.choose(observation, generator, deterministic).to(observation.device)}
+        state, mask = split_mask(observation)
+        masks = () if mask is None else (mask,)  # a subclass may know none
+        return {"action": self.choose(state, generator, deterministic, *masks).to(state.device)}
 
-    def choose(self, state: Tensor, generator: torch.Generator | None, deterministic: bool = False) -> Tensor:
-        """The ε-greedy choice: [N] int64 from states [N]."""
+    def choose(
+        self,
+        state: Tensor,
+        generator: torch.Generator | None,
+        deterministic: bool = False,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The ε-greedy choice: [N] int64 from states [N]; without ``mask`` [N, A], the state's as it was last seen."""
         # NumPy: on a handful of numbers its calls cost a third of torch's.
         q = self.tables.q.numpy()[:, state.cpu().numpy()].mean(0)
+        if mask is None and self.tables.allowed is not None:
+            mask = self.tables.allowed[state.cpu()]
+        if mask is not None:
+            q = np.where(mask.cpu().numpy().astype(bool), q, -np.inf)
         if deterministic:
             return torch.from_numpy(q.argmax(-1))
         device = None if generator is None else generator.device
         u = torch.rand(len(q), q.shape[1] + 1, generator=generator, device=device).cpu().numpy()
         explores = u[:, :1] < self.epsilon
         allowed = explores | (q == q.max(-1, keepdims=True))
+        if mask is not None:
+            allowed &= q > -np.inf
         # The largest of independent uniform numbers is equally likely to be any of them.
         return torch.from_numpy(np.where(allowed, u[:, 1:], -1.0).argmax(-1))
 
     def greedy_policy(self) -> Tensor:
         """π(a|s), [S, A]: what ``predict(..., deterministic=True)`` does."""
-        return torch.nn.functional.one_hot(self.q.argmax(-1), self.q.shape[1]).double()
+        q = self.q if self.tables.allowed is None else self.q.masked_fill(~self.tables.allowed, -torch.inf)
+        return torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
+
+    def read_masks(self, rollout: Rollout) -> Rollout:
+        """The rollout with plain states, after their masks were remembered."""
+        if self.tables.allowed is None:
+            return rollout
+        plain: Any = dict(rollout)
+        for name in ("next_observation", "observation"):
+            state, mask = split_mask(plain[name])
+            self.tables.allowed[state.cpu()] = mask.cpu().bool()
+            plain[name] = state
+        return plain
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The transitions as they came, [T, N] each."""
+        rollout = self.read_masks(rollout)
         names = ("observation", "action", "reward", "next_observation", "terminated")
         return {name: rollout[name] for name in names}  # type: ignore[literal-required]
 
@@ -203,8 +237,13 @@ class TabularControl(ControlModule):
 
     def expected_value(self, state: int) -> float:
         """Σ_a π(a|s) Q(s, a) under the ε-greedy policy that acts."""
-        q = self.tables.q.numpy()[:, state].mean(0)
+        q = self.values(state).mean(0)
         return float((1.0 - self.epsilon) * q.max() + self.epsilon * q.mean())
+
+    def values(self, state: int) -> np.ndarray:
+        """Q(s, a) of the actions that the state allows, [K, at most A]."""
+        q = self.tables.q.numpy()[:, state]
+        return q if self.tables.allowed is None else q[:, self.tables.allowed[state].numpy()]
 
     def finish_step(self, errors: list[float]) -> None:
         """Count the batch as one step of training, which Lightning does only for optimizers, and log its error."""

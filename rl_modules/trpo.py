@@ -13,6 +13,7 @@ from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
 from rl_modules.distributions import Distribution, as_distribution
@@ -145,7 +146,7 @@ class TRPO(ActorCriticModule):
         """Actions with their log-probability and the state's value, each [N]."""
         policy = self.policy(observation)
         action = sample_or_mode(policy, generator, deterministic)
-        return {"action": action, "log_prob": policy.log_prob(action), "value": self.value_network(observation)}
+        return {"action": action, "log_prob": policy.log_prob(action), "value": self.state_value(observation)}
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
@@ -262,7 +263,7 @@ class TRPO(ActorCriticModule):
             order = torch.randperm(len(returns), generator=self.shuffler).to(returns.device)
             for rows in self._minibatches(order):
                 self._weight = self.rank_weight(len(rows))
-                value = self.value_network(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
+                value = self.state_value(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
                 loss = self.value_loss(value, {"returns": returns[rows]})
                 # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
                 gradients = torch.autograd.grad(loss, parameters)
@@ -276,7 +277,13 @@ class TRPO(ActorCriticModule):
 
     def policy(self, observation: Any) -> Distribution:
         """π(·|s) for a batch of observations."""
-        return as_distribution(self.network(observation)[0])
+        observation, mask = split_mask(observation)
+        policy = as_distribution(self.network(observation)[0])
+        return policy if mask is None else policy.masked(mask)
+
+    def state_value(self, observation: Any) -> Tensor:
+        """V(s) of a batch of observations, [B]."""
+        return self.value_network(split_mask(observation)[0])
 
     def surrogate(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
         """E[ρ A] (eq. 14), a scalar to maximise."""

@@ -168,3 +168,14 @@ def make_identity_multibinary() -> gym.Env:
 
 def make_identity_box() -> gym.Env:
     return Identity(spaces.Box(-1.0, 1.0, (1,), np.float32), tolerance=0.5)
+
+
+class Coin(Probe):
+    """Reward 1 or -1 with equal chances, whatever is done."""
+
+    def reward(self, observation: float, action: int) -> float:
+        return float(self.np_random.choice([-1.0, 1.0]))
+
+
+def make_coin() -> gym.Env:
+    return Coin(n_actions=2, random_observation=False)

@@ -9,6 +9,7 @@ import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from datamodules.envs.episodes import SeededEpisodes
+from datamodules.envs.masks import ActionMasks
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Which extra of this project brings what an environment's import asks for.
@@ -51,6 +52,7 @@ def make_env(
     env_id: EnvId,
     env_kwargs: dict[str, Any] | None = None,
     wrappers: Sequence[str | dict[str, Any]] = (),
+    masks: str | None = None,
 ) -> Any:
     """One environment with its wrappers, the first in the list innermost; or the vector that the callable makes.
 
@@ -58,6 +60,7 @@ def make_env(
         env_id: Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
         env_kwargs: keyword arguments of ``gymnasium.make`` (``max_episode_steps`` among them) or of the callable.
         wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
+        masks: where it gives action masks, as :func:`datamodules.envs.masks.mask_source` says; None: nowhere.
 
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
@@ -68,7 +71,7 @@ def make_env(
                          "brings its own")  # fmt: skip
     for wrapper in wrappers:
         env = _wrap(env, wrapper)
-    return env
+    return env if masks is None else ActionMasks(env, masks)
 
 
 def make_vector_env(
@@ -78,6 +81,7 @@ def make_vector_env(
     autoreset_mode: str = "same_step",
     env_kwargs: dict[str, Any] | None = None,
     wrappers: Sequence[str | dict[str, Any]] = (),
+    masks: str | None = None,
 ) -> VectorEnv:
     """``n_envs`` environments that step together, each with :class:`SeededEpisodes` outermost.
 
@@ -90,13 +94,14 @@ def make_vector_env(
             is kept.
         env_kwargs: as in :func:`make_env`.
         wrappers: as in :func:`make_env`.
+        masks: as in :func:`make_env`.
 
     Raises:
         UsageError: as in :func:`make_env`, an unknown mode, or wrappers around a vectorised engine.
     """
     if vectorization_mode == "vector_entry_point":
         return _make_engine(env_id, n_envs, env_kwargs or {}, wrappers)
-    make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers))
+    make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.
     if vectorization_mode == "sync":
@@ -106,8 +111,10 @@ def make_vector_env(
     return AsyncVectorEnv([make] * n_envs, copy=False, autoreset_mode=mode)
 
 
-def _make_seeded(env_id: EnvId, env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]]) -> gym.Env:
-    return SeededEpisodes(make_env(env_id, env_kwargs, wrappers))
+def _make_seeded(
+    env_id: EnvId, env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]], masks: str | None
+) -> gym.Env:
+    return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks))
 
 
 def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:

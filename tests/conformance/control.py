@@ -52,6 +52,7 @@ CASES = [
     Case("REINFORCE", model={"psi": "baseline"}, data=ON_POLICY),
     Case("TRPO", model={"n_critic_updates": 2, "batch_size": 32}, data=ON_POLICY),
     Case("DQN", model={"target_update_interval": 20}, data=REPLAY, replays=True),
+    Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5}, data=REPLAY, replays=True),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
     Case("QLearning", **MAZE),

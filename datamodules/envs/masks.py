@@ -1,0 +1,97 @@
+"""Where environments say which actions they allow, and the wrapper that puts it into the observation."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import MASK, choices, join_mask, mask_size
+
+
+def mask_source(env: gym.Env) -> str | None:
+    """Where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it gives none.
+
+    The infos are known only after a reset, which happens on the layer below Gymnasium's own wrappers: a recorder among
+    them must not take it for an episode.
+
+    Raises:
+        UsageError: masks of another size than the action space.
+    """
+    size = mask_size(env.action_space)
+    if size is None:
+        return None
+    if isinstance(env.observation_space, spaces.Dict) and MASK in env.observation_space.spaces:
+        shape = env.observation_space[MASK].shape
+        if shape != (size,):
+            raise UsageError(f"the observation's action_mask has shape {shape}, but the action space "
+                             f"{env.action_space} has {size} options; give one number for each")  # fmt: skip
+        return "observation"
+    if env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
+        return "method"
+    layer = env
+    while isinstance(layer, gym.Wrapper) and type(layer).__module__.startswith("gymnasium."):
+        layer = layer.env
+    try:
+        _, info = layer.reset(seed=0)
+    except Exception:
+        return None  # a broken environment is reported where it is first stepped
+    return "info" if MASK in info else None
+
+
+class ActionMasks(gym.Wrapper):
+    """Puts the mask of each state beside its observation: ``{"observation": ..., "action_mask": uint8}``.
+
+    Args:
+        env: environment with masks; a Dict observation keeps its keys and gets one more.
+        source: what :func:`mask_source` found.
+
+    Raises:
+        UsageError: a mask of another size than the action space, or one that allows nothing where an action is due.
+    """
+
+    def __init__(self, env: gym.Env, source: str) -> None:
+        super().__init__(env)
+        self.source = source
+        self._size = mask_size(env.action_space) or 0
+        self._splits = np.cumsum([0, *choices(env.action_space)[:-1]])
+        inner = env.observation_space
+        parts = dict(inner.spaces) if isinstance(inner, spaces.Dict) else {"observation": inner}
+        self.observation_space = spaces.Dict({**parts, MASK: spaces.Box(0, 1, (self._size,), np.uint8)})
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._masked(observation, info, ended=False), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        ended = bool(terminated or truncated)
+        return self._masked(observation, info, ended), reward, terminated, truncated, info
+
+    def _masked(self, observation: Any, info: dict[str, Any], ended: bool) -> dict[str, Any]:
+        given = self._given(observation, info)
+        if isinstance(given, tuple | list) and len(given) and np.ndim(given[0]):
+            given = np.concatenate([np.ravel(part) for part in given])
+        mask = np.asarray(given).reshape(-1).astype(bool).astype(np.uint8)
+        if mask.size != self._size:
+            raise UsageError(f"the environment's action_mask has {mask.size} numbers; its action space "
+                             f"{self.action_space} has {self._size} options")  # fmt: skip
+        allows = np.maximum.reduceat(mask, self._splits)
+        if not allows.all():
+            if not ended:
+                which = "" if len(allows) == 1 else f" for choice {int(np.flatnonzero(allows == 0)[0])}"
+                raise UsageError(f"the environment's action_mask allows no action{which}, but its episode goes on; end "
+                                 "the episode there, or allow an action")  # fmt: skip
+            mask = np.ones(self._size, np.uint8)  # nobody acts here
+        return join_mask(observation, mask)
+
+    def _given(self, observation: Any, info: dict[str, Any]) -> Any:
+        if self.source == "observation":
+            return observation[MASK]
+        if self.source == "method":
+            return self.env.get_wrapper_attr("action_masks")()
+        if MASK not in info:
+            raise UsageError("the environment's info has no action_mask in this step, but had one after the reset; "
+                             "give one in every step, or data.action_masks=false")  # fmt: skip
+        return info[MASK]

@@ -1,0 +1,172 @@
+"""Quantile regression DQN."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rl_modules import functional as F
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import at_least
+from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.dqn import DQN
+from rl_modules.networks import QNetwork, full_precision
+
+
+class QuantileNetwork(QNetwork):
+    """Z(s, ·): N quantiles of the return of every action, on one encoder.
+
+    Args:
+        observation_space: space of one observation.
+        n_actions: number of actions, A.
+        n_quantiles: N.
+        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
+        activation_fn: ``tanh``, ``relu``, …
+        dueling: quantiles of V(s) and of the advantages in separate streams, joined as in
+            :class:`~rl_modules.networks.QNetwork`.
+
+    Shape: [B, *obs] → [B, N, A] float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        n_actions: int,
+        n_quantiles: int,
+        net_arch: Sequence[int] | None = None,
+        activation_fn: str = "relu",
+        dueling: bool = False,
+    ) -> None:
+        super().__init__(observation_space, n_actions * n_quantiles, net_arch, activation_fn, dueling)
+        self.n_quantiles = n_quantiles
+        if dueling:
+            self.value_head = nn.Linear(self.head.in_features, n_quantiles)
+
+    def forward(self, observation: Any) -> Tensor:
+        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
+        if not self.dueling:
+            return full_precision(self.head(features).unflatten(1, (self.n_quantiles, -1)))
+        for_value, for_advantage = self.streams(features)
+        advantage = self.head(for_advantage).unflatten(1, (self.n_quantiles, -1))
+        return full_precision(self.value_head(for_value)[..., None] + advantage - advantage.mean(2, keepdim=True))
+
+
+class QRDQN(DQN):
+    """Deep Q-learning with the quantiles of the return instead of its mean.
+
+    Dabney et al. 2018, arXiv:1710.10044. Per minibatch of replayed transitions, one step on
+
+        L = E[Σ_i mean_j ρ_{τ_i}(y_j - θ_i(s, a))],   y_j = r + γ (1 - terminated) θ'_j(s', a*)
+
+    with ρ_τ the quantile Huber loss, τ_i = (i + ½) / N, θ' the target network and a* the action of the largest mean of
+    θ'(s', ·); with ``double``, of the network's own. Dueling heads, n-step targets, prioritised replay and action masks
+    are those of :class:`~rl_modules.dqn.DQN`. The names and defaults are sb3-contrib's.
+
+    Args:
+        n_quantiles: N, quantiles per action.
+        gamma: discount γ per transition, in [0, 1].
+        target_update_interval: transitions, over all environments and ranks, between updates of the target network.
+        tau: how far an update moves the target network towards the network, in (0, 1]; 1 is a copy.
+        exploration_fraction: share of ``total_timesteps`` over which ε falls, in (0, 1].
+        exploration_initial_eps: ε at the start: the probability of a random action.
+        exploration_final_eps: ε from there on.
+        double: choose the next action by the network, value it by the target network.
+        dueling: V(s) and advantages in separate streams.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        net_arch: hidden widths; None: [64, 64], and none after a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 5e-5).
+        optimizer: callable from parameters to an optimizer; None: Adam with eps 0.01 / batch_size.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+    """
+
+    def __init__(
+        self,
+        n_quantiles: int = 200,
+        gamma: float = 0.99,
+        target_update_interval: int = 10_000,
+        tau: float = 1.0,
+        exploration_fraction: float = 0.005,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.01,
+        double: bool = False,
+        dueling: bool = False,
+        max_grad_norm: float | None = None,
+        net_arch: list[int] | None = None,
+        activation_fn: str = "relu",
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
+    ) -> None:
+        super().__init__(
+            gamma, target_update_interval, tau, exploration_fraction, exploration_initial_eps, exploration_final_eps,
+            double, dueling, "huber", max_grad_norm, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
+            log_every, observation_space, action_space, init_from,
+        )  # fmt: skip
+        self.n_quantiles = at_least("n_quantiles", n_quantiles)
+
+    def make_network(self) -> QNetwork:
+        """The quantiles' network from the hyperparameters."""
+        hp: Any = self.hparams
+        return QuantileNetwork(
+            self.observation_space, int(self.action_space.n), self.n_quantiles, hp.net_arch, hp.activation_fn,
+            hp.dueling,
+        )  # fmt: skip
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        quantiles = _of_actions(self.quantiles(self.network, batch["observation"]), batch["action"])
+        target = self.td_target(batch) if self.uses_double else batch["target"]
+        loss = self.td_loss(quantiles, target, batch.get("weight"))
+        if "index" in batch:
+            self.td_error = (quantiles.detach().mean(1) - target.mean(1)).abs()
+        if self.logs_this_epoch:
+            self.record(loss=loss, q_mean=quantiles.mean())
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def quantiles(self, network: QNetwork, observation: Any) -> Tensor:
+        """θ(s, ·), [B, N, A], of the network or the target network; those of masked actions are -1e8."""
+        observation, mask = split_mask(observation)
+        quantiles = network(observation)
+        return quantiles if mask is None else mask_logits(quantiles, mask[:, None])
+
+    def q_values(self, network: QNetwork, observation: Any) -> Tensor:
+        """Q(s, ·), [B, A]: the mean of the quantiles."""
+        return self.quantiles(network, observation).mean(1)
+
+    def target_values(self, observation: Any) -> Tensor:
+        """The target network's quantiles, [B, N, A]."""
+        return self.quantiles(self.target_network, observation)
+
+    def td_target(self, batch: dict[str, Any]) -> Tensor:
+        """The samples that the quantiles of Z(s, a) regress to, [B, N]."""
+        next_quantiles = batch["next_q"]
+        with torch.no_grad():
+            q = self.q_values(self.network, batch["next_observation"]) if self.uses_double else next_quantiles.mean(1)
+        following = torch.where(batch["terminated"][:, None], 0.0, _of_actions(next_quantiles, q.argmax(1)))
+        return batch["reward"][:, None] + batch["discount"][:, None] * following
+
+    def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """The quantile Huber loss, a scalar; ``q`` and ``target`` are [B, N]."""
+        return F.quantile_huber_loss(q, target, weight)
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Adam at 5e-5 with eps 0.01 / batch_size, as the paper and sb3-contrib."""
+        return self.adam(parameters, lr=5e-5, eps=0.01 / cast(Any, self.source).batch_size)
+
+
+def _of_actions(quantiles: Tensor, action: Tensor) -> Tensor:
+    """The quantiles of one action per row, [B, N] from [B, N, A]."""
+    return quantiles.gather(2, action[:, None, None].expand(-1, quantiles.shape[1], 1)).squeeze(2)
