@@ -52,9 +52,15 @@ VARIANTS: dict[str, Variant] = {
     "kl .03": Variant(options={**PLAIN, "model.beta": 0.03}),
     "dr_grpo": Variant(options={**PLAIN, "model.loss_type": "dr_grpo", "model.scale_rewards": "none"}),
     "top entropy .2": Variant(options={**PLAIN, "model.top_entropy_quantile": 0.2}),
-    "clip higher": Variant(options={**PLAIN, "model.epsilon_high": 0.28, "data.num_iterations": 2,
-                                    "data.steps_per_generation": 2}),
+    # A generation's first optimizer step has ratio 1, so that a clip needs a second one to bind.
+    "two steps, clip .2": Variant(options={**PLAIN, "data.steps_per_generation": 2}),
+    "two steps, clip .2 and .28": Variant(options={**PLAIN, "model.epsilon_high": 0.28, "data.steps_per_generation": 2}),
     "learning rate 1e-4": Variant(options={**PLAIN, "model.learning_rate": 1e-4}),
+    "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
+                             "model.epsilon_high": 4e-4}),
+    "cispo": Variant(options={"model.loss_type": "cispo", "model.epsilon_high": 5.0}),
+    "rloo": Variant("rloo/addition.yaml"),
+    "ppo with a verifier": Variant("rlhf_ppo/addition.yaml"),
 }  # fmt: skip
 
 
@@ -100,7 +106,7 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path) -> None:
             result = {
                 "start": first["eval/pass@1"],
                 **{tag: curves[f"eval/{tag}"][-1][1] for tag in ("pass@1", "pass@4", "cons@4")},
-                "entropy": curves["train/entropy"][-1][1],
+                "entropy": curves["entropy"][-1][1] if "entropy" in curves else None,
                 "curve": curves["eval/pass@1"],
                 "seconds": round(time.monotonic() - began_s),
             }
@@ -138,7 +144,8 @@ def table() -> str:
 
 
 def _cell(result: dict[str, Any]) -> str:
-    return f"{result['start']:.2f} → {result['pass@1']:.2f}; {result['pass@4']:.2f}; {result['entropy']:.3f}"
+    entropy = "" if result["entropy"] is None else f"; {result['entropy']:.3f}"
+    return f"{result['start']:.2f} → {result['pass@1']:.2f}; {result['pass@4']:.2f}{entropy}"
 
 
 if __name__ == "__main__":
