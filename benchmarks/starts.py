@@ -54,7 +54,9 @@ VARIANTS: dict[str, Variant] = {
     "top entropy .2": Variant(options={**PLAIN, "model.top_entropy_quantile": 0.2}),
     # A generation's first optimizer step has ratio 1, so that a clip needs a second one to bind.
     "two steps, clip .2": Variant(options={**PLAIN, "data.steps_per_generation": 2}),
-    "two steps, clip .2 and .28": Variant(options={**PLAIN, "model.epsilon_high": 0.28, "data.steps_per_generation": 2}),
+    "two steps, clip .2 and .28": Variant(
+        options={**PLAIN, "data.steps_per_generation": 2, "model.epsilon_high": 0.28}
+    ),
     "learning rate 1e-4": Variant(options={**PLAIN, "model.learning_rate": 1e-4}),
     "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
                              "model.epsilon_high": 4e-4}),
