@@ -26,11 +26,11 @@ START_CONFIG = "sft/addition_start.yaml"
 #: Options of the supervised runs beside their config.
 STARTS: dict[str, dict[str, Any]] = {
     "linear": {"threads": 1, "data.seed": 11, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "linear",
-               "model.warmup_steps": 40, "data.eval_steps": 100, "trainer.max_steps": 370},
-    "cosine": {"threads": 1, "data.seed": 12, "model.learning_rate": 2e-3, "model.lr_scheduler_type": "cosine",
-               "model.warmup_steps": 20, "data.batch_size": 128, "data.eval_steps": 100, "trainer.max_steps": 500},
+               "model.warmup_steps": 40, "data.eval_steps": 100, "trainer.max_steps": 450},
+    "cosine": {"threads": 1, "data.seed": 12, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "cosine",
+               "model.warmup_steps": 20, "data.batch_size": 192, "data.eval_steps": 100, "trainer.max_steps": 550},
     "constant": {"threads": 1, "data.seed": 13, "model.learning_rate": 1.5e-3, "model.warmup_steps": 20,
-                 "data.batch_size": 192, "data.eval_steps": 50, "trainer.max_steps": 350},
+                 "data.batch_size": 192, "data.eval_steps": 50, "trainer.max_steps": 600},
 }  # fmt: skip
 
 
