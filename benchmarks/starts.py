@@ -23,15 +23,21 @@ STORE = Path(__file__).parent / "results" / "starts"
 PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo.md"
 BEGIN, END = "<!-- results: written by `python -m benchmarks.starts report` -->\n", "<!-- end of results -->\n"
 START_CONFIG = "sft/addition_start.yaml"
-#: Options of the supervised runs beside their config.
-STARTS: dict[str, dict[str, Any]] = {
-    "linear": {"threads": 1, "data.seed": 11, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "linear",
-               "model.warmup_steps": 40, "data.eval_steps": 100, "trainer.max_steps": 300},
-    "cosine": {"threads": 1, "data.seed": 12, "model.learning_rate": 2e-3, "model.lr_scheduler_type": "cosine",
-               "model.warmup_steps": 20, "data.batch_size": 128, "data.eval_steps": 100, "trainer.max_steps": 500},
-    "constant": {"threads": 1, "data.seed": 13, "model.learning_rate": 1.5e-3, "model.warmup_steps": 20,
-                 "data.batch_size": 192, "data.eval_steps": 50, "trainer.max_steps": 350},
+#: Options of the supervised runs beside their config; of several, each begins where the one before it ended.
+STARTS: dict[str, list[dict[str, Any]]] = {
+    "linear": [{"data.seed": 11, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "linear",
+                "model.warmup_steps": 40, "data.eval_steps": 100, "trainer.max_steps": 450}],
+    "cosine": [{"data.seed": 12, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "cosine",
+                "model.warmup_steps": 20, "data.batch_size": 192, "data.eval_steps": 100, "trainer.max_steps": 550}],
+    "constant, then linear": [
+        {"data.seed": 13, "model.learning_rate": 1.5e-3, "model.warmup_steps": 20, "data.batch_size": 192,
+         "data.eval_steps": 50, "trainer.max_steps": 600},
+        {"data.seed": 14, "model.learning_rate": 1.5e-3, "model.lr_scheduler_type": "linear",
+         "model.warmup_steps": 10, "data.eval_steps": 30, "trainer.max_steps": 120},
+    ],
 }  # fmt: skip
+#: Sampled pass@1 that a start must have.
+RANGE = (0.2, 0.4)
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,17 @@ VARIANTS: dict[str, Variant] = {
     "kl .03": Variant(options={**PLAIN, "model.beta": 0.03}),
     "dr_grpo": Variant(options={**PLAIN, "model.loss_type": "dr_grpo", "model.scale_rewards": "none"}),
     "top entropy .2": Variant(options={**PLAIN, "model.top_entropy_quantile": 0.2}),
-    "clip higher": Variant(options={**PLAIN, "model.epsilon_high": 0.28, "data.num_iterations": 2,
-                                    "data.steps_per_generation": 2}),
+    # A generation's first optimizer step has ratio 1, so that a clip needs a second one to bind.
+    "two steps, clip .2": Variant(options={**PLAIN, "data.steps_per_generation": 2}),
+    "two steps, clip .2 and .28": Variant(
+        options={**PLAIN, "data.steps_per_generation": 2, "model.epsilon_high": 0.28}
+    ),
     "learning rate 1e-4": Variant(options={**PLAIN, "model.learning_rate": 1e-4}),
+    "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
+                             "model.epsilon_high": 4e-4}),
+    "cispo": Variant(options={"model.loss_type": "cispo", "model.epsilon_high": 5.0}),
+    "rloo": Variant("rloo/addition.yaml"),
+    "ppo with a verifier": Variant("rlhf_ppo/addition.yaml"),
 }  # fmt: skip
 
 
@@ -85,14 +99,13 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path) -> None:
     pipeline = Pipeline(folder)
     for name in variants:
         for start in starts:
-            kept = STORE / name.replace(" ", "_") / f"{start}.json"
+            kept = result_path(name, start)
             if kept.exists():
                 print(f"{name} from {start}: kept in {kept}", flush=True)
                 continue
-            model = pipeline.fit(f"start_{start}", START_CONFIG, STARTS[start])
+            model, first = supervise(pipeline, start)
             variant, began_s = VARIANTS[name], time.monotonic()
-            stage = f"{start}_{name.replace(' ', '_')}"
-            first = pipeline.evaluate(f"start_{start}_evaluation", lambda m=model: measure(m), None, [model.parent])
+            stage = file_name(f"{start} {name}")
             options = {"model.model_name_or_path": str(model), **variant.options}
             pipeline.fit(stage, variant.config, options, [model.parent])
             curves = scalars(folder / stage / "run")
@@ -100,12 +113,42 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path) -> None:
             result = {
                 "start": first["eval/pass@1"],
                 **{tag: curves[f"eval/{tag}"][-1][1] for tag in ("pass@1", "pass@4", "cons@4")},
-                "entropy": curves["train/entropy"][-1][1],
+                "entropy": curves["entropy"][-1][1] if "entropy" in curves else None,
                 "curve": curves["eval/pass@1"],
                 "seconds": round(time.monotonic() - began_s),
             }
             kept.write_text(json.dumps(result), "utf-8")
             print(f"{name} from {start}: {result['start']:.3f} → {result['pass@1']:.3f}", flush=True)
+
+
+def supervise(pipeline: Pipeline, start: str) -> tuple[Path, dict[str, float]]:
+    """Trains a start; returns its directory and success rates.
+
+    Args:
+        pipeline: of the stages.
+        start: its name.
+    """
+    model: Path | None = None
+    for number, options in enumerate(STARTS[start]):
+        stage = file_name(f"start {start}" + (f" {number + 1}" if number else ""))
+        begins = {} if model is None else {"model.model_name_or_path": str(model)}
+        after = [] if model is None else [model.parent]
+        model = pipeline.fit(stage, START_CONFIG, {"threads": 1, **begins, **options}, after)
+    assert model is not None
+    found = pipeline.evaluate(file_name(f"start {start} evaluation"), lambda: measure(model), None, [model.parent])
+    if not RANGE[0] <= found["eval/pass@1"] <= RANGE[1]:
+        print(f"start {start}: sampled pass@1 {found['eval/pass@1']:.2f} lies outside of {RANGE}", flush=True)
+    return model, found
+
+
+def file_name(words: str) -> str:
+    """A name without spaces and commas."""
+    return words.replace(",", "").replace(" ", "_")
+
+
+def result_path(variant: str, start: str) -> Path:
+    """Where a run's result is kept."""
+    return STORE / file_name(variant) / f"{file_name(start)}.json"
 
 
 def measure(model: Path) -> dict[str, float]:
@@ -127,7 +170,7 @@ def table() -> str:
     """One row per variant that has results, one column per start."""
     lines = [f"| variant | {' | '.join(STARTS)} | worst |", f"|{'---|' * (len(STARTS) + 2)}"]
     for name in VARIANTS:
-        paths = {start: STORE / name.replace(" ", "_") / f"{start}.json" for start in STARTS}
+        paths = {start: result_path(name, start) for start in STARTS}
         found = {start: json.loads(path.read_text("utf-8")) for start, path in paths.items() if path.exists()}
         if not found:
             continue
@@ -138,7 +181,8 @@ def table() -> str:
 
 
 def _cell(result: dict[str, Any]) -> str:
-    return f"{result['start']:.2f} → {result['pass@1']:.2f}; {result['pass@4']:.2f}; {result['entropy']:.3f}"
+    entropy = "" if result["entropy"] is None else f"; {result['entropy']:.3f}"
+    return f"{result['start']:.2f} → {result['pass@1']:.2f}; {result['pass@4']:.2f}{entropy}"
 
 
 if __name__ == "__main__":

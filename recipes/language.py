@@ -151,7 +151,7 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
     if model is None and algorithm not in rl_modules.__all__:
         raise UsageError(f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
                          f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}")  # fmt: skip
-    from datamodules.language.loading import load_object
+    from rl_modules.common.loading import load_object
 
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
     from rl_modules.language.base import LanguageModule

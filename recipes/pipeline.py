@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ class Pipeline:
         self._began_s = time.monotonic()
         #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
+        #: Peak memory of the process during each stage, in MiB; None where the system does not tell.
+        self.memory: dict[str, float | None] = {}
 
     def stage(
         self,
@@ -73,7 +76,7 @@ class Pipeline:
             raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run "
                              "it again, or give the pipeline another folder")  # fmt: skip
         if "done_at" in found and all((folder / output).exists() for output in outputs):
-            self.seconds[name] = found["seconds"]
+            self.seconds[name], self.memory[name] = found["seconds"], found.get("memory")
             print(f"{name}: done already, see {folder}")
             return folder
         folder.mkdir(exist_ok=True)
@@ -81,17 +84,35 @@ class Pipeline:
         _write(folder, wanted)
         print(f"{name}: in {folder}", flush=True)
         began_s = time.monotonic()
+        _reset_peak_memory()
         try:
             run(folder)
         finally:
             spent += time.monotonic() - began_s
-            _write(folder, {**wanted, "seconds": spent})
+            memory = max((m for m in (_peak_memory(), found.get("memory")) if m is not None), default=None)
+            _write(folder, {**wanted, "seconds": spent, "memory": memory})
         missing = [output for output in outputs if not (folder / output).exists()]
         if missing:
             raise UsageError(f"stage {name!r} ended without {', '.join(missing)} in {folder}")
-        _write(folder, {**wanted, "seconds": spent, "done_at": time.time()})
-        self.seconds[name] = spent
+        _write(folder, {**wanted, "seconds": spent, "memory": memory, "done_at": time.time()})
+        self.seconds[name], self.memory[name] = spent, memory
         return folder
+
+    def earlier(self, name: str, after: Path) -> Path | None:
+        """The folder of a stage that an earlier run completed on the same inputs.
+
+        Args:
+            name: the stage's name.
+            after: folder of a stage whose outputs it must have read as they are now.
+
+        Returns:
+            None where there is no such stage. ``seconds`` and ``memory`` then know it.
+        """
+        record = _record(self.folder / name)
+        if "done_at" not in record or record["after"].get(after.name) != _record(after).get("done_at"):
+            return None
+        self.seconds[name], self.memory[name] = record["seconds"], record.get("memory")
+        return self.folder / name
 
     def fit(
         self, name: str, config: str, arguments: Mapping[str, Any] | None = None, after: Sequence[Path] = ()
@@ -157,7 +178,7 @@ class Pipeline:
         """
         lines = [f"| stage | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
         for name, row in rows.items():
-            cells = [f"{row[column]:.3f}" if column in row else "" for column in columns]
+            cells = [_number(row[column]) if column in row else "" for column in columns]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         seconds = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items() if value >= 1)
         text = "\n".join([*lines, "", f"Time: {seconds}; together {sum(self.seconds.values()):.0f} s.", ""])
@@ -241,6 +262,31 @@ def _write(folder: Path, record: dict[str, Any]) -> None:
     part = folder / f"{RECORD}.part"
     part.write_text(json.dumps(record, indent=1), "utf-8")
     part.replace(folder / RECORD)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+
+
+def _reset_peak_memory() -> None:
+    """Have the next peak count from here, where the system can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_memory() -> float | None:
+    """MiB: on a GPU what torch had allocated, else the process's resident memory; None where nothing tells."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text("ascii").splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 2**10
+    return None
 
 
 def _or_fail(stage: str, run: Callable[[], None]) -> None:

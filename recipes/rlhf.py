@@ -1,31 +1,37 @@
 """RLHF: demonstrations, comparisons of what the model then writes, a reward model of them, and PPO against it.
 
 python -m recipes.rlhf                                  shortest paths on a hidden graph, from scratch, offline
+python -m recipes.rlhf --preferences dpo                DPO on the same comparisons, in place of the last two stages
+python -m recipes.rlhf --preferences dpo --rounds 3     twice more, on comparisons of the last round's own samples
 python -m recipes.rlhf --seed 1 --folder runs/rlhf1 --ppo.model.beta=0.05
 
 Every stage is one ``rl fit`` with a config of its own, or a folder of files; ``--ppo.model.beta=0.05`` changes an
 option of one. A stage that is done is skipped, one that was stopped goes on where it stood: run the same command again.
 
-Source: Ouyang et al. 2022, arXiv:2203.02155, figure 2; comparisons of samples: Stiennon et al. 2020, arXiv:2009.01325.
+Both roads in one folder share the first two stages and one table.
+
+Source: Ouyang et al. 2022, arXiv:2203.02155, figure 2; comparisons of samples: Stiennon et al. 2020, arXiv:2009.01325;
+DPO: Rafailov et al. 2023, arXiv:2305.18290; in rounds: Xu et al. 2023, arXiv:2312.16682.
 """
 
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recipes.pipeline import Pipeline
 from recipes.stages import config_text, evaluate, load_policy, run_command, stage_options
 from rl_modules.common.errors import UsageError
 
-STAGES = ("sft", "preferences", "reward_model", "ppo", "evaluation")
+STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
 CURVES = (
     "rewards/utilities/mean",
     "eval/rewards/utilities",
     "objective/scores",
     "objective/kl",
     "eval/accuracy",
+    "eval/rewards/accuracies",
     "loss",
 )
 #: What the table shows, by the metric's name in an evaluation.
@@ -37,6 +43,8 @@ COLUMNS = {
     "eval/mean_length": "length",
     "eval/accuracy": "accuracy",
     "eval/bayes_accuracy": "best accuracy",
+    "seconds": "seconds",
+    "memory": "MiB",
 }
 
 
@@ -61,6 +69,12 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
         "--reward_model", default="rlhf/reward_model.yaml", help="config of the reward model's training"
     )
     parser.add_argument("--ppo", default="rlhf_ppo/paths.yaml", help="config of the reinforcement learning")
+    parser.add_argument("--dpo", default="dpo/paths.yaml", help="config of the direct preference optimization")
+    parser.add_argument(
+        "--preferences", default="ppo", choices=("ppo", "dpo"),
+        help="what learns from the comparisons: ppo on a reward model of them, or dpo",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=1, help="of dpo, each on comparisons of the last one's samples")
     parser.add_argument("--samples", type=int, default=32, help="completions of each prompt at each temperature")
     parser.add_argument("--comparisons", type=int, default=8, help="of each completion with others of its prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 1.5, 2.0], help="of what is compared")
@@ -70,6 +84,8 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
         raise UsageError(f"samples={given.samples} at one temperature leave nothing to compare; give at least 2")
     if given.comparisons < 1:
         raise UsageError(f"comparisons={given.comparisons} must be at least 1")
+    if given.rounds < 1 or (given.rounds > 1 and given.preferences != "dpo"):
+        raise UsageError(f"rounds={given.rounds} must be at least 1, and above 1 only with --preferences dpo")
     if min(given.temperatures) < 0:
         raise UsageError(f"temperatures={given.temperatures} must be at least 0")
     return given, stage_options(rest, STAGES, "--ppo.model.beta=0.05")
@@ -80,53 +96,139 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     pipeline = Pipeline(given.folder)
     seed = {"seed_everything": str(given.seed)}
     sft = pipeline.fit("sft", given.sft, {**seed, **options["sft"]})
-    done = [sft.parent]
-
-    # The policy as it is now: what the config says of a new one does not apply.
-    policy = {**seed, "model.model_name_or_path": str(sft), "model.model_config": "null", **options["preferences"]}
-    pairs = pipeline.stage(
-        "preferences",
-        lambda folder: write_preferences(
-            given.sft, policy, given.samples, given.temperatures, given.comparisons, folder
-        ),
-        ("train.jsonl", "test.jsonl"),
-        {
-            "config": config_text(given.sft),
-            "arguments": policy,
-            "samples": given.samples,
-            "temperatures": given.temperatures,
-            "comparisons": given.comparisons,
-        },
-        done,
-    )
-    done = [*done, pairs]
-
-    judging = {
-        **seed, "model.model_name_or_path": str(sft), "data.path": str(pairs / "train.jsonl"),
-        "data.eval_path": str(pairs / "test.jsonl"), "data.chat_template": "false", **options["reward_model"],
-    }  # fmt: skip
-    judge = pipeline.fit("reward_model", given.reward_model, judging, done)
-    done = [*done, judge.parent]
-
-    models = {"model.reward_model_name_or_path": str(judge), "model.ref_model_name_or_path": str(sft)}
-    start = {**seed, "model.model_name_or_path": str(sft), **models}
-    ppo = pipeline.fit("ppo", given.ppo, {**start, **options["ppo"]}, done)
-
+    pairs = compared(pipeline, given, options, "preferences", sft, [sft.parent])
+    done = [sft.parent, pairs]
+    # Another judge of what the policies write: the reward model, where there is one.
+    judge = {"model.reward_model_name_or_path": "null"}
     rows: dict[str, dict[str, float]] = {}
-
-    def measure(name: str, config: str, arguments: dict[str, str], after: list[Path]) -> None:
-        settings = {"config": config_text(config), "arguments": arguments}
-        rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(config, arguments), settings, after)
-
     data = {key: value for key, value in options["ppo"].items() if key.startswith("data.")}
-    for name, model in (("sft", sft), ("ppo", ppo)):
-        arguments = {**start, **data, "model.model_name_or_path": str(model), **options["evaluation"]}
-        measure(name, given.ppo, arguments, [*done, model.parent] if model is ppo else done)
-    measure("reward_model", given.reward_model, {**judging, "model.model_name_or_path": str(judge)}, done)
-    table = {name: {COLUMNS[key]: value for key, value in rows[name].items() if key in COLUMNS}
-             for name in ("sft", "reward_model", "ppo")}  # fmt: skip
+
+    def measure(name: str, model: Path, after: list[Path], stage: str | None = None) -> None:
+        arguments = {**seed, "model.model_name_or_path": str(model), "model.ref_model_name_or_path": str(sft), **judge,
+                     **data, **options["evaluation"]}  # fmt: skip
+        settings = {"config": config_text(given.ppo), "arguments": arguments}
+        rows[name] = pipeline.evaluate(f"{stage or name}_evaluation", lambda: evaluate(given.ppo, arguments), settings,
+                                       after)  # fmt: skip
+
+    if given.preferences == "dpo":
+        measure("sft", sft, done, "sft_alone")
+        trained = learn_directly(pipeline, given, options, sft, pairs, measure)
+    else:
+        judging = {
+            **seed, "model.model_name_or_path": str(sft), **files(pairs), **options["reward_model"],
+        }  # fmt: skip
+        judged = pipeline.fit("reward_model", given.reward_model, judging, done)
+        judge = {"model.reward_model_name_or_path": str(judged)}
+        done = [*done, judged.parent]
+        start = {**seed, "model.model_name_or_path": str(sft), "model.ref_model_name_or_path": str(sft), **judge}
+        ppo = pipeline.fit("ppo", given.ppo, {**start, **options["ppo"]}, done)
+        measure("sft", sft, [sft.parent, pairs])
+        measure("ppo", ppo, [*done, ppo.parent])
+        arguments = {**judging, "model.model_name_or_path": str(judged)}
+        settings = {"config": config_text(given.reward_model), "arguments": arguments}
+        rows["reward_model"] = pipeline.evaluate(
+            "reward_model_evaluation", lambda: evaluate(given.reward_model, arguments), settings, done
+        )
+        trained = ["reward_model", "ppo"]
+    add_earlier(pipeline, rows, pairs)
+    summarise(pipeline, rows, trained)
+
+
+def compared(
+    pipeline: Pipeline, given: argparse.Namespace, options: dict[str, dict[str, str]], name: str, model: Path,
+    after: Sequence[Path],
+) -> Path:  # fmt: skip
+    """Runs a stage of comparisons of a policy's samples; returns its folder.
+
+    Args:
+        pipeline: of the stage.
+        given: the command's arguments.
+        options: of each stage.
+        name: of the stage.
+        model: the policy's directory.
+        after: folders of the stages before.
+    """
+    # The policy as it is now: what the config says of a new one does not apply.
+    policy = {"seed_everything": str(given.seed), "model.model_name_or_path": str(model), "model.model_config": "null",
+              **options["preferences"]}  # fmt: skip
+    numbers = {name: getattr(given, name) for name in ("samples", "temperatures", "comparisons")}
+    return pipeline.stage(
+        name, lambda folder: write_preferences(given.sft, policy, **numbers, folder=folder),
+        ("train.jsonl", "test.jsonl"), {"config": config_text(given.sft), "arguments": policy, **numbers}, after,
+    )  # fmt: skip
+
+
+def files(pairs: Path) -> dict[str, str]:
+    """The options by which a stage reads comparisons."""
+    return {"data.path": str(pairs / "train.jsonl"), "data.eval_path": str(pairs / "test.jsonl"),
+            "data.chat_template": "false"}  # fmt: skip
+
+
+def learn_directly(
+    pipeline: Pipeline, given: argparse.Namespace, options: dict[str, dict[str, str]], sft: Path, pairs: Path,
+    measure: Callable[[str, Path, list[Path]], None],
+) -> list[str]:  # fmt: skip
+    """DPO on the comparisons, and further rounds on comparisons of the samples of the last round's policy.
+
+    Args:
+        pipeline: of the stages.
+        given: the command's arguments.
+        options: of each stage.
+        sft: directory of the policy that it starts from.
+        pairs: folder of the comparisons.
+        measure: evaluates a policy, from the row's name, its directory and the stages before.
+
+    Returns:
+        Names of the training stages.
+    """
+    model, done, trained = sft, [sft.parent, pairs], []
+    for number in range(1, given.rounds + 1):
+        name = "dpo" if number == 1 else f"dpo_{number}"
+        if number > 1:
+            pairs = compared(pipeline, given, options, f"preferences_{number}", model, done)
+            done.append(pairs)
+        start = {"seed_everything": str(given.seed), "model.model_name_or_path": str(model)}
+        model = pipeline.fit(name, given.dpo, {**start, **files(pairs), **options["dpo"]}, done)
+        done.append(model.parent)
+        trained.append(name)
+        measure(name, model, list(done))
+    return trained
+
+
+def add_earlier(pipeline: Pipeline, rows: dict[str, dict[str, float]], pairs: Path) -> None:
+    """Adds rows of the other road, if an earlier command went it on the same comparisons.
+
+    Args:
+        pipeline: of both.
+        rows: the table so far, by stage.
+        pairs: folder of the comparisons.
+    """
+    if found := pipeline.earlier("sft_evaluation", pairs):  # with the score of the reward model
+        rows["sft"] = json.loads((found / "metrics.json").read_text("utf-8"))
+    stages = ["reward_model", "ppo", "dpo", *sorted(path.name for path in pipeline.folder.glob("dpo_[0-9]*"))]
+    for name in (stage for stage in stages if stage not in rows and not stage.endswith("_evaluation")):
+        if pipeline.earlier(name, pairs) and (found := pipeline.earlier(f"{name}_evaluation", pairs)):
+            rows[name] = json.loads((found / "metrics.json").read_text("utf-8"))
+
+
+def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Sequence[str]) -> None:
+    """Prints the table, with the time and memory of each training, and draws the curves.
+
+    Args:
+        pipeline: of the stages.
+        rows: metrics by stage.
+        trained: the training stages of this command.
+    """
+    order = ["sft", "reward_model", "ppo"]
+    table = {}
+    for name in sorted(rows, key=lambda name: (order.index(name) if name in order else len(order), name)):
+        costs = {"seconds": round(pipeline.seconds[name])}
+        if (memory := pipeline.memory.get(name)) is not None:
+            costs["memory"] = round(memory)
+        row = {**rows[name], **costs}
+        table[name] = {COLUMNS[key]: value for key, value in row.items() if key in COLUMNS}
     pipeline.table(table, list(COLUMNS.values()))
-    pipeline.curves(["sft", "reward_model", "ppo"], CURVES)
+    pipeline.curves(["sft", *trained], CURVES)
 
 
 def write_preferences(

@@ -84,8 +84,10 @@ CASES: dict[str, list[str]] = {
     "grpo": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.beta=0.01", "--trainer.max_steps=72"],
     "rloo": ["--model=RLOO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
-             "--data.num_generations=4", "--trainer.max_steps=48"],
+             "--data.num_generations=4", "--model.entropy_coef=0.01", "--trainer.max_steps=48"],
     "rlhf-ppo": ["--model=RLHFPPO", *PROMPTS, "--data.batch_size=8", "--data.num_generations=1"],
+    "rlhf-ppo-verifiers": ["--model=RLHFPPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=8",
+                           "--data.num_generations=1", "--model.beta=0.01", "--trainer.max_steps=48"],
 }  # fmt: skip
 
 

@@ -53,8 +53,8 @@ class PreferenceDataModule(LanguageDataModule):
         packing: put prompt, chosen and rejected answer behind each other and several pairs into a row: prompts are
             read once and little is padded, while scores and steps stay the same. Its mask takes memory of the square
             of a row's width, which is that of the longest pair. None: where the model can; False: one row per answer.
-        demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0; None: the task's
-            own demonstrations, or the chosen answers of a file or dataset.
+        demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a reward
+            model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
         n_demonstrations: how many of them are scored; ≥ 1.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_batch_size: held-out pairs that are scored together.
@@ -117,7 +117,7 @@ class PreferenceDataModule(LanguageDataModule):
         if self._n_micro > self.batch_size:
             raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} is more than the batch_size="
                              f"{self.batch_size} pairs that it divides")  # fmt: skip
-        if not self.demonstration_ids:
+        if not self.demonstration_ids and self._scores_demonstrations:
             self.demonstration_ids = self._load_demonstrations()
         self._position = 0
 
@@ -139,6 +139,19 @@ class PreferenceDataModule(LanguageDataModule):
     def unpaired(self) -> bool:
         """Whether the module in training learns from single answers."""
         return bool(getattr(self.policy, "unpaired", False))
+
+    @property
+    def _scores_demonstrations(self) -> bool:
+        """Whether the module measures its rewards from demonstrations, as a reward model does and a policy does not.
+
+        Raises:
+            UsageError: demonstrations_path is given to a module that reads none.
+        """
+        scores = bool(getattr(self.policy, "scores_demonstrations", True))
+        if not scores and (path := self.hparams["demonstrations_path"]) is not None:
+            raise UsageError(f"demonstrations_path={path!r} is not read by {type(self.policy).__name__}, whose rewards "
+                             "have no zero to set; leave it out")  # fmt: skip
+        return scores
 
     # ---------------------------------------------------------------- records and tokens
 

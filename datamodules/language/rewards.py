@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datamodules.language.loading import load_object, require_settings
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.text import answer_of, is_think_and_answer, text_of
 from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import load_object, require_settings
 
 __all__ = [
     "RewardFunctions", "answer_in_tags", "exact_answer", "length_reward", "load_reward_func",

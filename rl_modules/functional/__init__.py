@@ -39,6 +39,7 @@ _EXPORTS = {
     "proportional_kl_coefficient": "rl_modules.functional.rlhf",
     "quantile_huber_loss": "rl_modules.functional.distributional",
     "rlhf_rewards": "rl_modules.functional.rlhf",
+    "batch_advantages": "rl_modules.functional.groups",
     "rloo_advantages": "rl_modules.functional.groups",
     "simpo_loss": "rl_modules.functional.direct_preferences",
     "soft_overlong_punishment": "rl_modules.functional.lengths",
@@ -54,6 +55,7 @@ _EXPORTS = {
 __all__ = [
     "adapt_kl_coefficient",
     "approx_kl",
+    "batch_advantages",
     "bradley_terry_loss",
     "categorical_projection",
     "clip_fraction",
@@ -118,6 +120,7 @@ if TYPE_CHECKING:
         pass_at_k,
     )
     from rl_modules.functional.groups import (
+        batch_advantages,
         combine_rewards,
         group_advantages,
         rloo_advantages,

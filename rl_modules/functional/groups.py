@@ -78,6 +78,32 @@ def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
     return (centred * (count / (count - 1).clamp(min=1))).view(-1)
 
 
+def batch_advantages(reward: Tensor) -> Tensor:
+    """How much better an answer is than the mean of the batch, in the batch's standard deviations: REINFORCE++.
+
+    A_i = (r_i - mean) / (std + 1e-4)
+
+    with mean and std (n - 1 in its denominator) over all scored answers, whatever their prompts.
+
+    Args:
+        reward: one per answer, shape (B,), in units of reward. NaN says that nothing could score the answer.
+
+    Returns:
+        A, shape (B,), detached, without unit. Exactly 0 for answers that were not scored, and throughout a batch whose
+        scored rewards are all equal.
+
+    Raises:
+        ValueError: reward is not one-dimensional.
+
+    Source: Hu et al. 2025, arXiv:2501.03262, eq. 9, with the reward of the whole answer for the return of each token.
+    """
+    require_ndim("reward", reward, 1, "[B]")
+    group = as_constant(reward).view(1, -1)
+    scored, has_spread = _scored(group)
+    centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)
+    return (centred / (_std(group, scored, -1) + _STD_FLOOR)).view(-1)
+
+
 def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
     """One reward per answer from several.
 
@@ -115,10 +141,15 @@ def _groups(reward: Tensor, num_generations: int) -> tuple[Tensor, Tensor, Tenso
             f"reward has {len(reward)} elements, expected a multiple of num_generations = {num_generations}."
         )
     group = as_constant(reward).view(-1, num_generations)
+    return group, *_scored(group)
+
+
+def _scored(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rewards are scored, and where their row has two that differ besides."""
     scored = ~group.isnan()
     highest = torch.where(scored, group, -torch.inf).amax(-1, keepdim=True)
     lowest = torch.where(scored, group, torch.inf).amin(-1, keepdim=True)
-    return group, scored, scored & (highest > lowest)
+    return scored, scored & (highest > lowest)
 
 
 def _mean(x: Tensor, counts: Tensor, dim: int) -> Tensor:

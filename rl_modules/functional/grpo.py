@@ -63,7 +63,9 @@ def grpo_loss(
     s_t = -σ(τ (ρ_t - 1)) 4 / τ A,   τ = τ_pos if A > 0 else τ_neg    "sapo"
     L   = Σ ℓ_t / normaliser,   the normaliser as listed at the top of this module
 
-    ρ_t = exp(log π - log π_old) per token, or exp of that log-ratio's mean over the sequence's counted tokens.
+    ρ_t = exp(log π - log π_old) per token ("token"), or s = exp of that log-ratio's mean over the sequence's counted
+    tokens ("sequence", GSPO), or sg(s) π / sg(π), which is s in value and has the token's own gradient
+    ("sequence_token", GSPO-token: where tokens of a sequence have advantages of their own).
 
     Args:
         log_prob: log π(y_t) in nats, shape (B, L). The only input that receives gradient.
@@ -81,7 +83,7 @@ def grpo_loss(
         use_bias_correction_kl: multiply the estimate by ρ, gradient included: with k3 its expected gradient is then
             that of KL(π || π_ref).
         loss_type: "grpo", "bnpo", "dapo", "dr_grpo", "cispo" or "sapo".
-        importance_sampling_level: "token" or "sequence".
+        importance_sampling_level: "token", "sequence" or "sequence_token".
         max_completion_length: tokens; the constant normaliser of "dr_grpo", which needs it. Others ignore it.
         num_items_in_batch: counted tokens of the whole accumulated batch (per process: divided by their number,
             since their gradients are averaged), at least 1. Read by "dapo" and "cispo" only: the sum over
@@ -102,10 +104,10 @@ def grpo_loss(
             "sapo" with delta.
 
     Source: the papers listed at the top of this module; ε_high: DAPO, eq. 8; sequence ratios: GSPO, arXiv:2507.18071,
-        eq. 7; δ: INTELLECT-2, arXiv:2505.07291; corrected KL: DeepSeek-V3.2, arXiv:2512.02556. Equals TRL 1.16.
+        eqs. 7 and 14; δ: INTELLECT-2, arXiv:2505.07291; corrected KL: DeepSeek-V3.2, arXiv:2512.02556. Equals TRL 1.16.
     """
     require_choice("loss_type", loss_type, _LOSS_TYPES)
-    require_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    require_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence", "sequence_token"))
     require_choice("kl_estimator", kl_estimator, ("k1", "k2", "k3"))
     require_nonnegative("epsilon", epsilon)
     require_nonnegative("beta", beta)
@@ -169,6 +171,9 @@ def _importance_ratio(log_ratio: Tensor, counts: Tensor, level: str) -> Tensor:
     """ρ, shape (B, L) per token or (B, 1) per sequence; exponentials of means, so that long answers do not overflow."""
     if level == "sequence":
         log_ratio = masked_mean(log_ratio, counts, dim=-1).unsqueeze(-1)
+    elif level == "sequence_token":
+        mean = masked_mean(log_ratio.detach(), counts, dim=-1).unsqueeze(-1)
+        log_ratio = mean + log_ratio - log_ratio.detach()
     return log_ratio.exp()
 
 

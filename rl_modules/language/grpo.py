@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.language.advantages import load_advantages
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
@@ -16,7 +17,7 @@ from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_lo
 _CHOICES = {
     "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
     "scale_rewards": ("group", "batch", "none"),
-    "importance_sampling_level": ("token", "sequence"),
+    "importance_sampling_level": ("token", "sequence", "sequence_token"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
 
@@ -56,7 +57,10 @@ class GRPO(JudgedPolicy):
         sapo_temperature_neg: the same where it is not.
         scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
             generation over all ranks), or by nothing (``none``).
-        importance_sampling_level: ratio of each ``token``, or of the whole ``sequence`` (GSPO).
+        advantages: function from rewards [P, G] to advantages [P, G] in place of the group's standardised rewards:
+            ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``.
+        importance_sampling_level: ratio of each ``token``, of the whole ``sequence`` (GSPO), or that one with the
+            gradient of each token (``sequence_token``: GSPO-token, for advantages that differ between tokens).
         kl_estimator: ``k1``, ``k2`` or ``k3``; as a loss k1 has no expected gradient, see ``functional.kl_estimate``.
         use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
         reward_weights: one per reward function, the reward model's last; None: all 1.
@@ -98,6 +102,7 @@ class GRPO(JudgedPolicy):
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         scale_rewards: str = "group",
+        advantages: str | None = None,
         importance_sampling_level: str = "token",
         kl_estimator: str = "k3",
         use_bias_correction_kl: bool = True,
@@ -150,9 +155,13 @@ class GRPO(JudgedPolicy):
         if sync_ref_model and hp.lora is not None and ref_model_name_or_path is None:
             raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
                              "adapters; set one of them only")  # fmt: skip
+        if advantages is not None and scale_rewards != "group":
+            raise UsageError(f"scale_rewards={scale_rewards!r} does nothing with advantages={advantages!r}, which "
+                             "scales by itself; give one of them")  # fmt: skip
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
         self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
+        self.advantage_function = None if advantages is None else load_advantages(advantages)
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
@@ -352,7 +361,13 @@ class GRPO(JudgedPolicy):
         Returns:
             [P, G]; 0 where nothing was scored.
         """
-        return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
+        if self.advantage_function is None:
+            return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
+        scores = self.advantage_function(rewards)
+        if scores.shape != rewards.shape:
+            raise UsageError(f"the function of advantages returned shape {tuple(scores.shape)} for rewards of shape "
+                             f"{tuple(rewards.shape)}; it must return one advantage per reward")  # fmt: skip
+        return scores
 
     def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
         """Which tokens of the micro-batch are the ``top_entropy_quantile`` with the highest entropies, [b, L] bool.
@@ -445,7 +460,9 @@ class GRPO(JudgedPolicy):
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
         weight, counts = batch["micro_tokens"], mask
-        if self.importance_sampling_level == "sequence":
+        if self.importance_sampling_level == "sequence_token":
+            log_ratio = F.masked_mean(log_ratio, mask, 1).unsqueeze(1).expand(mask.shape)
+        elif self.importance_sampling_level == "sequence":
             log_ratio = F.masked_mean(log_ratio, mask, 1).unsqueeze(1)
             weight, counts = batch["micro_rows"], torch.ones_like(log_ratio, dtype=torch.bool)
         ratio = log_ratio.exp()
@@ -459,18 +476,40 @@ class GRPO(JudgedPolicy):
             bounded = (counts & (ratio > self.epsilon_high) & (advantage > 0)).sum()
             self.record(weight, cispo_clip_ratio=bounded * share)
         elif self.loss_type != "sapo":
-            self.record_clips(ratio, advantage, counts, weight, share)
+            self.record_clips(ratio, advantage, counts, weight, share, len(mask) < batch["micro_rows"])
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(mask.sum(), kl=F.masked_mean(kl, mask))
 
-    def record_clips(self, ratio: Tensor, advantage: Tensor, counts: Tensor, weight: Any, share: Tensor) -> None:
-        """How often the clip of the ratio is active, on either side."""
+    def record_clips(
+        self, ratio: Tensor, advantage: Tensor, counts: Tensor, weight: Any, share: Tensor, rows_left_out: bool
+    ) -> None:
+        """Records how often the clip of the ratio is active on either side: means, and extremes over completions.
+
+        Args:
+            ratio: ρ, [b, L] or [b, 1].
+            advantage: broadcasts with it.
+            counts: where a ratio counts.
+            weight: of the means, over the whole micro-batch.
+            share: 1 / weight.
+            rows_left_out: the micro-batch has rows without advantage besides, of which no ratio is clipped.
+        """
         above = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        low = (counts & (ratio < 1 - self.epsilon) & (advantage < 0)).sum()
-        high = (counts & (ratio > 1 + above) & (advantage > 0)).sum()
-        self.record(weight, **{"clip_ratio/low_mean": low * share, "clip_ratio/high_mean": high * share,
-                               "clip_ratio/region_mean": (low + high) * share})  # fmt: skip
+        low = counts & (ratio < 1 - self.epsilon) & (advantage < 0)
+        high = counts & (ratio > 1 + above) & (advantage > 0)
+        means = {"low": low.sum() * share, "high": high.sum() * share}
+        self.record(weight, **{f"clip_ratio/{side}_mean": mean for side, mean in means.items()},
+                    **{"clip_ratio/region_mean": means["low"] + means["high"]})  # fmt: skip
+        counted = counts.any(1)
+        extremes: dict[str, Tensor] = {}
+        for side, clipped in (("low", low), ("high", high)):
+            of_rows = F.masked_mean(clipped.float(), counts, 1)
+            least = torch.where(counted, of_rows, 1.0).min() * (not rows_left_out) * counted.any()
+            extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
+        if self._world_size > 1:
+            for name, value in extremes.items():
+                extremes[name] = self.trainer.strategy.reduce(value, reduce_op=name[-3:])
+        self.record(**extremes)
 
     # ---------------------------------------------------------------- checkpoints
 

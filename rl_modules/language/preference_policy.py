@@ -38,6 +38,8 @@ class PreferencePolicy(JudgedPolicy):
     repetition_penalty = 1.0
     #: Whether the module learns from single answers with a label; the datamodule reads it.
     unpaired = False
+    #: Implicit rewards are differences to the reference, which have no zero that demonstrations could set.
+    scores_demonstrations = False
 
     def __init__(
         self,

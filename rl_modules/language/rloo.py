@@ -12,7 +12,7 @@ from rl_modules.language.scoring import completion_log_probs, completion_mask
 
 #: GRPO's options of which RLOO is one choice: no arguments of this class, whose checkpoints load it.
 _FIXED = (
-    "loss_type", "importance_sampling_level", "scale_rewards", "top_entropy_quantile", "kl_estimator",
+    "loss_type", "importance_sampling_level", "scale_rewards", "advantages", "top_entropy_quantile", "kl_estimator",
     "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg",
 )  # fmt: skip
 
@@ -25,7 +25,7 @@ class RLOO(GRPO):
         R_i = r_i - β Σ_t (log π(y_it) - log π_ref(y_it))            A_i = R_i - mean of the other R_j
         L   = -mean_i min(ρ_i A_i, clip(ρ_i, 1-ε, 1+ε_high) A_i)     ρ_i = π(y_i) / π_old(y_i)
 
-    It differs from :class:`~rl_modules.GRPO` in three places: the advantage (:meth:`score_group`), the KL in the reward
+    It differs from :class:`~rl_modules.GRPO` in three places: the advantage (``rloo``), the KL in the reward
     instead of the loss (:meth:`prepare`), and the ratio of the whole completion (:meth:`policy_loss`). Names and
     defaults are TRL's.
 
@@ -52,8 +52,8 @@ class RLOO(GRPO):
     ) -> None:
         super().__init__(
             model_name_or_path, beta, epsilon, epsilon_high, loss_type="grpo", importance_sampling_level="token",
-            scale_rewards="none", top_entropy_quantile=1.0, kl_estimator="k1", use_bias_correction_kl=False,
-            sapo_temperature_pos=1.0, sapo_temperature_neg=1.0, **policy,
+            scale_rewards="group", advantages="rloo", top_entropy_quantile=1.0, kl_estimator="k1",
+            use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.0, **policy,
         )  # fmt: skip
         for name in _FIXED:
             del self.hparams[name]
@@ -65,10 +65,6 @@ class RLOO(GRPO):
         return self.kl_coefficient > 0
 
     # ---------------------------------------------------------------- experience
-
-    def score_group(self, rewards: Tensor) -> Tensor:
-        """Each completion's reward less the mean of the others', [P, G]."""
-        return F.rloo_advantages(rewards.flatten(), rewards.shape[1]).view_as(rewards)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """As GRPO's, after the price of the distance to the reference is taken off the rewards."""

@@ -66,8 +66,10 @@ def left_padded_log_probs(
     return log_softmax.gather(-1, ids[:, -keep:].unsqueeze(-1)).squeeze(-1), entropy, None
 
 
-def trl_loss(module: GRPO, fields: dict[str, Any], rows: slice, n_micro: int, first: bool) -> torch.Tensor:
-    """TRL's loss of these rows as one of ``n_micro`` micro-batches of an optimizer step."""
+def trl_loss(
+    module: GRPO, fields: dict[str, Any], rows: slice, n_micro: int, first: bool, metrics: Any = None
+) -> torch.Tensor:
+    """TRL's loss of these rows as one of ``n_micro`` micro-batches of an optimizer step; its metrics go to a dict."""
     trainer_class = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     fields = {name: x[rows] for name, x in fields.items()} | {"all": fields["mask"]}
     n, widest, longest = len(fields["mask"]), int(fields["prompt_length"].max()), 6
@@ -81,7 +83,8 @@ def trl_loss(module: GRPO, fields: dict[str, Any], rows: slice, n_micro: int, fi
         aux_loss_enabled=False, off_policy_mask_threshold=None, use_vllm=False, entropy_coef=hp.entropy_coef,
         _entropy_bonus_enabled=hp.entropy_coef > 0, use_adaptive_entropy=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=n_micro, accelerator=Accelerator(),
-        _metrics={"train": defaultdict(list)}, top_entropy_quantile=hp.top_entropy_quantile,
+        _metrics={"train": defaultdict(list) if metrics is None else metrics},
+        top_entropy_quantile=hp.top_entropy_quantile,
         loss_type=hp.loss_type, importance_sampling_level=hp.importance_sampling_level, beta=hp.beta,
         epsilon_low=hp.epsilon, epsilon_high=hp.epsilon if hp.epsilon_high is None else hp.epsilon_high,
         max_completion_length=hp.max_completion_length,
@@ -161,3 +164,19 @@ def test_tokens_of_high_entropy_equal_trl(loss_type):
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_the_entropy_bonus_equals_trl(loss_type, quantile):
     assert_equals_trl(loss_type=loss_type, top_entropy_quantile=quantile, entropy_coef=0.7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clip_ratios_equal_trl(level):
+    module = GRPO(model_config=TINY, max_completion_length=7, temperature=0.8, epsilon=0.05,
+                  importance_sampling_level=level)  # fmt: skip
+    module.configure_model()
+    recorded: dict[str, Any] = {}
+    module.record = lambda weight=1.0, **metrics: recorded.update(metrics)  # type: ignore[method-assign]
+    fields = experience(module.model, 0.8)
+    theirs: Any = defaultdict(list)
+    our_loss(module, fields, slice(0, 8), 1, False)
+    trl_loss(module, fields, slice(0, 8), 1, False, theirs)
+    for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
+        assert float(recorded[f"clip_ratio/{name}"]) == pytest.approx(theirs[f"clip_ratio/{name}"][0], rel=1e-5), name
+    assert recorded["clip_ratio/high_max"] > 0

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -107,6 +108,8 @@ def test_the_policy_writes_on_the_trainers_device(chatting, monkeypatch):
     [
         (["--samples", "1", "--temperatures", "1"], "samples=1 at one temperature leave nothing to compare"),
         (["--comparisons", "0"], "comparisons=0 must be at least 1"),
+        (["--rounds", "0"], "rounds=0 must be at least 1"),
+        (["--rounds", "2"], "rounds=2 must be at least 1, and above 1 only with --preferences dpo"),
         (["--grpo.model.beta=1"], "'--grpo.model.beta=1' is not understood"),
         (["--ppo.model.beta", "1"], "'--ppo.model.beta' is not understood"),
     ],
@@ -124,17 +127,21 @@ def test_preferences_need_a_task_that_compares(tmp_path, monkeypatch):
         )
 
 
+#: A pipeline of a few steps on a tiny model.
+WORDS = [
+    "--folder=out", "--samples=1", f"--sft.model.model_config={TINY}", "--sft.trainer.max_steps=4",
+    "--sft.data.eval_steps=2", "--sft.data.n_eval=8", "--reward_model.trainer.max_steps=4",
+    "--reward_model.data.eval_steps=2", "--ppo.trainer.max_steps=16", "--ppo.data.eval_steps=8",
+    "--ppo.data.batch_size=8", "--ppo.data.n_eval=8", "--ppo.model.logging_steps=4", "--dpo.trainer.max_steps=4",
+    "--dpo.data.eval_steps=2", "--dpo.data.batch_size=8", "--dpo.data.n_eval=8",
+    *(f"--{stage}.threads=1" for stage in ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")),
+]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_small_pipeline_runs_through_and_is_not_run_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--folder=out", "--samples=1", f"--sft.model.model_config={TINY}", "--sft.trainer.max_steps=4",
-        "--sft.data.eval_steps=2", "--sft.data.n_eval=8", "--reward_model.trainer.max_steps=4",
-        "--reward_model.data.eval_steps=2", "--ppo.trainer.max_steps=16", "--ppo.data.eval_steps=8",
-        "--ppo.data.batch_size=8", "--ppo.data.n_eval=8", "--ppo.model.logging_steps=4",
-        *(f"--{stage}.threads=1" for stage in ("sft", "preferences", "reward_model", "ppo", "evaluation")),
-    ]  # fmt: skip
-    rlhf.main(words)
+    rlhf.main(WORDS)
     out = capsys.readouterr().out
     table = (tmp_path / "out/results.md").read_text()
     assert table in out
@@ -145,6 +152,37 @@ def test_a_small_pipeline_runs_through_and_is_not_run_twice(tmp_path, monkeypatc
     assert sft["eval/kl"] == pytest.approx(0.0, abs=1e-5) and ppo["eval/kl"] > 0
     assert (tmp_path / "out/curves.png").stat().st_size > 1000
     files = {path: os.path.getmtime(path) for path in (tmp_path / "out").rglob("*.safetensors")}
-    rlhf.main(words)
+    rlhf.main(WORDS)
     assert capsys.readouterr().out.count("done already") == 7
     assert files == {path: os.path.getmtime(path) for path in (tmp_path / "out").rglob("*.safetensors")}
+
+
+@pytest.mark.slow
+def test_both_roads_learn_from_the_same_comparisons_and_stand_in_one_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rlhf.main([*WORDS, "--preferences", "dpo", "--rounds", "2"])
+    alone = (tmp_path / "out/results.md").read_text()
+    rows = [line.split("|")[1].strip() for line in alone.splitlines() if line.startswith("|")]
+    assert rows == ["stage", "---", "sft", "dpo", "dpo_2"]
+    comparisons = (tmp_path / "out/preferences/train.jsonl").read_bytes()
+    first, second = (
+        json.loads((tmp_path / f"out/{name}/stage.json").read_text())["settings"]["arguments"]["data.path"]
+        for name in ("dpo", "dpo_2")
+    )
+    assert first.endswith("preferences/train.jsonl") and second.endswith("preferences_2/train.jsonl")
+    assert (tmp_path / "out/preferences_2/train.jsonl").read_bytes() != comparisons
+    rlhf.main(WORDS)
+    assert (tmp_path / "out/preferences/train.jsonl").read_bytes() == comparisons
+    table = (tmp_path / "out/results.md").read_text()
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
+    assert rows == ["stage", "---", "sft", "reward_model", "ppo", "dpo", "dpo_2"]
+    header = [cell.strip() for cell in table.splitlines()[0].split("|")]
+    for line in table.splitlines()[5:7]:
+        cells = dict(zip(header, (cell.strip() for cell in line.split("|")), strict=True))
+        assert float(cells["optimality"]) >= 0 and float(cells["KL"]) != 0 and int(cells["MiB"].replace(",", "")) > 100
+    # Other comparisons are another experiment: what DPO made of the old ones is not shown beside them.
+    (tmp_path / "out/preferences/train.jsonl").unlink()
+    for name in ("reward_model", "ppo", "reward_model_evaluation", "ppo_evaluation", "sft_evaluation"):
+        shutil.rmtree(tmp_path / "out" / name)
+    rlhf.main(WORDS)
+    assert "dpo" not in (tmp_path / "out/results.md").read_text()

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from datamodules.language.loading import load_object, require_settings
 from datamodules.language.tasks.base import Task
 from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import load_object, require_settings
 
 #: Built-in tasks, imported when they are made.
 TASKS = {

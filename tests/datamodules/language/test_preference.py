@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from datamodules import PreferenceDataModule
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference, end_of_prompt
+from rl_modules import DPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
 
@@ -230,6 +231,23 @@ def test_demonstrations_come_from_the_task_a_file_or_the_chosen_answers(jsonl):
     records = task.task.records("train", 5)
     found = sorted(text for batch in task.demonstrations() for text in demonstrated(batch))
     assert found == sorted(f"{r['prompt']}{r['completion']}<eos>" for r in records)
+
+
+def test_a_policy_that_scores_no_demonstrations_loads_none(jsonl, monkeypatch):
+    data = PreferenceDataModule(task="paths", n_train=4)
+    data.trainer = SimpleNamespace(
+        lightning_module=SimpleNamespace(tokenizer=TOKENIZER, max_length=64, can_pack=False,
+                                         scores_demonstrations=DPO.scores_demonstrations),
+        accumulate_grad_batches=1, global_rank=0, world_size=1, state=SimpleNamespace(fn="fit"),
+    )  # fmt: skip
+    asked = []
+    monkeypatch.setattr(data.task, "records", lambda *a, **k: asked.append(a))
+    data.setup("fit")
+    assert not asked and not data.demonstration_ids and len(data.train_pairs)
+    named = PreferenceDataModule(path=jsonl(PAIRS), demonstrations_path="shown.jsonl")
+    named.trainer = data.trainer
+    with pytest.raises(UsageError, match=r"demonstrations_path='shown.jsonl' is not read by"):
+        named.setup("fit")
 
 
 def test_every_rank_has_as_many_demonstrations_and_each_counts_once(jsonl):

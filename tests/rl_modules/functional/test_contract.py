@@ -49,6 +49,7 @@ SIGNATURES = {
     "simpo_loss": "(chosen_log_prob, rejected_log_prob, beta=2.0, simpo_gamma=0.5)",
     "odds_ratio_loss": "(chosen_log_prob, rejected_log_prob)",
     "rloo_advantages": "(reward, num_generations)",
+    "batch_advantages": "(reward)",
     "importance_weights": ("(log_prob, sampling_log_prob, mask, mode='token_truncate', clip_min=None, clip_max=3.0)"),
     "soft_overlong_punishment": "(length, max_completion_length, soft_punish_cache)",
     "pass_at_k": "(num_samples, num_correct, k)",
@@ -176,6 +177,7 @@ def cases():
     yield "simpo_loss", f.simpo_loss, pair[:2]
     yield "odds_ratio_loss", f.odds_ratio_loss, (-pair[0].abs() - 0.1, -pair[1].abs() - 0.1)
     yield "rloo_advantages", lambda r: f.rloo_advantages(r, 2), (lp[:, 0],)
+    yield "batch_advantages", f.batch_advantages, (lp[:, 0],)
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
         yield (
             f"importance_weights {mode}",

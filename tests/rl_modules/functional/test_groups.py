@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_modules.functional import combine_rewards, group_advantages, rloo_advantages
+from rl_modules.functional import batch_advantages, combine_rewards, group_advantages, rloo_advantages
 
 from .helpers import coins, randn, repeatable, seeds
 
@@ -158,3 +158,32 @@ def test_leave_one_out_refuses_by_name():
         rloo_advantages(torch.zeros(4, 1), 2)
     with pytest.raises(ValueError, match=r"^num_generations must be at least 2"):
         rloo_advantages(torch.zeros(4), 1)
+
+
+# -------------------------------------------------------------------- REINFORCE++
+
+
+def test_batch_advantages_by_hand():
+    # mean 2, sample standard deviation √(14/3); the third was not scored
+    result = batch_advantages(torch.tensor([0.0, 2.0, NAN, 5.0, 1.0]))
+    expected = [x / ((14 / 3) ** 0.5 + 1e-4) for x in (-2.0, 0.0, 0.0, 3.0, -1.0)]
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
+def test_batch_advantages_of_equal_rewards_are_exactly_0():
+    assert torch.equal(batch_advantages(torch.tensor([0.1, NAN, 0.1, 0.1])), torch.zeros(4))
+
+
+@repeatable
+@given(seeds)
+def test_batch_advantages_have_mean_0_and_do_not_see_the_prompts(seed):
+    reward, order = randn(seed, 12), torch.randperm(12, generator=torch.Generator().manual_seed(seed))
+    result = batch_advantages(reward)
+    assert result.mean().abs() < 1e-6
+    torch.testing.assert_close(result.std(), torch.ones_like(result.std()), atol=1e-3, rtol=0)
+    torch.testing.assert_close(batch_advantages(reward[order]), result[order])
+
+
+def test_batch_advantages_refuse_a_matrix():
+    with pytest.raises(ValueError, match="reward"):
+        batch_advantages(torch.zeros(2, 3))

@@ -11,7 +11,7 @@ from .helpers import categorical_kl, coins, randn, repeatable, seeds
 
 TYPES = ["grpo", "bnpo", "dapo", "dr_grpo"]
 ALL_TYPES = [*TYPES, "cispo", "sapo"]
-LEVELS = ["token", "sequence"]
+LEVELS = ["token", "sequence", "sequence_token"]
 
 
 def batch(seed: int, rows: int = 4, length: int = 6):
@@ -50,7 +50,7 @@ def by_hand(
     for i in range(len(log_prob)):
         kept = [t for t in range(log_prob.shape[1]) if mask[i, t]]
         log_ratios = {t: (log_prob[i, t] - old_log_prob[i, t]).item() for t in kept}
-        if importance_sampling_level == "sequence":
+        if importance_sampling_level != "token":
             mean = sum(log_ratios.values()) / max(len(kept), 1)
             log_ratios = dict.fromkeys(kept, mean)
         losses = []
@@ -452,3 +452,24 @@ def test_masks_are_checked_for_coins_too():
     gaps[:, 2] = True
     results = [grpo_loss(**{**inputs, "mask": gaps.to(kind)}) for kind in (torch.bool, torch.float32, torch.int64)]
     assert results[0] == results[1] == results[2]
+
+
+def test_gspo_of_tokens_is_gspo_where_the_advantage_is_the_completions():
+    gradients = []
+    for level in ("sequence", "sequence_token"):
+        fields = batch(5)
+        fields["log_prob"] = fields["log_prob"].clone().requires_grad_()
+        loss = grpo_loss(**fields, epsilon=10.0, importance_sampling_level=level)
+        loss.backward()
+        gradients.append(fields["log_prob"].grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
+def test_gspo_of_tokens_gives_each_token_its_own_advantage():
+    """∂L/∂ log π_t = -s A_t / n with s the geometric mean of the ratios (arXiv:2507.18071, eq. 17)."""
+    old = torch.tensor([[-1.0, -2.0]])
+    now = (old + torch.tensor([[0.1, -0.3]])).requires_grad_()
+    advantage = torch.tensor([[2.0, -1.0]])
+    grpo_loss(now, old, advantage, torch.ones(1, 2), epsilon=1.0, importance_sampling_level="sequence_token").backward()
+    torch.testing.assert_close(now.grad, -math.exp(-0.1) * advantage / 2)

@@ -307,6 +307,9 @@ def test_clip_ratios_are_shares_of_all_tokens():
     assert means["clip_ratio/low_mean"] == pytest.approx(5 / 20)
     assert means["clip_ratio/high_mean"] == pytest.approx(2 / 20)
     assert means["clip_ratio/region_mean"] == pytest.approx(7 / 20)
+    assert {name: means[f"clip_ratio/{name}"] for name in ("low_min", "low_max", "high_min", "high_max")} == {
+        "low_min": 0.0, "low_max": 1.0, "high_min": 0.0, "high_max": 1.0,
+    }  # fmt: skip
 
 
 def test_groups_that_dynamic_sampling_could_not_replace_are_logged():

@@ -225,7 +225,61 @@ def test_a_subclass_overrides_the_advantage():
         torch.testing.assert_close(module.advantages(reward, 2), expected[name])
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
+def test_advantages_by_name_are_those_of_the_literature(name):
+    reward = torch.tensor([0.0, 1.0, 1.0, 0.0, 4.0, math.nan])
+    expected = {
+        "grpo": [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.0, 0.0],
+        "dr_grpo": [-0.5, 0.5, 0.5, -0.5, 0.0, 0.0],
+        "rloo": [-1.0, 1.0, 1.0, -1.0, 0.0, 0.0],
+        # of all scored: mean 1.2, squared deviations 1.44 + .04 + .04 + 1.44 + 7.84 = 10.8
+        "reinforce_plus_plus": [*(x / 2.7**0.5 for x in (-1.2, -0.2, -0.2, -1.2, 2.8)), 0.0],
+    }[name]
+    torch.testing.assert_close(grpo(advantages=name).advantages(reward, 2), torch.tensor(expected), atol=2e-4, rtol=0)
+
+
+def signs(rewards):
+    return (rewards - rewards.mean(1, keepdim=True)).sign()
+
+
+def test_an_advantage_of_ones_own_by_import_path(tmp_path):
+    module = grpo(advantages="tests.rl_modules.language.test_rloo.signs")
+    seen = []
+    module.score_group = lambda rewards, own=module.score_group: seen.append((rewards, own(rewards))) or seen[-1][1]
+    fit(module, small_addition(tmp_path), max_steps=1).save_checkpoint(tmp_path / "signs.ckpt")
+    rewards, advantages = seen[0]
+    assert rewards.shape == (4, 4) and torch.equal(advantages, signs(rewards)) and advantages.any()
+    loaded = GRPO.load_from_checkpoint(tmp_path / "signs.ckpt", weights_only=True)
+    assert torch.equal(loaded.score_group(rewards), advantages)
+
+
+def test_rewards_standardised_over_the_batch_keep_the_signal_of_groups_without_spread(tmp_path):
+    module = grpo(advantages="reinforce_plus_plus")
+    reward = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert (module.advantages(reward, 2) != 0).all() and not grpo().advantages(reward, 2).any()
+
+
+def too_few(rewards):
+    return rewards.mean(1)
+
+
+@pytest.mark.parametrize(("advantages", "sentence"), [
+    ("rlo", r"advantages 'rlo' is not known.*did you mean.*rloo"),
+    ("tests.rl_modules.language.test_rloo:nothing", r"can't be imported"),
+    ("tests.rl_modules.language.test_rloo:VARIANTS", r"is a dict; name a function"),
+])  # fmt: skip
+def test_refused_advantages(advantages, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        grpo(advantages=advantages)
+
+
+def test_advantages_of_another_shape_are_refused():
+    with pytest.raises(UsageError, match=r"returned shape \(2,\) for rewards of shape \(2, 3\)"):
+        grpo(advantages=f"{__name__}:too_few").score_group(torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize(("make", "arguments", "sentence"), [
+    (grpo, {"advantages": "rloo", "scale_rewards": "none"}, "scale_rewards='none' does nothing with advantages='rloo'"),
     (grpo, {"loss_type": "cispo"}, "epsilon_high=None leaves loss_type='cispo' without its bound"),
     (grpo, {"loss_type": "sapo", "delta": 2.0}, "delta=2.0 does nothing for loss_type='sapo'"),
     (grpo, {"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0 must be above 0"),

@@ -1,0 +1,55 @@
+"""Advantages of groups of completions: functions from rewards [P, G] to advantages [P, G], by name or import path.
+
+Rewards are those of all ranks, a row for each prompt; NaN was not scored and gets 0.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import load_object
+
+GroupScores = Callable[[Tensor], Tensor]
+
+
+def grpo(rewards: Tensor) -> Tensor:
+    """The group's standardised rewards (arXiv:2402.03300)."""
+    return F.group_advantages(rewards.flatten(), rewards.shape[1], "group").view_as(rewards)
+
+
+def dr_grpo(rewards: Tensor) -> Tensor:
+    """Rewards less the group's mean, in units of reward (arXiv:2503.20783)."""
+    return F.group_advantages(rewards.flatten(), rewards.shape[1], "none").view_as(rewards)
+
+
+def rloo(rewards: Tensor) -> Tensor:
+    """Rewards less the mean of the others of the group (arXiv:2402.14740)."""
+    return F.rloo_advantages(rewards.flatten(), rewards.shape[1]).view_as(rewards)
+
+
+def reinforce_plus_plus(rewards: Tensor) -> Tensor:
+    """Rewards standardised over the batch, without a baseline per prompt (arXiv:2501.03262)."""
+    return F.batch_advantages(rewards.flatten()).view_as(rewards)
+
+
+ADVANTAGES: dict[str, GroupScores] = {
+    function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_plus_plus)
+}
+
+
+def load_advantages(name: str) -> GroupScores:
+    """An advantage function by name or import path.
+
+    Args:
+        name: one of :data:`ADVANTAGES`, ``package.module:function`` or ``package.module.function``.
+
+    Raises:
+        UsageError: an unknown name, or a path without a function.
+    """
+    function = ADVANTAGES.get(name) or load_object(name, "advantages", ADVANTAGES)
+    if not callable(function):
+        raise UsageError(f"advantages={name!r} is a {type(function).__name__}; name a function from rewards [P, G] to "
+                         "advantages [P, G]")  # fmt: skip
+    return function
