@@ -14,7 +14,6 @@ from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.language.decoding import transformers_model
 from rl_modules.language.frozen_weights import (
     Sources,
     check_sources,
@@ -29,6 +28,7 @@ from rl_modules.language.models import eos_token_ids, export_model, make_config,
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import wants_router_loss
 from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.self_check import require_left_to_right
 from rl_modules.language.sharding import (
     Splitter,
