@@ -84,8 +84,7 @@ def sample(
                          "on the padding; use LoRA or another method that changes weights")  # fmt: skip
     config = text_config(model.config)
     positions = max_length(config)
-    _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
-    _check_prompts(prompts, positions, config.vocab_size)
+    check_request(prompts, num_generations, max_completion_length, stops, seeds, positions, config.vocab_size)
     device = next(model.parameters()).device
     if device.type == "mps":
         raise UsageError("model is on mps, which has no float64 for exact draws; use accelerator=cpu or a CUDA device")
@@ -141,7 +140,7 @@ class NativeSampler:
                 synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight, **vars(settings),
             )  # fmt: skip
 
-    def update_weights(self, model: Any) -> None:
+    def update_weights(self, model: Any, version: int = 0) -> None:
         self.model = model
 
     def sleep(self) -> None:
@@ -213,6 +212,33 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 @functools.cache
 def _warn_once(message: str) -> None:
     log.warning(message)
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    max_completion_length: int,
+    stops: list[int],
+    seeds: Sequence[int] | Tensor,
+    longest: int,
+    words: int,
+) -> None:
+    """Refuse what no sampler can write.
+
+    Args:
+        prompts: P lists of token ids.
+        num_generations: completions per prompt.
+        max_completion_length: tokens per completion at most.
+        stops: tokens that end a completion.
+        seeds: P · num_generations.
+        longest: tokens that the model can take.
+        words: of the vocabulary.
+
+    Raises:
+        UsageError: see :func:`sample`.
+    """
+    _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
+    _check_prompts(prompts, longest, words)
 
 
 def _check_counts(

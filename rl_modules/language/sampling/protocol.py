@@ -25,7 +25,7 @@ class Completions:
     length: Tensor
     #: (B,) bool: whether the row ended by an EOS token, not by the limit on its length.
     finished: Tensor
-    #: (B,) int64: which update of the weights wrote each row, counted by the sampler; None: the current weights did.
+    #: (B,) int64: the optimizer step of the weights that wrote each row; None: the current weights did.
     version: Tensor | None = None
 
     @property
@@ -83,8 +83,13 @@ class Sampler(Protocol):
         """
         ...
 
-    def update_weights(self, model: Any) -> None:
-        """Take over a model's current weights; later completions are written with them."""
+    def update_weights(self, model: Any, version: int = 0) -> None:
+        """Take over a model's current weights; later completions are written with them.
+
+        Args:
+            model: causal language model.
+            version: of these weights: the optimizer steps so far.
+        """
         ...
 
     def sleep(self) -> None:
