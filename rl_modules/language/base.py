@@ -14,7 +14,6 @@ from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.language.decoding import transformers_model
 from rl_modules.language.frozen_weights import (
     Sources,
     check_sources,
@@ -28,12 +27,14 @@ from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import wants_router_loss
-from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
+from rl_modules.language.sampling.decode import transformers_model
+from rl_modules.language.sampling.factory import check_sampler, make_sampler
+from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.self_check import require_left_to_right
 from rl_modules.language.sharding import (
     Splitter,
     adopt,
-    gathered_once,
     is_sharded,
     of_first_rank,
     scatter,
@@ -551,6 +552,16 @@ class LanguagePolicy(LanguageModule):
     """Base of the modules whose model writes completions: sampling, and evaluation on held-out prompts.
 
     An algorithm sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
+
+    Args:
+        *args: those of :class:`LanguageModule`.
+        sampler: what writes completions: ``native``, the model itself; ``vllm``, an engine in this process that gets
+            the weights after every update; ``vllm_server``, servers started by ``rl serve``.
+        sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
+            ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
+        max_rows_in_flight: completions that are decoded together at most, which bounds memory; null: all, on CUDA as
+            many as the free memory has room for.
+        **model: those of :class:`LanguageModule`.
     """
 
     temperature: float
@@ -561,11 +572,43 @@ class LanguagePolicy(LanguageModule):
     max_completion_length: int
     best_metric = ("eval/pass@1", "max")
 
+    def __init__(
+        self,
+        *args: Any,
+        sampler: str = "native",
+        sampler_options: dict[str, Any] | None = None,
+        max_rows_in_flight: int | None = None,
+        **model: Any,
+    ) -> None:
+        super().__init__(*args, **model)
+        check_sampler(sampler, sampler_options or {}, max_rows_in_flight)
+        self._sampler: Sampler | None = None
+
+    @property
+    def sampler(self) -> Sampler:
+        """What writes completions; made when first asked for, with the weights of then."""
+        if self._sampler is None:
+            hp: Any = self.hparams
+            ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+            self._sampler = make_sampler(
+                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks
+            )  # fmt: skip
+        return self._sampler
+
+    def update_sampler(self) -> None:
+        """Give the sampler the current weights, if it lacks them."""
+        self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._sampler is not None:
+            self._sampler.sleep()
+
     def act(
         self,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         num_generations: int = 1,
+        on_ended: RowListener | None = None,
         **sampling: Any,
     ) -> Completions:
         """Write ``num_generations`` completions to each prompt with the current weights.
@@ -574,25 +617,28 @@ class LanguagePolicy(LanguageModule):
             prompts: token ids, P lists.
             seeds: one per completion, P · num_generations; a prompt's completions stand next to each other.
             num_generations: completions per prompt.
+            on_ended: called with each completion as it ends, see :class:`~rl_modules.language.sampling.Sampler`.
             sampling: settings that differ from the module's own, such as ``temperature=0.0`` for the likeliest words.
         """
-        settings = {
+        # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
+        precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
+        with precision:
+            self.update_sampler()
+            return self.sampler.sample(prompts, num_generations, seeds, self.settings(**sampling), on_ended)
+
+    def settings(self, **different: Any) -> SamplingSettings:
+        """How completions are drawn: as the module's arguments say, but for those given here."""
+        own = {
             "max_completion_length": self.max_completion_length,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
-            **sampling,
+            **different,
         }
-        # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
-        precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
-        with precision, gathered_once(self.model):
-            return sample(
-                self.model, prompts, num_generations=num_generations, seeds=seeds,
-                eos_token_id=eos_token_ids(self.model, self.tokenizer), pad_token_id=int(self.tokenizer.pad_token_id),
-                synced_gpus=is_sharded(self.model), **settings,
-            )  # fmt: skip
+        stops = tuple(eos_token_ids(self.model, self.tokenizer))
+        return SamplingSettings(eos_token_id=stops, pad_token_id=int(self.tokenizer.pad_token_id), **own)
 
     def check_architecture(self) -> None:
         super().check_architecture()

@@ -384,6 +384,7 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- reference
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self.sync_reference()
 
     @torch.no_grad()

@@ -19,9 +19,8 @@ from transformers import (
 
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
-from rl_modules.language import decoding, sampling, shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import Completions, sample
+from rl_modules.language.sampling import Completions, decode, memory, native, prefix, sample
 
 WORDS, PAD, EOS, POSITIONS = 40, 0, 1, 64
 COMMON = {
@@ -136,7 +135,7 @@ class Spy:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypatch):
     model = checked(build(family))
-    attend = Spy(monkeypatch, shared_prompts, "_attend")
+    attend = Spy(monkeypatch, prefix, "_attend")
     completions = draw(model, SAME_LENGTH)
     assert attend.calls == 2 * (int(completions.length.max()) - 1)  # two layers, and the first token is the prompt's
     assert model.config._attn_implementation == "sdpa"
@@ -144,7 +143,7 @@ def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypat
 
 def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
     """Multi-head latent attention caches a projection, and attends to what it makes of it."""
-    attend = Spy(monkeypatch, shared_prompts, "_attend")
+    attend = Spy(monkeypatch, prefix, "_attend")
     fields = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -158,13 +157,13 @@ def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
 def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
     sizes = []
     checked(qwen2)
-    attend = shared_prompts._attend
+    attend = prefix._attend
 
     def spy(cache, prompt_key, *args):
         sizes.append(len(prompt_key))
         return attend(cache, prompt_key, *args)
 
-    monkeypatch.setattr(shared_prompts, "_attend", spy)
+    monkeypatch.setattr(prefix, "_attend", spy)
     prompts = [[5, 6, n] for n in range(10, 26)] + [[7, 8]]
     completions = draw(qwen2, prompts, eos_token_id=list(range(1, 9)), temperature=2.0, max_completion_length=30)
     assert sizes[0] == 17 and 1 <= sizes[-1] <= 4
@@ -172,7 +171,7 @@ def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
 
 
 def test_a_window_longer_than_the_text_needs_no_generate(monkeypatch):
-    monkeypatch.setattr(sampling, "generate", None)  # would fail if called
+    monkeypatch.setattr(native, "generate", None)  # would fail if called
     config = Gemma3TextConfig(**COMMON, head_dim=8, **{**HALF_SLIDING, "sliding_window": 20})
     assert RowCache.for_model(config, 20) is not None
     assert RowCache.for_model(config, 21) is None
@@ -330,7 +329,7 @@ def test_rows_end_where_the_models_positions_do(family):
 
 def test_the_cache_grows(qwen2, monkeypatch):
     expected = draw(qwen2, OF_ALL_LENGTHS, max_completion_length=40)
-    monkeypatch.setattr(decoding, "_ROOM", 2)
+    monkeypatch.setattr(decode, "_ROOM", 2)
     completions = draw(qwen2, OF_ALL_LENGTHS, max_completion_length=40)
     assert torch.equal(completions.tokens, expected.tokens)
     assert_log_probs_are_the_models(qwen2, OF_ALL_LENGTHS, completions)
@@ -340,7 +339,7 @@ def test_generate_draws_the_same(qwen2, monkeypatch, caplog):
     options = {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
     expected = draw(qwen2, OF_ALL_LENGTHS, eos_token_id=[1, 2, 3], **options)
     monkeypatch.setattr(RowCache, "for_model", lambda config, longest: None)
-    sampling._warn_once.cache_clear()
+    native._warn_once.cache_clear()
     # What a downloaded model's generation config asks for is not what the caller asked for.
     qwen2.generation_config.update(
         repetition_penalty=9.0, eos_token_id=[int(expected.tokens[0, 0])], suppress_tokens=[7]
@@ -469,3 +468,55 @@ def test_nan_logits_are_reported():
 def test_refused_input(qwen2, prompts, options, message):
     with pytest.raises(UsageError, match=message):
         draw(qwen2, prompts, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mistral sliding"])
+@pytest.mark.parametrize("cap", [1, 5, 8])
+def test_a_cap_on_rows_in_flight_changes_no_completion(family, cap):
+    """Parts of 5 rows split the groups of 4; the windows of 8 go through ``generate``."""
+    model = checked(build(family))
+    options = {"num_generations": 4, "eos_token_id": [1, 2, 3], "temperature": 1.3, "top_p": 0.9}
+    expected = draw(model, OF_ALL_LENGTHS, **options)
+    calls = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(len(kwargs["input_ids"])),
+                                           with_kwargs=True)  # fmt: skip
+    completions = draw(model, OF_ALL_LENGTHS, max_rows_in_flight=cap, **options)
+    hook.remove()
+    assert max(calls) <= cap
+    for name in ("tokens", "length", "finished"):
+        assert torch.equal(getattr(completions, name), getattr(expected, name))
+    # Products of other sizes round differently.
+    torch.testing.assert_close(completions.log_prob, expected.log_prob, atol=1e-5, rtol=0)
+
+
+def test_on_a_cuda_device_the_cap_follows_from_its_free_memory(qwen2, monkeypatch):
+    """2 layers · 2 heads · 8 numbers · 4 bytes, keys and values, 17 tokens; 40 words of 20 bytes."""
+    per_row = 2 * 2 * 2 * 8 * 4 * 17 + 40 * 20
+    assert memory.row_bytes(qwen2, 17) == per_row
+    parameter = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
+    there = SimpleNamespace(config=qwen2.config, parameters=lambda: iter([parameter]))
+    monkeypatch.setattr(memory, "free_memory", lambda device: int(per_row * 7.5 / 0.4))
+    arguments = [[5] * 5, [9]], 8, 12
+    assert memory.rows_in_flight(there, *arguments, None, False) == 7
+    assert memory.rows_in_flight(there, *arguments, 100, False) == 16  # all rows
+    assert memory.rows_in_flight(qwen2, *arguments, None, False) == 16
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert memory.rows_in_flight(there, *arguments, None, False) == 1
+    with pytest.raises(UsageError, match="max_rows_in_flight=0 must be at least 1"):
+        draw(qwen2, SAME_LENGTH, max_rows_in_flight=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral sliding"])
+def test_a_listener_hears_of_each_row_once_and_as_it_ends(family):
+    model = checked(build(family))
+    heard = {}
+    calls = []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(len(heard)))
+    completions = draw(model, OF_ALL_LENGTHS, eos_token_id=[1, 2, 3], max_rows_in_flight=7,
+                       on_ended=lambda row, tokens, finished: heard.update({row: (tokens, finished)}))  # fmt: skip
+    hook.remove()
+    assert sorted(heard) == list(range(12))
+    for row, (tokens, finished) in heard.items():
+        assert tokens == completions.tokens[row, : completions.length[row]].tolist()
+        assert finished == bool(completions.finished[row])
+    assert any(0 < n < 12 for n in calls)  # the model was called after some rows had been announced

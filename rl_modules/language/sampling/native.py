@@ -1,4 +1,4 @@
-"""From prompts to completions with their log-probabilities: the one sampler of all language algorithms."""
+"""Sampling with the model itself: one forward pass per token, ended rows leave the batch."""
 
 from __future__ import annotations
 
@@ -6,45 +6,23 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.decoding import Prompts, Record, decode, generate, transformers_model
-from rl_modules.language.drawing import NextToken, uniforms
 from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampler_check import decodes, generates
-from rl_modules.language.shared_prompts import SharedPromptCache, can_share_prompts
+from rl_modules.language.sampling.check import decodes, generates
+from rl_modules.language.sampling.decode import Prompts, Record, decode, generate, transformers_model
+from rl_modules.language.sampling.draw import NextToken, uniforms
+from rl_modules.language.sampling.memory import rows_in_flight
+from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
+from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
+from rl_modules.language.sharding import gathered_once, is_sharded
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Completions:
-    """What was sampled; row ``p * num_generations + g`` is prompt p's completion g. L is the longest one's length."""
-
-    #: (B, L) int64, padded on the right; the EOS token is part of a completion.
-    tokens: Tensor
-    #: (B, L) float32, in nats: of each token under the distribution it was drawn from, filters included; 0 in padding.
-    log_prob: Tensor
-    #: (B,) int64: tokens of each row, EOS included.
-    length: Tensor
-    #: (B,) bool: whether the row ended by an EOS token, not by the limit on its length.
-    finished: Tensor
-
-    @property
-    def mask(self) -> Tensor:
-        """True where a token counts, (B, L) bool."""
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.length.unsqueeze(-1)
-
-    @property
-    def finish_reason(self) -> list[str]:
-        """``"stop"`` for an EOS token, ``"length"`` for a row that was cut off, per row."""
-        return ["stop" if finished else "length" for finished in self.finished.tolist()]
 
 
 def sample(
@@ -62,6 +40,8 @@ def sample(
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
     synced_gpus: bool = False,
+    max_rows_in_flight: int | None = None,
+    on_ended: RowListener | None = None,
 ) -> Completions:
     """Sample ``num_generations`` completions of each prompt.
 
@@ -88,6 +68,9 @@ def sample(
         min_p: draw from tokens with at least this fraction of the likeliest one's probability; None: from all.
         repetition_penalty: r > 0, makes tokens that the row has (prompt included) less likely if above 1.
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
+        max_rows_in_flight: rows that are decoded together at most, which bounds the cache's memory; the others wait for
+            them. None: all, and on CUDA as many as the free memory has room for.
+        on_ended: called with each row as it ends: its number, its token ids, and whether an EOS token ended it.
 
     Raises:
         UsageError: an argument out of range, a wrong number of seeds, an empty prompt, a prompt that leaves no room for
@@ -101,23 +84,92 @@ def sample(
                          "on the padding; use LoRA or another method that changes weights")  # fmt: skip
     config = text_config(model.config)
     positions = max_length(config)
-    _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
-    _check_prompts(prompts, positions, config.vocab_size)
+    check_request(prompts, num_generations, max_completion_length, stops, seeds, positions, config.vocab_size)
     device = next(model.parameters()).device
     if device.type == "mps":
         raise UsageError("model is on mps, which has no float64 for exact draws; use accelerator=cpu or a CUDA device")
-    batch = Prompts.of(prompts, num_generations, pad_token_id, device)
-    limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
-    draws = uniforms(seeds, int(limit.max())).to(limit.device)
-    record = Record(limit, torch.tensor(stops, dtype=torch.int64, device=limit.device), pad_token_id)
-    cache = _cache_for(model, longest=int((batch.length[batch.source] + limit).max()), synced_gpus=synced_gpus)
-    with torch.no_grad(), eval_mode(model):
-        if cache is not None:
-            decode(model, cache, batch, rule, draws, record, synced_gpus)
+    at_once = rows_in_flight(model, prompts, num_generations, max_completion_length, max_rows_in_flight, synced_gpus)
+    rows = len(prompts) * num_generations
+
+    def write(first: int, last: int) -> Completions:
+        if last - first == rows:
+            asked, each = prompts, num_generations
         else:
-            _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
-                       "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
-            generate(model, batch, rule, draws, record, synced_gpus)
+            asked, each = [prompts[row // num_generations] for row in range(first, last)], 1
+        batch = Prompts.of(asked, each, pad_token_id, device)
+        limit = (positions - batch.length[batch.source]).clamp(max=max_completion_length)
+        draws = uniforms(seeds[first:last], int(limit.max())).to(limit.device)
+        listener = None if on_ended is None else functools.partial(_call_with_offset, on_ended, first)
+        ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
+        record = Record(limit, ends, pad_token_id, listener)
+        _decode(model, batch, rule, draws, record, synced_gpus)
+        return _completions(record)
+
+    with torch.no_grad(), eval_mode(model):
+        parts = [write(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
+    return joined(parts, pad_token_id)
+
+
+class NativeSampler:
+    """The :class:`~rl_modules.language.sampling.Sampler` that decodes with the model in training itself.
+
+    Args:
+        model: causal language model.
+        max_rows_in_flight: see :func:`sample`.
+    """
+
+    exact_log_probs = True
+    reproducible = True
+    concurrent = False
+
+    def __init__(self, model: Any, max_rows_in_flight: int | None = None) -> None:
+        self.model = model
+        self.max_rows_in_flight = max_rows_in_flight
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        seeds: Sequence[int],
+        settings: SamplingSettings,
+        on_ended: RowListener | None = None,
+    ) -> Completions:
+        with gathered_once(self.model):
+            return sample(
+                self.model, prompts, num_generations=num_generations, seeds=seeds, on_ended=on_ended,
+                synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight, **vars(settings),
+            )  # fmt: skip
+
+    def update_weights(self, model: Any, version: int = 0) -> None:
+        self.model = model
+
+    def sleep(self) -> None:
+        """Holds no memory between two calls."""
+
+    def wake(self) -> None:
+        """Holds no memory between two calls."""
+
+    def close(self) -> None:
+        """Holds nothing to release."""
+
+
+def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[int], finished: bool) -> None:
+    on_ended(first + row, tokens, finished)
+
+
+def _decode(model: Any, batch: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:
+    """Fill the record, by the fastest way that is right on this model."""
+    longest = int((batch.length[batch.source] + record.limit).max())
+    cache = _cache_for(model, longest=longest, synced_gpus=synced_gpus)
+    if cache is not None:
+        decode(model, cache, batch, rule, draws, record, synced_gpus)
+        return
+    _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
+               "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
+    generate(model, batch, rule, draws, record, synced_gpus)
+
+
+def _completions(record: Record) -> Completions:
     broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
     if broken:
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
@@ -160,6 +212,33 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 @functools.cache
 def _warn_once(message: str) -> None:
     log.warning(message)
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    max_completion_length: int,
+    stops: list[int],
+    seeds: Sequence[int] | Tensor,
+    longest: int,
+    words: int,
+) -> None:
+    """Refuse what no sampler can write.
+
+    Args:
+        prompts: P lists of token ids.
+        num_generations: completions per prompt.
+        max_completion_length: tokens per completion at most.
+        stops: tokens that end a completion.
+        seeds: P · num_generations.
+        longest: tokens that the model can take.
+        words: of the vocabulary.
+
+    Raises:
+        UsageError: see :func:`sample`.
+    """
+    _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
+    _check_prompts(prompts, longest, words)
 
 
 def _check_counts(

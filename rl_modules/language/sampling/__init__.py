@@ -1,0 +1,9 @@
+"""Samplers: from prompts to completions with their log-probabilities.
+
+``sample`` decodes with the model itself; :class:`Sampler` is what every way of sampling offers to the algorithms.
+"""
+
+from rl_modules.language.sampling.native import NativeSampler, eval_mode, sample
+from rl_modules.language.sampling.protocol import Completions, Sampler, SamplingSettings
+
+__all__ = ["Completions", "NativeSampler", "Sampler", "SamplingSettings", "eval_mode", "sample"]

@@ -1,0 +1,130 @@
+"""The distribution that a next token is drawn from, and the draw itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """What is done to a model's logits before a token is drawn, in transformers' order and with its meaning.
+
+    Args:
+        temperature: T, what logits are divided by; 0: always the likeliest token.
+        top_k: keep the k likeliest tokens and those as likely as the k-th; None or 0: all.
+        top_p: keep the likeliest tokens until their probability reaches this, in (0, 1]; None: all.
+        min_p: keep tokens with at least this fraction of the likeliest one's probability, in [0, 1]; None: all.
+        repetition_penalty: r > 0; a token that the row already has, prompt included, gets z / r for a logit z > 0 and
+            z · r for z < 0 (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
+
+    Raises:
+        UsageError: a number out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
+        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, "1 or more, or None for all tokens")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1], or None for all tokens")
+        _require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1], or None for all tokens")
+        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether :meth:`draw` needs to know the tokens that a row already has."""
+        return self.repetition_penalty != 1.0
+
+    def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One token per row, by inverting the cumulative distribution.
+
+        Args:
+            logits: as the model gave them, shape (B, V), any floating dtype.
+            uniform: one number in [0, 1) per row, shape (B,); equal numbers and logits draw equal tokens.
+            seen: true for tokens that the row already has, shape (B, V); only read if :attr:`penalizes`.
+
+        Returns:
+            Tokens (B,) int64 and the logarithm of the probability that each had in the draw, (B,) float32. The
+            likeliest token was certain at temperature 0, so its logarithm is 0.
+        """
+        scores = self.scores(logits, seen)
+        if self.temperature == 0:
+            token = scores.argmax(-1)
+            return token, torch.zeros_like(token, dtype=torch.float32)
+        shifted = scores - scores.amax(-1, keepdim=True)
+        # In float64 the sum over a vocabulary of any size is exact enough for a draw's 52 bits to reach every token.
+        cumulative = shifted.exp().cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * total, right=True)
+        token.clamp_(max=logits.shape[-1] - 1)  # Only NaN logits get past the end; the caller reports them.
+        log_prob = shifted.gather(-1, token) - total.log()
+        return token.squeeze(-1), log_prob.squeeze(-1).float()
+
+    def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """The logarithms of the probabilities, up to a constant: (B, V) float32, -inf for what can't be drawn."""
+        scores = logits.float()
+        if self.penalizes:
+            if seen is None:
+                raise ValueError("seen is None, expected a mask of the tokens that each row has, for the penalty.")
+            penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+            scores = torch.where(seen, penalized, scores)
+        if self.temperature == 0:
+            return scores
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        if self.top_k and self.top_k < scores.shape[-1]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = scores.sort(-1, descending=True)
+            probability = ordered.softmax(-1)
+            before = probability.cumsum(-1) - probability  # 0 for the likeliest token, which always stays
+            scores = scores.masked_fill((before >= self.top_p).scatter(-1, order, before >= self.top_p), -torch.inf)
+        if self.min_p:
+            scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(self.min_p), -torch.inf)
+        return scores
+
+
+def uniforms(seeds: Sequence[int] | Tensor, steps: int) -> Tensor:
+    """Numbers in [0, 1) that depend on nothing but a row's seed and the step: a stream per row, whatever the batch.
+
+    A counter goes through a hash (Steele et al. 2014, "Fast splittable pseudorandom number generators", OOPSLA, with
+    Stafford's mixing constants 13): no generator has to be set up or kept per row.
+
+    Args:
+        seeds: one integer per row, taken modulo 2⁶⁴; rows with equal seeds draw equal numbers.
+        steps: numbers per row.
+
+    Returns:
+        Shape (steps, B), float64 with 52 random bits: times any total it stays below that total.
+    """
+    listed = seeds.tolist() if isinstance(seeds, Tensor) else seeds
+    start = _mix(np.array([int(seed) % 2**64 for seed in listed], dtype=np.uint64) + _GOLDEN)
+    counter = np.arange(1, steps + 1, dtype=np.uint64)[:, None] * _GOLDEN
+    return torch.from_numpy((_mix(start + counter) >> np.uint64(12)).astype(np.float64) * 2.0**-52)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ divided by the golden ratio, odd: the counter visits all 2⁶⁴ states.
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit words in which every bit of the result depends on every bit of the argument."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _require(holds: bool, name: str, value: float | None, expected: str) -> None:
+    if not holds:
+        raise UsageError(f"{name}={value} must be {expected}")

@@ -1,0 +1,85 @@
+"""Samplers by their name on the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.language.sampling.native import NativeSampler
+from rl_modules.language.sampling.protocol import Sampler
+
+#: Options of each sampler.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "native": (),
+    "vllm": ("gpu_memory_utilization", "enforce_eager"),
+    "vllm_server": ("addresses", "timeout_s", "retries", "retry_wait_s"),
+}
+
+
+def check_sampler(kind: str, options: dict[str, Any], max_rows_in_flight: int | None) -> None:
+    """Refuse arguments that :func:`make_sampler` would not understand.
+
+    Args:
+        kind: the sampler's name.
+        options: its own settings.
+        max_rows_in_flight: see :func:`rl_modules.language.sampling.sample`.
+
+    Raises:
+        UsageError: an unknown name or option, or a number out of range.
+    """
+    if kind not in OPTIONS:
+        raise UsageError(f"sampler={kind!r} must be one of {', '.join(OPTIONS)}{did_you_mean(kind, OPTIONS)}")
+    for name in options:
+        if name not in OPTIONS[kind]:
+            known = ", ".join(OPTIONS[kind]) or "none"
+            raise UsageError(f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
+                             f"{did_you_mean(name, OPTIONS[kind])}")  # fmt: skip
+    if max_rows_in_flight is not None and max_rows_in_flight < 1:
+        raise UsageError(f"max_rows_in_flight={max_rows_in_flight} must be at least 1, or null for as many as fit")
+    if kind == "vllm_server":
+        if not options.get("addresses"):
+            raise UsageError(
+                "sampler=vllm_server needs sampler_options={addresses: [host:port]} of a running `rl serve`"
+            )
+        if max_rows_in_flight is not None:
+            raise UsageError(f"max_rows_in_flight={max_rows_in_flight} is the server's to set; give it to `rl serve`")
+
+
+def make_sampler(
+    kind: str,
+    options: dict[str, Any],
+    max_rows_in_flight: int | None,
+    model: Any,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Sampler:
+    """A sampler for a model; engines of their own have no weights yet.
+
+    Args:
+        kind: the sampler's name.
+        options: its own settings.
+        max_rows_in_flight: see :func:`rl_modules.language.sampling.sample`.
+        model: causal language model.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        UsageError: see :func:`check_sampler`; also vLLM in this process beside other ranks.
+    """
+    check_sampler(kind, options, max_rows_in_flight)
+    if kind == "native":
+        return NativeSampler(model, max_rows_in_flight)
+    device = next(model.parameters()).device
+    if kind == "vllm_server":
+        from rl_modules.language.sampling.remote import ServerSampler
+
+        return ServerSampler(device=device, pushes=rank == 0, **options)
+    if world_size > 1:
+        raise UsageError(f"sampler=vllm runs in a process without other ranks, and there are {world_size}; start `rl "
+                         "serve` and take sampler=vllm_server")  # fmt: skip
+    from rl_modules.language.sampling.engine import VLLMEngine, unties
+    from rl_modules.language.sampling.vllm import EngineSampler
+    from rl_modules.language.sampling.weights import EngineSpec
+
+    engine = VLLMEngine(EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, **options)
+    return EngineSampler(engine, device)

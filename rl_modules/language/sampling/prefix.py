@@ -1,0 +1,177 @@
+"""Decoding where all completions of a prompt read the one copy of its keys and values.
+
+With a cache row per completion, each step reads a prompt as often as it has completions, and reading is what a step on
+a CPU spends its time on. Here a prompt's keys meet all of its completions' queries in one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rl_modules.language.row_cache import RowCache
+
+_NAME = "shared_prompts"
+_current: ContextVar[SharedPromptCache] = ContextVar("cache of the decoding under way")
+
+
+class SharedPromptCache(RowCache):
+    """Keys and values of each prompt once, and of each row's new tokens.
+
+    The model gets the new tokens' from :meth:`update` and hands them to :func:`_attention`, which knows the prompts'.
+    A model that changes keys or values on the way (multi-head latent attention does) can't share them: while the
+    prompts run we watch for that, and then this is a :class:`RowCache`.
+    """
+
+    #: (n,): the prompt of each row.
+    source: Tensor
+    #: (n,): each row's place among ``width`` places of its prompt.
+    place: Tensor
+    width: int
+    #: (U, 1, 1, S): true in the prompts' padding; None where there is none.
+    padding: Tensor | None
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        #: Per layer, keys and values (U, heads, S, head size); empty while they are not shared.
+        self.prompts: list[tuple[Tensor, Tensor]] = []
+        #: Layers whose attention got what the cache holds.
+        self.direct: set[int] = set()
+
+    @property
+    def needs_mask(self) -> bool:
+        return not self.prompts
+
+    def expand(self, index: Tensor, mask: Tensor | None, room: int) -> None:
+        """Make row i a continuation of prompt ``index[i]``."""
+        if len(self.direct) < len(self._rows):
+            super().expand(index, mask, room)
+            return
+        # The model laid them out by token; now they are read by head, in every step.
+        self.prompts = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in self._rows]
+        self.padding = None if mask is None else ~mask[:, None, None]
+        for layer in self._rows:
+            layer.begin(len(index), room)
+        self._arrange(index)
+
+    def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
+        super().replace(holes, movers, rows)
+        if self.prompts and rows:
+            source = self.source.clone()
+            source[holes] = source[movers]
+            self._arrange(source[:rows])
+
+    @contextmanager
+    def attention(self, model: Any) -> Iterator[None]:
+        before = model.config._attn_implementation
+        token = _current.set(self)
+        model.set_attn_implementation(_NAME)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+            _current.reset(token)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that have been seen, padding included."""
+        shared = self.prompts[layer_idx][0].shape[-2] if self.prompts else 0
+        return shared + super().get_seq_length(layer_idx)
+
+    def _arrange(self, source: Tensor) -> None:
+        """Give each row a place by its prompt. Prompts without rows are let go once they are half of all."""
+        used = source.unique()
+        if 2 * len(used) <= len(self.prompts[0][0]):
+            self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
+            self.padding = None if self.padding is None else self.padding[used]
+            source = torch.searchsorted(used, source)
+        ordered, order = source.sort(stable=True)
+        rank = torch.arange(len(source), device=source.device) - torch.searchsorted(ordered, ordered)
+        self.source, self.width = source, int(rank.max()) + 1
+        self.place = torch.empty_like(order).scatter_(0, order, rank)
+
+
+def can_share_prompts(model: Any, device: torch.device) -> bool:
+    """Whether the model takes an attention function of ours, and is known to gain by it.
+
+    On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. Elsewhere sdpa
+    is one fused kernel where these are a dozen, and we have not measured.
+    """
+    return (
+        device.type == "cpu"
+        and model.config._attn_implementation == "sdpa"
+        and getattr(model, "_supports_attention_backend", False)
+    )
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls: its own sdpa, until the prompts are shared."""
+    cache = _current.get()
+    if cache.prompts:
+        prompt_key, prompt_value = cache.prompts[module.layer_idx]
+        return _attend(cache, prompt_key, prompt_value, query, key, value, kwargs.get("scaling")), None
+    layer = cache._rows[module.layer_idx]
+    if key is layer.keys and value is layer.values and kwargs.get("position_bias") is None:
+        cache.direct.add(module.layer_idx)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _attend(
+    cache: SharedPromptCache,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    """One new token per row attends to its prompt and to its row: one softmax, and for each part its products.
+
+    Args:
+        cache: says which row belongs to which prompt.
+        prompt_key: (U, key heads, S, head size).
+        prompt_value: likewise.
+        query: (n, heads, 1, head size).
+        key: of the row's own tokens so far, (n, key heads, t, head size).
+        value: likewise.
+        scaling: what products are multiplied by; None: 1/√(head size).
+
+    Returns:
+        (n, 1, heads, head size).
+    """
+    rows, heads, _, size = query.shape
+    prompts, key_heads, length, _ = prompt_key.shape
+    per_key = heads // key_heads
+
+    def by_prompt(x: Tensor) -> Tensor:
+        """(n, key heads, per key, ...) to (U, key heads, width · per key, ...); places without a row hold 0."""
+        places = x.new_zeros((prompts, key_heads, cache.width, per_key, x.shape[-1]))
+        places[cache.source, :, cache.place] = x
+        return places.flatten(2, 3)
+
+    def by_row(x: Tensor) -> Tensor:
+        """The inverse of by_prompt."""
+        return x.unflatten(2, (cache.width, per_key))[cache.source, :, cache.place]
+
+    asked = query.reshape(rows, key_heads, per_key, size) * (size**-0.5 if scaling is None else scaling)
+    shared = by_prompt(asked) @ prompt_key.transpose(2, 3)
+    if cache.padding is not None:
+        shared = shared.masked_fill(cache.padding, -torch.inf)
+    # A row's keys lie in a buffer with room: products of bfloat16 across such gaps are several times slower.
+    scores = torch.cat([by_row(shared), asked @ key.contiguous().transpose(2, 3)], -1)
+    weight = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    result = by_row(by_prompt(weight[..., :length]) @ prompt_value) + weight[..., length:] @ value
+    return result.reshape(rows, 1, heads, -1)
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, sdpa_mask)

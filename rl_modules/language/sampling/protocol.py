@@ -1,0 +1,129 @@
+"""What every sampler offers: settings and prompts in, completions with their log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+#: Called with each row that ends, while others are still written: its number, its token ids, and whether it finished.
+RowListener = Callable[[int, list[int], bool], None]
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What was sampled; row ``p * num_generations + g`` is prompt p's completion g. L is the longest one's length."""
+
+    #: (B, L) int64, padded on the right; the EOS token is part of a completion.
+    tokens: Tensor
+    #: (B, L) float32, in nats: of each token under the distribution it was drawn from, filters included; 0 in padding.
+    log_prob: Tensor
+    #: (B,) int64: tokens of each row, EOS included.
+    length: Tensor
+    #: (B,) bool: whether the row ended by an EOS token, not by the limit on its length.
+    finished: Tensor
+    #: (B,) int64: the optimizer step of the weights that wrote each row; None: the current weights did.
+    version: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """True where a token counts, (B, L) bool."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.length.unsqueeze(-1)
+
+    @property
+    def finish_reason(self) -> list[str]:
+        """``"stop"`` for an EOS token, ``"length"`` for a row that was cut off, per row."""
+        return ["stop" if finished else "length" for finished in self.finished.tolist()]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are drawn; ranges and meanings are those of :func:`rl_modules.language.sampling.sample`."""
+
+    max_completion_length: int
+    eos_token_id: tuple[int, ...]
+    pad_token_id: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+
+class Sampler(Protocol):
+    """A way of writing completions with a policy's weights."""
+
+    #: Whether log-probabilities equal those of a training forward pass up to rounding.
+    exact_log_probs: bool
+    #: Whether equal seeds, prompts and weights give equal text, whatever is written beside it.
+    reproducible: bool
+    #: Whether completions can be written while this process trains.
+    concurrent: bool
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        seeds: Sequence[int],
+        settings: SamplingSettings,
+        on_ended: RowListener | None = None,
+    ) -> Completions:
+        """Write ``num_generations`` completions of each prompt.
+
+        Args:
+            prompts: P lists of token ids.
+            num_generations: G, completions per prompt.
+            seeds: P · G integers, one per completion.
+            settings: how tokens are drawn.
+            on_ended: called with each row as it ends; a sampler that learns of rows only when all have ended calls it
+                then.
+        """
+        ...
+
+    def update_weights(self, model: Any, version: int = 0) -> None:
+        """Take over a model's current weights; later completions are written with them.
+
+        Args:
+            model: causal language model.
+            version: of these weights: the optimizer steps so far.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Release device memory until :meth:`wake`; the next :meth:`update_weights` brings the weights again."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back; does nothing where the sampler is awake."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; the sampler is not used again."""
+        ...
+
+
+def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
+    """The rows of several completions as one, as wide as the longest of them.
+
+    Args:
+        parts: at least one, on one device.
+        pad_token_id: what fills up the narrower ones.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def widened(x: Tensor, value: float) -> Tensor:
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
+
+    versions = [part.version for part in parts]
+    return Completions(
+        tokens=torch.cat([widened(part.tokens, pad_token_id) for part in parts]),
+        log_prob=torch.cat([widened(part.log_prob, 0.0) for part in parts]),
+        length=torch.cat([part.length for part in parts]),
+        finished=torch.cat([part.finished for part in parts]),
+        version=None if any(v is None for v in versions) else torch.cat([v for v in versions if v is not None]),
+    )

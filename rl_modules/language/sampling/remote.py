@@ -1,0 +1,289 @@
+"""The sampler that writes completions on servers (``rl serve``), on this machine or on others."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling.engine import Row, completions_of
+from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
+from rl_modules.language.sampling.server import PROTOCOL
+from rl_modules.language.sampling.vllm import check_engine
+from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
+from rl_modules.language.sharding import is_sharded
+
+log = logging.getLogger(__name__)
+
+#: Bytes of weights per request.
+_PART = 2**28
+_UNREACHABLE = (OSError, http.client.HTTPException)
+
+
+class Server:
+    """One server, as the client sees it.
+
+    Args:
+        address: ``host:port``, with or without ``http://``.
+        timeout_s: longest wait for an answer.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address, self.timeout_s = address, timeout_s
+        host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(f"addresses: {address!r} must be host:port, such as 127.0.0.1:8000")
+        self.host, self.port = host, int(port)
+        #: Whether it has the latest weights.
+        self.current = False
+        self.spec = EngineSpec({}, 0, 0, False)
+
+    def ask(self, path: str, body: bytes | None = None, timeout_s: float | None = None) -> dict[str, Any]:
+        """One request.
+
+        Raises:
+            UsageError: the server refuses it.
+            OSError: the server does not answer.
+        """
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s or self.timeout_s)
+        try:
+            connection.request("GET" if body is None else "POST", path, body)
+            response = connection.getresponse()
+            answer: dict[str, Any] = json.loads(response.read())
+        except json.JSONDecodeError as error:
+            raise UsageError(f"addresses: {self.address} answers {path} without JSON; is it `rl serve`?") from error
+        finally:
+            connection.close()
+        if response.status in (409, 500):  # it has started again and lacks the weights, or its engine has failed
+            raise ConnectionError(answer["error"])
+        if response.status != 200:
+            raise UsageError(f"{self.address} refuses {path}: {answer.get('error', response.status)}")
+        return answer
+
+    def health(self) -> dict[str, Any]:
+        """What the server is; it answers while it writes.
+
+        Raises:
+            UsageError: it speaks another protocol.
+        """
+        answer = self.ask("/health", timeout_s=min(10.0, self.timeout_s))
+        if answer.get("protocol") != PROTOCOL:
+            raise UsageError(f"addresses: {self.address} speaks protocol {answer.get('protocol')}, this run "
+                             f"{PROTOCOL}; start it with the same version")  # fmt: skip
+        return answer
+
+    def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes]) -> None:
+        """Give the server the model, unless it has it, and its weights.
+
+        Args:
+            spec_of: the model's description, by whether the engine unties its output layer.
+            version: of the weights.
+            parts: of the weights, safetensors.
+        """
+        self.spec = spec_of(self.health()["untied"])
+        self.ask("/model", json.dumps(asdict(self.spec)).encode())
+        for number, part in enumerate(parts):
+            self.ask(f"/weights?version={version}&last={int(number == len(parts) - 1)}", part)
+        self.current = True
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
+        """One completion per prompt; the interface of an engine, for its check."""
+        return [row for row, _ in self.generate_versioned(prompts, seeds, settings)]
+
+    def generate_versioned(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings
+    ) -> list[tuple[Row, int]]:
+        """One completion per prompt, each with the version of the weights that wrote it."""
+        body = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds], "settings": asdict(settings)}
+        answer = self.ask("/generate", json.dumps(body).encode())
+        return [(Row(**row), answer["version"]) for row in answer["rows"]]
+
+
+class ServerSampler:
+    """A :class:`~rl_modules.language.sampling.Sampler` on servers, which share the prompts.
+
+    A server that does not answer is left out, and its prompts are asked again of the others; it comes back with the
+    next weights. Completions carry the version of the weights that wrote them.
+
+    Args:
+        addresses: of the servers, ``host:port``.
+        device: of the completions' tensors.
+        timeout_s: longest wait for an answer, the writing of a generation included.
+        retries: further rounds over all servers before the run gives up.
+        retry_wait_s: wait before such a round.
+        pushes: whether this process sends the weights; of several ranks the first does.
+
+    Raises:
+        UsageError: no address, or one that is none.
+    """
+
+    exact_log_probs = False
+    reproducible = False
+    concurrent = True
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        device: Any,
+        timeout_s: float = 600.0,
+        retries: int = 5,
+        retry_wait_s: float = 2.0,
+        pushes: bool = True,
+    ) -> None:
+        if isinstance(addresses, str) or not addresses:
+            raise UsageError(f"addresses={addresses!r} must be a list of host:port; start a server with `rl serve`")
+        self.servers = [Server(address, timeout_s) for address in addresses]
+        self.device, self.retries, self.retry_wait_s = device, retries, retry_wait_s
+        self.pushes = pushes
+        self.version = 0
+        self._weights: tuple[int, int] | None = None
+        self._spec_of: Callable[[bool], EngineSpec]
+        self._parts: list[bytes] = []
+        self._lock = threading.Lock()
+        self._checked = False
+        self._greet()
+
+    def _greet(self) -> None:
+        """Check at start that a server is there."""
+        for server in self.servers:
+            try:
+                server.health()
+                return
+            except _UNREACHABLE:
+                continue
+        addresses = ", ".join(server.address for server in self.servers)
+        raise UsageError(f"addresses: none of {addresses} answers; start `rl serve` there")
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        seeds: Sequence[int],
+        settings: SamplingSettings,
+        on_ended: RowListener | None = None,
+    ) -> Completions:
+        if self._weights is None:
+            raise UsageError("the sampler has no weights yet; call update_weights first")
+        asked = [prompt for prompt in prompts for _ in range(num_generations)]
+        rows: list[tuple[Row, int] | None] = [None] * len(asked)
+        missing = list(range(len(asked)))
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.retry_wait_s)
+            self._bring_back()
+            self._ask_all(asked, seeds, settings, missing, rows, num_generations)
+            missing = [number for number, row in enumerate(rows) if row is None]
+            if not missing:
+                break
+        else:
+            addresses = ", ".join(server.address for server in self.servers)
+            raise ConnectionError(f"none of the servers {addresses} answers after {self.retries} retries; start `rl "
+                                  "serve` again, then add --resume")  # fmt: skip
+        found = [row for row in rows if row is not None]
+        if on_ended is not None:
+            for number, (row, _) in enumerate(found):
+                on_ended(number, row.tokens, row.finished)
+        written = [row for row, _ in found]
+        return completions_of(written, settings.pad_token_id, self.device, [version for _, version in found])
+
+    def _ask_all(
+        self,
+        asked: list[Sequence[int]],
+        seeds: Sequence[int],
+        settings: SamplingSettings,
+        missing: list[int],
+        rows: list[tuple[Row, int] | None],
+        num_generations: int,
+    ) -> None:
+        """Share the missing rows out to the servers that are there, whole groups to each, and fill in the answers."""
+        servers = [server for server in self.servers if server.current]
+        shares: list[list[int]] = [[] for _ in servers]
+        for number in missing if servers else ():
+            shares[number // num_generations % len(servers)].append(number)
+
+        def work(server: Server, numbers: list[int]) -> None:
+            try:
+                answer = server.generate_versioned([asked[i] for i in numbers], [seeds[i] for i in numbers], settings)
+            except _UNREACHABLE as error:
+                server.current = False
+                log.warning("%s does not answer (%s); its prompts are asked again", server.address, error)
+                return
+            for i, row in zip(numbers, answer, strict=True):
+                rows[i] = row
+
+        tasks = [(server, numbers) for server, numbers in zip(servers, shares, strict=True) if numbers]
+        if len(tasks) == 1:
+            work(*tasks[0])
+        elif tasks:
+            with ThreadPoolExecutor(len(tasks)) as pool:
+                list(pool.map(lambda task: work(*task), tasks))
+
+    def update_weights(self, model: Any, version: int = 0) -> None:
+        """Take a copy of a model's weights; each server gets it before it writes its next completions."""
+        if self._weights == (found := fingerprint(model)):
+            self.version = version
+            return
+        parts = list(_parts(model))
+        with self._lock:
+            self._weights, self.version = found, version
+            self._spec_of = functools.partial(EngineSpec.of, model)
+            self._parts = parts if self.pushes else []
+            self._to_check = None if self._checked or is_sharded(model) or not self.pushes else model
+            for server in self.servers:
+                server.current = False
+        if self._to_check is not None:
+            self._bring_back()
+            for server in self.servers:
+                if server.current:
+                    check_engine(model, server)
+                    self._checked = True
+
+    def _bring_back(self) -> None:
+        """Give the latest weights to the servers that lack them, as far as they answer."""
+        with self._lock:
+            for server in self.servers:
+                if server.current:
+                    continue
+                try:
+                    if self.pushes:
+                        server.load(self._spec_of, self.version, self._parts)
+                    else:
+                        server.current = server.health()["version"] == self.version
+                except _UNREACHABLE:
+                    continue
+
+    def sleep(self) -> None:
+        """Servers have devices of their own, and go on."""
+
+    def wake(self) -> None:
+        """Servers are awake."""
+
+    def close(self) -> None:
+        """Servers go on; they may serve another run."""
+
+
+def _parts(model: Any) -> Iterator[bytes]:
+    """A model's weights as safetensors of bounded size.
+
+    An output layer that is tied is sent once more: a server that ties it too overwrites it with the same numbers.
+    """
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, weight in named_weights(model, untied=True):
+        part[name] = weight.to("cpu", copy=True).contiguous()
+        size += weight.numel() * weight.element_size()
+        if size >= _PART:
+            yield safetensors.torch.save(part)
+            part, size = {}, 0
+    yield safetensors.torch.save(part)

@@ -1,0 +1,118 @@
+"""A policy's weights and config in the form in which another engine loads them: that of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.models import max_length, text_config
+from rl_modules.language.sampling.decode import transformers_model
+from rl_modules.language.sharding import is_sharded
+
+Weights = Iterator[tuple[str, Tensor]]
+_LORA = "base_model.model."
+
+
+@torch.no_grad()
+def named_weights(model: Any, untied: bool) -> Weights:
+    """Yields each weight under its checkpoint's name; adapters are merged in, sharded weights are put together.
+
+    One weight at a time is whole, so that a sharded model never is. All ranks of a sharded model go through this
+    together.
+
+    Args:
+        model: causal language model, with LoRA or without.
+        untied: also yield an output layer that is tied to the embedding.
+    """
+    network = transformers_model(model)
+    plain = _renamed(network, _merged(model))
+    head = network.get_output_embeddings()
+    embedding = network.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    names = {id(module): name for name, module in network.named_modules()}
+    for name, weight in plain:
+        yield name, weight
+        if tied and untied and name == f"{names[id(embedding)]}.weight":
+            yield f"{names[id(head)]}.weight", weight
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What another engine must know of a model before its weights come; plain data."""
+
+    #: Of the checkpoint, with ``architectures``, ``model_type`` and ``dtype``.
+    config: dict[str, Any]
+    #: Tokens of the longest text that the model takes.
+    longest: int
+    #: Of the vocabulary.
+    words: int
+    #: Whether the engine has an output layer of its own, also where the model ties it to the embedding.
+    untied: bool
+
+    @classmethod
+    def of(cls, model: Any, untied: bool) -> EngineSpec:
+        """Describe a causal language model, with LoRA or without."""
+        network = transformers_model(model)
+        config: dict[str, Any] = json.loads(network.config.to_json_string(use_diff=False))
+        config["architectures"] = [type(network).__name__]
+        config["model_type"] = network.config.model_type
+        config["tie_word_embeddings"] = bool(network.config.tie_word_embeddings) and not untied
+        config["dtype"] = str(next(network.parameters()).dtype).removeprefix("torch.")
+        return cls(config, max_length(network.config), text_config(network.config).vocab_size, untied)
+
+
+def fingerprint(model: nn.Module) -> tuple[int, int]:
+    """A number that changes whenever a weight is written in place: by an optimizer, or by loading a checkpoint."""
+    return id(model), sum(parameter._version for parameter in model.parameters())
+
+
+def _merged(model: Any) -> Weights:
+    """Parameters without LoRA: W + B A · scale where a layer has adapters."""
+    if not hasattr(model, "merge_and_unload"):
+        for name, parameter in model.named_parameters():
+            yield name, _whole(parameter)
+        return
+    if is_sharded(model):
+        raise UsageError("lora on sharded weights can't be merged for another sampler; take sampler=native")
+    layers = {
+        name.removeprefix(_LORA): module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix(_LORA)
+        if "lora_" in name or ".original_module." in name:
+            continue
+        layer_name, found, kind = name.partition(".base_layer.")
+        weight = parameter.detach()
+        if found and kind == "weight":
+            layer = layers[layer_name]
+            for adapter in layer.active_adapters:
+                weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+        name = name.replace(".base_layer.", ".")
+        for adapter in model.active_adapters:
+            name = name.replace(f".modules_to_save.{adapter}.", ".")
+        yield name, weight
+
+
+def _renamed(network: Any, weights: Weights) -> Weights:
+    """Weights under their checkpoint's names; transformers holds some architectures in another form."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    conversions = getattr(network, "_weight_conversions", None) or get_model_conversion_mapping(network)
+    if not conversions:
+        yield from weights
+        return
+    yield from revert_weight_conversion(network, dict(weights)).items()
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    weight = parameter.detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight

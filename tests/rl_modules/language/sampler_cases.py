@@ -1,0 +1,138 @@
+"""Samplers under test, behind the one protocol, and a vLLM that is none: transformers behind vLLM's interface."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rl_modules.language.sampling import NativeSampler, SamplingSettings
+from rl_modules.language.sampling.engine import NativeEngine, Row, rows_of
+from rl_modules.language.sampling.native import sample
+from rl_modules.language.sampling.remote import ServerSampler
+from rl_modules.language.sampling.server import Service, make_server
+
+WORDS, PAD, EOS, POSITIONS = 24, 0, 1, 48
+
+
+def tiny_model(seed: int = 0, tied: bool = True) -> Any:
+    """A model with peaked logits, whose distribution every mistake in the settings changes."""
+    config = Qwen2Config(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
+def settings(**different: Any) -> SamplingSettings:
+    return SamplingSettings(**{"max_completion_length": 8, "eos_token_id": (EOS,), "pad_token_id": PAD, **different})
+
+
+@contextmanager
+def running_server(make_engine: Any = NativeEngine, port: int = 0) -> Iterator[tuple[Service, str]]:
+    """A server in a thread of this process, on a free port of this machine."""
+    service = Service(make_engine, unties=False)
+    server = make_server(service, "127.0.0.1", port)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield service, f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class FakeLLM:
+    """vLLM's ``LLM`` as far as it is called: the engine's config, SamplingParams, and what it answers."""
+
+    made: ClassVar[list["FakeLLM"]] = []
+
+    def __init__(self, model: str, **options: Any) -> None:
+        from transformers import AutoConfig
+
+        assert options["logprobs_mode"] == "processed_logprobs"
+        self.options = options
+        self.network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
+        self.calls: list[str] = []
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
+        FakeLLM.made.append(self)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        assert method == "reload_weights"
+        with torch.no_grad():
+            own = dict(self.network.named_parameters(remove_duplicate=False))
+            for name, weight in kwargs["weights_iterator"]:
+                own.pop(name).copy_(weight)
+        assert not own, f"not loaded: {list(own)}"
+        self.calls.append(method)
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake_up")
+
+    def generate(self, prompts: list[Any], parameters: list[Any], use_tqdm: bool) -> list[Any]:
+        first = parameters[0]
+        for p in parameters:
+            assert p.n == 1 and p.logprobs == 0 and p.ignore_eos and not p.detokenize
+            assert {**vars(p), "seed": 0, "max_tokens": 0} == {**vars(first), "seed": 0, "max_tokens": 0}
+        written = sample(
+            self.network, [prompt["prompt_token_ids"] for prompt in prompts], seeds=[p.seed for p in parameters],
+            max_completion_length=max(p.max_tokens for p in parameters), eos_token_id=first.stop_token_ids,
+            pad_token_id=0, temperature=first.temperature, top_k=first.top_k, top_p=first.top_p, min_p=first.min_p,
+            repetition_penalty=first.repetition_penalty,
+        )  # fmt: skip
+        return [self._output(row, p.max_tokens) for row, p in zip(rows_of(written), parameters, strict=True)]
+
+    def _output(self, row: Row, most: int) -> Any:
+        # A row that stops at a limit of its own is a part of the longer one.
+        pairs = list(zip(row.tokens, row.log_prob, strict=True))[:most]
+        found = [{token: SimpleNamespace(logprob=value)} for token, value in pairs]
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token for token, _ in pairs], logprobs=found)])
+
+
+def fake_vllm(monkeypatch: Any) -> None:
+    """Stands in for the package ``vllm``."""
+    package: Any = ModuleType("vllm")
+    package.LLM = FakeLLM
+    package.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    FakeLLM.made.clear()
+
+
+@contextmanager
+def sampler_of(kind: str, model: Any, monkeypatch: Any) -> Iterator[Any]:
+    """A sampler with the model's weights: native, fake vllm, vllm, or servers with either engine."""
+    from rl_modules.language.sampling.factory import make_sampler
+
+    if kind == "native":
+        yield NativeSampler(model)
+        return
+    if kind == "server":
+        with running_server() as (_, address):
+            sampler: Any = ServerSampler([address], "cpu", retries=0)
+            sampler.update_weights(model)
+            yield sampler
+        return
+    if kind == "fake vllm":
+        fake_vllm(monkeypatch)
+    sampler = make_sampler("vllm", {}, None, model)
+    sampler.update_weights(model)
+    yield sampler
+    sampler.close()

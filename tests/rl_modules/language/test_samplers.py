@@ -1,0 +1,156 @@
+"""One suite over all samplers: their distributions, log-probabilities, lengths, ends and limits."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from rl_modules.common.errors import UsageError
+from rl_modules.functional import token_log_probs
+from rl_modules.language.sampling.draw import NextToken
+from tests.rl_modules.language.sampler_cases import EOS, POSITIONS, WORDS, sampler_of, settings, tiny_model
+
+REAL = pytest.param(
+    "vllm",
+    marks=[pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")],
+)
+SAMPLERS = ["native", "server", "fake vllm", REAL]
+PROMPTS = [[5, 6, 7, 8], [9], [3, 4] * 5]
+#: 99.9th percentile of χ² by degrees of freedom is about df + 3.1 √(2 df) + 5.
+DRAWS = 2000
+#: Engines round otherwise than one forward pass, by this many nats.
+ROUNDING = 1e-4
+
+
+def chi_squared_bound(degrees: int) -> float:
+    return degrees + 3.1 * (2 * degrees) ** 0.5 + 5
+
+
+@pytest.fixture(params=SAMPLERS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+@torch.no_grad()
+def next_token_probabilities(model, prompt, options) -> torch.Tensor:
+    """What each next token's probability is under the settings, by the definition of the filters."""
+    logits = model(input_ids=torch.tensor([prompt])).logits[:, -1]
+    seen = torch.zeros((1, WORDS), dtype=torch.bool)
+    seen[0, prompt] = True
+    return NextToken(**options).scores(logits, seen).softmax(-1)[0].double()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"repetition_penalty": 1.8},
+     {"temperature": 1.4, "top_k": 8, "top_p": 0.8, "repetition_penalty": 1.3}],
+    ids=str,
+)  # fmt: skip
+def test_tokens_have_the_frequencies_of_the_distribution(kind, model, options, monkeypatch):
+    prompt = [5, 6, 7, 8]
+    expected = next_token_probabilities(model, prompt, options) * DRAWS
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        written = sampler.sample([prompt], DRAWS, range(DRAWS), settings(max_completion_length=1, **options))
+    counts = torch.bincount(written.tokens[:, 0], minlength=WORDS).double()
+    assert counts[expected == 0].sum() == 0
+    # Rare tokens count as one class, or their small expectations would carry the statistic.
+    rare = (expected > 0) & (expected < 5)
+    classes = [(counts[i], expected[i]) for i in (expected >= 5).nonzero().flatten()]
+    classes += [(counts[rare].sum(), expected[rare].sum())] if expected[rare].sum() >= 1 else []
+    assert len(classes) > 1
+    statistic = sum(float((n - e) ** 2 / e) for n, e in classes)
+    assert statistic < chi_squared_bound(len(classes) - 1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_a_forward_pass(kind, model, temperature, monkeypatch):
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        written = sampler.sample(PROMPTS, 3, range(9), settings(temperature=temperature))
+        # An update of the weights reaches the sampler, the tied output layer included.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        sampler.update_weights(model, 3)
+        later = sampler.sample(PROMPTS, 3, range(9), settings(temperature=temperature))
+    assert not torch.equal(later.log_prob[:, 0], written.log_prob[:, 0])
+    worst = 0.0
+    for row in range(9):
+        n = int(later.length[row])
+        prompt, tokens = PROMPTS[row // 3], later.tokens[row, :n]
+        text = torch.tensor([[*prompt, *tokens.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=text).logits[:, len(prompt) - 1 : -1]
+        expected = token_log_probs(logits, tokens[None], temperature)[0]
+        worst = max(worst, float((later.log_prob[row, :n] - expected).abs().max()))
+    assert worst < ROUNDING
+    assert later.version is None or later.version.tolist() == [3] * 9
+    assert (later.log_prob[~later.mask] == 0).all()
+
+
+def test_filters_are_part_of_the_log_probs(kind, model, monkeypatch):
+    """The trap of engines that report unfiltered log-probabilities: the kept mass would be missing from the ratio."""
+    prompt = [5, 6, 7, 8]
+    kept = next_token_probabilities(model, prompt, {"top_p": 0.7})
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        written = sampler.sample([prompt], 16, range(16), settings(max_completion_length=1, top_p=0.7))
+    expected = kept[written.tokens[:, 0]].log().float()
+    torch.testing.assert_close(written.log_prob[:, 0], expected, atol=ROUNDING, rtol=0)
+
+
+def test_rows_end_at_eos_or_at_their_limit(kind, model, monkeypatch):
+    stops = (EOS, 2, 3, 11)
+    long = [4] * (POSITIONS - 3)
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        written = sampler.sample([[5, 6], long], 16, range(32), settings(eos_token_id=stops))
+        heard = {}
+        sampler.sample([[5, 6], long], 16, range(32), settings(eos_token_id=stops),
+                       lambda row, tokens, finished: heard.update({row: (len(tokens), finished)}))  # fmt: skip
+    assert sorted(heard) == list(range(32))
+    limits = [8] * 16 + [3] * 16
+    for tokens, n, finished, limit in zip(
+        written.tokens.tolist(), written.length.tolist(), written.finished.tolist(), limits, strict=True
+    ):
+        assert all(token not in stops for token in tokens[: n - 1])
+        assert finished == (tokens[n - 1] in stops)
+        assert n == limit or finished
+        assert tokens[n:] == [0] * (len(tokens) - n)
+    reasons = set(written.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_equal_seeds_give_equal_rows_and_others_others(kind, model, monkeypatch):
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        one = sampler.sample(PROMPTS, 4, range(12), settings())
+        again = sampler.sample(PROMPTS, 4, range(12), settings())
+        others = sampler.sample(PROMPTS, 4, [2**62 + n for n in range(12)], settings())
+        same = sampler.sample([PROMPTS[0]], 4, [7] * 4, settings())
+    assert torch.equal(one.tokens, again.tokens)
+    width = min(one.tokens.shape[1], others.tokens.shape[1])
+    assert not torch.equal(one.tokens[:, :width], others.tokens[:, :width])
+    assert len({tuple(row) for row in same.tokens.tolist()}) == 1
+    assert len({tuple(row) for row in one.tokens[:4].tolist()}) > 1
+
+
+def test_temperature_0_takes_the_likeliest_token_with_certainty(kind, model, monkeypatch):
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        written = sampler.sample(PROMPTS, 2, range(6), settings(temperature=0.0, max_completion_length=1))
+    with torch.no_grad():
+        best = [int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax()) for prompt in PROMPTS]
+    assert written.tokens[:, 0].tolist() == [token for token in best for _ in range(2)]
+    assert (written.log_prob == 0).all()
+
+
+def test_what_cannot_be_written_is_refused(kind, model, monkeypatch):
+    with sampler_of(kind, model, monkeypatch) as sampler:
+        for prompts, seeds, message in (
+            ([[]], range(1), "prompt 0 is empty"),
+            ([[1] * POSITIONS], range(1), f"prompt 0 has {POSITIONS} tokens"),
+            ([[WORDS]], range(1), "has a token id outside"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                sampler.sample(prompts, 1, seeds, settings())
