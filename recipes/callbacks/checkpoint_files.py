@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def rotate(folder: Path, keep_previous: bool) -> None:
             os.replace(last, previous)
     os.replace(folder / "next.ckpt", last)
     sync_folder(folder)
+
+
+def keep(folder: Path, step: int) -> None:
+    """Keeps ``last.ckpt`` also as ``step-<step>.ckpt``; a checkpoint of the same step is replaced."""
+    kept, link = folder / f"step-{step}.ckpt", folder / "kept.ckpt.part"
+    with contextlib.suppress(FileNotFoundError):
+        link.unlink()
+    try:
+        os.link(folder / "last.ckpt", link)
+    except OSError:  # a filesystem without links
+        shutil.copyfile(folder / "last.ckpt", link)
+    os.replace(link, kept)
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.callbacks import curves
-from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, rotate
+from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.finite_check import FiniteCheck
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.rank_agreement import RankAgreement
@@ -42,6 +43,8 @@ class Checkpoints(ModelCheckpoint):
         max_share: largest share of the time that writing ``last.ckpt`` may take, in (0, 1]; the pause after a long
             write is longer.
         keep_previous: keep the checkpoint before the last, in case the last is damaged; needs as much disk again.
+        keep_all: keep every ``last.ckpt`` also as ``step-<optimizer step>.ckpt``, from which ``rl replay`` and ``rl
+            verify`` recompute parts of a run; needs a checkpoint's disk space for each.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Checkpoints(ModelCheckpoint):
         interval_s: float = 60.0,
         max_share: float = 0.05,
         keep_previous: bool = True,
+        keep_all: bool = False,
     ) -> None:
         super().__init__(
             monitor=monitor or "eval/mean_reward", mode=mode, filename="best", save_on_train_epoch_end=False,
@@ -64,6 +68,9 @@ class Checkpoints(ModelCheckpoint):
         self.interval_s = interval_s
         self.max_share = max_share
         self.keep_previous = keep_previous
+        self.keep_all = keep_all
+        #: Called between any two batches, with the Trainer.
+        self.observers: list[Callable[[L.Trainer], None]] = []
         self.last_path: Path | None = None
         self.requests = StopRequests()
         self._finite: FiniteCheck | None = FiniteCheck()
@@ -172,6 +179,8 @@ class Checkpoints(ModelCheckpoint):
         Raises:
             Stopped: after saving, if a signal came.
         """
+        for observe in self.observers:
+            observe(trainer)
         is_due = time.monotonic() >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
         if not (stop or is_due) or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
@@ -221,6 +230,8 @@ class Checkpoints(ModelCheckpoint):
             raise UsageError(f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
                              "but a run resumes from one file; use ddp or ModelParallelStrategy")  # fmt: skip
         rotate(folder, self.keep_previous)
+        if self.keep_all:
+            keep(folder, trainer.global_step)
 
     # ---------------------------------------------------------------- state
 

@@ -71,7 +71,7 @@ def _check_step(trainer: L.Trainer, step: int, epoch: int, batch: Any, loss: Ten
     suffix = f"_rank{trainer.global_rank}" if trainer.world_size > 1 else ""
     file = _folder(trainer) / f"bad_batch{suffix}.pt"
     file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"batch": _plain(batch), "step": step, "epoch": epoch, "what": name, "value": value}, file)
+    torch.save({"batch": plain_batch(batch), "step": step, "epoch": epoch, "what": name, "value": value}, file)
     raise UsageError(f"the {name} of optimizer step {step} (epoch {epoch}) is {value}; training stopped, its batch "
                      f"is in {file}, {_last_good(trainer)}")  # fmt: skip
 
@@ -87,12 +87,17 @@ def _last_good(trainer: L.Trainer) -> str:
     return f"the last good checkpoint is {written[-1]}" if written else "no checkpoint had been written before"
 
 
-def _plain(batch: Any) -> Any:
-    """Returns a batch as data that ``torch.load(..., weights_only=True)`` accepts; other objects become their repr."""
+def plain_batch(batch: Any, copy: bool = False) -> Any:
+    """Returns a batch as data that ``torch.load(..., weights_only=True)`` accepts; other objects become their repr.
+
+    Args:
+        batch: of a ``training_step``.
+        copy: copy tensors that are on the CPU already.
+    """
     if isinstance(batch, Tensor):
-        return batch.detach().cpu()
+        return batch.detach().to("cpu", copy=copy)
     if isinstance(batch, dict):
-        return {key: _plain(value) for key, value in batch.items()}
+        return {key: plain_batch(value, copy) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return [_plain(value) for value in batch]
+        return [plain_batch(value, copy) for value in batch]
     return batch if batch is None or isinstance(batch, bool | int | float | str) else repr(batch)

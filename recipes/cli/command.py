@@ -75,11 +75,13 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         print(f"copied to {configs.copy(*rest)}")
     elif command == "export":
         _export(rest)
+    elif command in ("replay", "verify"):
+        _recompute(command, rest)
     elif command in COMMANDS:
         _run(command, _with_configs_found(rest, default_config))
     else:
-        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, list and "
-                         "copy")  # fmt: skip
+        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, replay, "
+                         "verify, list and copy")  # fmt: skip
 
 
 def _export(args: list[str]) -> None:
@@ -96,6 +98,14 @@ def _export(args: list[str]) -> None:
     quiet()
     folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
     print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+
+
+def _recompute(command: str, args: list[str]) -> None:
+    add_working_directory()
+    from recipes.cli import recompute_commands
+
+    quiet()
+    (recompute_commands.replay_command if command == "replay" else recompute_commands.verify_command)(args)
 
 
 def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:

@@ -13,6 +13,8 @@ commands:
              (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
   export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
+  replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
+  verify     recompute a run from a checkpoint to the next and compare: rl verify logs/PPO-CartPole-v1/version_0
   list       list every installed config with its one-line description
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
 

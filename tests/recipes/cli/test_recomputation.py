@@ -1,0 +1,186 @@
+"""``rl replay`` and ``rl verify`` beside what the run itself saw and wrote."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from recipes.callbacks.finite_check import plain_batch
+from recipes.cli import main
+from tests import chaos
+
+CASES = {
+    "ppo": "--data.total_timesteps=1024", "ppo-early-stop": "--data.total_timesteps=1024",
+    "ppo-accumulated": "--data.total_timesteps=1024", "dqn": "--data.total_timesteps=800",
+    "q-learning": "--data.total_timesteps=2000", "trpo": "--data.total_timesteps=768",
+    "sft": "--trainer.max_steps=8", "grpo": "--trainer.max_steps=8",
+}  # fmt: skip
+#: An update that is not the first, and lies behind the first checkpoint.
+STEP = 5
+
+
+class Witness(L.Callback):
+    """Writes the batches, losses and gradient norms of one update while the run is trained."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.batches, self.losses, self.norms, self.before = [], [], [], trainer.global_step
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, *others: Any) -> None:
+        if trainer.global_step > self.before:
+            self.batches, self.losses, self.norms, self.before = [], [], [], trainer.global_step
+        self.batches.append(plain_batch(batch, copy=True))
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        grads = [p.grad.detach().flatten() for p in pl_module.parameters() if p.grad is not None]
+        if grads:
+            self.norms.append(torch.cat(grads).norm())
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *others: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        self.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else None)
+        if self.before < STEP <= trainer.global_step:
+            torch.save({"batches": self.batches, "losses": self.losses, "norms": self.norms}, "witness.pt")
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run in the working directory, as (name, folder)."""
+    folder, before = tmp_path_factory.mktemp(request.param), Path.cwd()
+    os.chdir(folder)
+    try:
+        arguments = [*chaos.CASES[request.param], CASES[request.param], "--checkpoint.keep_all=true"]
+        main(["fit", *arguments, "--trainer.callbacks+=tests.recipes.cli.test_recomputation.Witness"])
+        (found,) = (folder / "logs").glob("*/version_0")
+        yield request.param, found
+    finally:
+        os.chdir(before)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def exit_code(*args: str) -> int:
+    try:
+        main(list(args))
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0
+
+
+def test_replay_rebuilds_the_update_that_the_run_saw(run: Any) -> None:
+    name, folder = run
+    assert exit_code("replay", str(folder), "--step", str(STEP), "--output", "update.pt") == 0
+    update, seen = (torch.load(file, weights_only=True) for file in ("update.pt", "witness.pt"))
+    assert update["step"] == STEP
+    assert len(update["batches"]) == (2 if name in ("ppo-accumulated", "sft") else 1)
+    assert same(update["batches"], seen["batches"])
+    assert same(update["losses"], seen["losses"])
+    if seen["norms"]:
+        torch.testing.assert_close(update["grad_norm"], seen["norms"][0])
+    else:
+        assert name == "q-learning"
+        assert update["grad_norm"] is None
+
+
+def test_replay_from_the_beginning_is_replay_from_a_checkpoint(run: Any, tmp_path: Path) -> None:
+    _, folder = run
+    copy = tmp_path / "version_0"
+    (copy / "checkpoints").mkdir(parents=True)
+    (copy / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
+    (copy / "checkpoints" / "last.ckpt").write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
+    for source, output in ((folder, "near.pt"), (copy, "far.pt")):
+        assert exit_code("replay", str(source), "--step", str(STEP), "--output", str(tmp_path / output)) == 0
+    near, far = (torch.load(tmp_path / name, weights_only=True) for name in ("near.pt", "far.pt"))
+    assert same(near, far)
+
+
+def test_verify_finds_a_run_the_same(run: Any, capsys: pytest.CaptureFixture) -> None:
+    _, folder = run
+    for begin in ([], ["--from", "start"]):
+        assert exit_code("verify", str(folder), *begin) == 0, capsys.readouterr().out
+        assert "the same, bit for bit" in capsys.readouterr().out
+
+
+def tampered(folder: Path, path: Path, change: Any) -> Path:
+    """A copy of a run whose last checkpoint is changed."""
+    (path / "checkpoints").mkdir(parents=True)
+    for file in (folder / "config.yaml", *folder.glob("events.out.tfevents.*")):
+        (path / file.name).write_bytes(file.read_bytes())
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, path / "checkpoints" / "last.ckpt")
+    return path
+
+
+@pytest.mark.parametrize("run", ["ppo"], indirect=True)
+def test_verify_names_the_largest_difference(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    _, folder = run
+
+    def change(checkpoint: dict[str, Any]) -> None:
+        name, weights = next(iter(checkpoint["state_dict"].items()))
+        weights.view(-1)[0] += 0.25
+        change.name = name  # type: ignore[attr-defined]
+
+    other = tampered(folder, tmp_path / "version_0", change)
+    assert exit_code("verify", str(other)) == 1
+    out = capsys.readouterr().out
+    assert "not the same" in out
+    assert "1 of" in out
+    assert f"0.25, in state_dict/{change.name}" in out  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("run", ["ppo"], indirect=True)
+def test_verify_names_the_first_point_that_differs(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Other settings than the run had stand for another machine's arithmetic."""
+    _, folder = run
+    other = tampered(folder, tmp_path / "version_0", lambda checkpoint: None)
+    config = other / "config.yaml"
+    text = config.read_text()
+    assert "vf_coef: 0.5" in text
+    config.write_text(text.replace("vf_coef: 0.5", "vf_coef: 0.6"))
+    assert exit_code("verify", str(other)) == 1
+    out = capsys.readouterr().out
+    assert "the first point of a curve that differs is train/" in out
+    assert "at step 256" in out
+
+
+@pytest.mark.parametrize("run", ["ppo"], indirect=True)
+def test_the_console_has_the_model_from_before_the_update(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = run
+    seen: dict[str, Any] = {}
+
+    def console(banner: str, local: dict[str, Any], exitmsg: str) -> None:
+        seen["again"] = local["model"].training_step(local["batch"], 0).detach()
+        seen["loss"] = local["update"]["losses"][0]
+
+    monkeypatch.setattr("code.interact", console)
+    assert exit_code("replay", str(folder), "--step", str(STEP), "--output", "update.pt", "--interactive") == 0
+    assert torch.equal(seen["again"], seen["loss"])
+
+
+@pytest.mark.parametrize("run", ["ppo"], indirect=True)
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["replay", "{run}", "--step", "0"], "step=0 must be at least 1"),
+        (["replay", "{run}", "--step", "99999"], "step=99999 is after the run's last checkpoint"),
+        (["replay", "nowhere", "--step", "1"], "nowhere has no config.yaml; give the folder of a run"),
+        (["replay", "{run}"], "the following arguments are required: --step"),
+        (["verify", "{run}", "--from", "best"], "from='best' is no checkpoint before"),
+    ],
+)
+def test_errors_name_the_argument(run: Any, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:
+    assert exit_code(*(word.replace("{run}", str(run[1])) for word in arguments)) == 1
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1
