@@ -32,8 +32,10 @@ BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->
 #: The page of each algorithm, by its folder of configs.
 PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
-    **{name: name for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo",
-                               "ddpg", "td3", "sac", "tqc")},  # fmt: skip
+    **{
+        name: name
+        for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "ddpg", "td3", "sac", "tqc")
+    },
 }
 
 

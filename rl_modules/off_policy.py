@@ -161,11 +161,12 @@ class OffPolicyActorCritic(ControlModule):
         state: Any = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
+        action_masks: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Any]:
         """Choose actions in NumPy, as :meth:`ControlModule.predict`, without the action noise of training."""
         noise, self.action_noise = self.action_noise, None
         try:
-            return super().predict(observation, state, episode_start, deterministic)
+            return super().predict(observation, state, episode_start, deterministic, action_masks)
         finally:
             self.action_noise = noise
 
