@@ -176,4 +176,4 @@ def check_engine(model: Any, engine: Writer) -> None:
     bound = _ROUNDING.get(next(model.parameters()).dtype, 1e-2)
     if not worst <= bound:
         raise UsageError(f"sampler={type(engine).__name__} differs from the model by {worst:.2g} nats per "
-                         f"log-probability (rounding: {bound}): it lacks some weights; take sampler=native")  # fmt: skip
+                         f"log-probability (rounding: {bound}): it lacks weights; take sampler=native")  # fmt: skip
