@@ -141,7 +141,8 @@ class ReplayDataModule(ControlDataModule):
         wanted = self.learner.experience if self.has_learner else REPLAY
         given: Any = self.hparams
         self.train_freq, self.counts_episodes = _parse_train_freq(given.train_freq, wanted.train_freq)
-        self.batch_size = at_least("batch_size", given.batch_size or wanted.batch_size or 32)
+        batch_size = (wanted.batch_size or 32) if given.batch_size is None else given.batch_size
+        self.batch_size = at_least("batch_size", batch_size)
         self.gradient_steps = given.gradient_steps
         per_epoch = given.rollouts_per_epoch
         if self.counts_episodes:

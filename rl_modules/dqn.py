@@ -113,8 +113,10 @@ class DQN(ControlModule):
             UsageError: names the space and the algorithms that fit.
         """
         if not isinstance(self.action_space, spaces.Discrete):
-            raise UsageError(f"{type(self).__name__} compares the values of all actions, for which the action "
-                             f"space must be Discrete, not {self.action_space}; REINFORCE, A2C, TRPO and PPO fit")  # fmt: skip
+            raise UsageError(
+                f"{type(self).__name__} compares the values of all actions, for which the action space must be "
+                f"Discrete, not {self.action_space}; REINFORCE, A2C, TRPO and PPO fit, and SAC and TD3 a bounded Box"
+            )
 
     def build_network(self) -> None:
         self.network = self.make_network()
