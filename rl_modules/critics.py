@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
 from rl_modules.networks import ParallelLinear, activation, build_encoder, full_precision, hidden_widths, mlp
+from rl_modules.relu_mlp import is_fast, relu_mlp
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
@@ -32,6 +33,15 @@ def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Sequen
         net_arch = [] if is_image(observation_space) else list(default)
     widths = hidden_widths(net_arch, ("pi", "qf"))
     return (widths["pi"], widths["qf"]) if isinstance(widths, dict) else (widths, widths)
+
+
+def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
+    """The output of hidden layers and a head, float32 at least: [B, in] → [B, out]."""
+    x = features.to(head.weight.dtype)
+    if is_fast(x) and len(trunk) and all(isinstance(part, nn.ReLU) for part in trunk[1::2]):
+        layers = [*trunk[::2], head]
+        return relu_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # type: ignore[misc]
+    return full_precision(head(trunk(x)))
 
 
 class ActionBounds(nn.Module):
@@ -94,8 +104,7 @@ class SquashedGaussianPolicy(nn.Module):
         self.head = nn.Linear(sizes[-1], 2 * width)
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
-        latent = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
-        mean, log_std = full_precision(self.head(latent)).chunk(2, dim=-1)
+        mean, log_std = apply_tower(self.trunk, self.head, self.encoder(observation)).chunk(2, dim=-1)
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def sample(self, observation: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,8 +146,7 @@ class DeterministicPolicy(nn.Module):
         self.head = nn.Linear(sizes[-1], width)
 
     def forward(self, observation: Any) -> Tensor:
-        latent = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
-        return full_precision(self.head(latent)).tanh()
+        return apply_tower(self.trunk, self.head, self.encoder(observation)).tanh()
 
 
 class Critics(nn.Module):
@@ -174,21 +182,31 @@ class Critics(nn.Module):
         pairs = zip(sizes[:-1], sizes[1:], strict=True)
         self.layers: Any = nn.ModuleList(ParallelLinear(n_critics, narrow, wide) for narrow, wide in pairs)
         # In place: no derivative reads what comes out of the layer before.
-        self.activation = nn.ReLU(inplace=True) if activation_fn == "relu" else activation(activation_fn)
+        self.is_relu = activation_fn == "relu"
+        self.activation = nn.ReLU(inplace=True) if self.is_relu else activation(activation_fn)
 
-    def forward(self, observation: Any, action: Tensor, only_first: bool = False) -> Tensor:
-        """Action values; with ``only_first`` those of the first critic alone, [1, B, n_outputs]."""
+    def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
+        """Action values.
+
+        Args:
+            observation: [B, *obs].
+            action: in [-1, 1], [B, A].
+            only_first: those of the first critic alone, [1, B, n_outputs].
+            frozen: let gradients flow to the actions only.
+        """
         features = self.encoder(observation)
         x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)
-        only_first = only_first and self.n_critics > 1
-        x = x.expand(1 if only_first else self.n_critics, -1, -1)
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            weight, bias = (layer.weight[:1], layer.bias[:1]) if only_first else (layer.weight, layer.bias)
-            x = torch.baddbmm(bias, x, weight)
-            if i < last:
-                x = self.activation(x)
-        return full_precision(x)
+        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
+        if only_first and self.n_critics > 1:
+            weights, biases = [w[:1] for w in weights], [b[:1] for b in biases]
+        if frozen:
+            weights, biases = [w.detach() for w in weights], [b.detach() for b in biases]
+        if self.is_relu and is_fast(x):
+            return relu_mlp(x, weights, biases)
+        x = x.expand(len(weights[0]), -1, -1)
+        for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
+            x = self.activation(torch.baddbmm(bias, x, weight))
+        return full_precision(torch.baddbmm(biases[-1], x, weights[-1]))
 
 
 class PolicyAndCritics(nn.Module):

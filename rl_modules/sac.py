@@ -145,7 +145,7 @@ class SAC(OffPolicyActorCritic):
             parameters = [*parameters, self.log_ent_coef]
             metrics["ent_coef_loss"] = ent_coef_loss
         self.step(parameters, gradients)
-        policy_loss = self.actor_loss(network.critics(batch["observation"], action), log_prob, ent_coef)
+        policy_loss = self.actor_loss(network.critics(batch["observation"], action, frozen=True), log_prob, ent_coef)
         self.step(lists["policy"], torch.autograd.grad(policy_loss, lists["policy"]))
         self.finish_update()
         if self.n_updates % self.target_update_interval == 0:

@@ -140,4 +140,4 @@ class TD3(OffPolicyActorCritic):
     def actor_loss(self, batch: dict[str, Any]) -> Tensor:
         """The policy's loss, a scalar: minus the first critic's value of its actions."""
         action = self.network.policy(batch["observation"])
-        return -self.network.critics(batch["observation"], action, only_first=True).mean()
+        return -self.network.critics(batch["observation"], action, only_first=True, frozen=True).mean()

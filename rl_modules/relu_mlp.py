@@ -1,0 +1,146 @@
+"""MLPs with ReLU in oneDNN's matrix products, with a backward pass written by hand.
+
+MKL, which torch multiplies float32 matrices with on a CPU, uses no AVX-512 on processors that are not Intel's; oneDNN,
+which torch ships as well, does: a product of 256×256 matrices takes 0.17 ms instead of 0.37 there. One autograd node
+for the whole network, instead of one per operation, saves as much again for small ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+#: Products with a smaller dimension are not worth oneDNN's call.
+SMALLEST = 32
+
+_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def is_fast(x: Tensor) -> bool:
+    """Whether :func:`relu_mlp` takes the input: float32 on a CPU with oneDNN, outside autocast and compilation."""
+    return (
+        x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
+        and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+    )  # fmt: skip
+
+
+def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """One MLP, or K of them on the same input, with ReLU between the layers.
+
+    Args:
+        x: [B, in], as :func:`is_fast` accepts it.
+        weights: a layer's each: [out, in], as :class:`torch.nn.Linear` has it, or [K, in, out].
+        biases: [out], or [K, 1, out].
+
+    Returns:
+        [B, out], or [K, B, out].
+    """
+    parameters = [tensor for pair in zip(weights, biases, strict=True) for tensor in pair]
+    if torch.is_grad_enabled():
+        output: Tensor = _ReluMLP.apply(x, *parameters)  # type: ignore[no-untyped-call]
+        return output
+    return _forward(x, parameters)[0]
+
+
+class _ReluMLP(torch.autograd.Function):
+    """Backpropagation through the whole network in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        output, hidden = _forward(x, parameters)
+        ctx.save_for_backward(x, *parameters[::2], *hidden)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = ctx.saved_tensors
+        n_layers = (len(ctx.needs_input_grad) - 1) // 2
+        weights, hidden = saved[:n_layers], saved[n_layers:]
+        needs_x, trains = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:])
+        if weights[0].dim() == 2:
+            of_x, found = _backward(x, [w.t() for w in weights], hidden, gradient, needs_x, trains, linear=True)
+            return of_x if needs_x else None, *(found or [None] * (2 * n_layers))
+        each = []
+        for k, own in enumerate(gradient.unbind()):
+            inner = hidden[k * (n_layers - 1) : (k + 1) * (n_layers - 1)]
+            each.append(_backward(x, [w[k] for w in weights], inner, own, needs_x, trains))
+        of_x = None
+        if needs_x:
+            of_x = each[0][0]
+            for other, _ in each[1:]:
+                of_x += other
+        if not trains:
+            return of_x, *([None] * (2 * n_layers))
+        stacked = [torch.stack(same) for same in zip(*(found for _, found in each), strict=True)]
+        return of_x, *(g if i % 2 == 0 else g.unsqueeze(1) for i, g in enumerate(stacked))
+
+
+def _forward(x: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The output, and every hidden layer's, network after network."""
+    weights, biases = parameters[::2], parameters[1::2]
+    if weights[0].dim() == 2:
+        return _tower(x, [w.t() for w in weights], biases)
+    outputs, hidden = [], []
+    for layers in zip(*(w.unbind() for w in weights), *(b.unbind() for b in biases), strict=True):
+        output, inner = _tower(x, layers[: len(weights)], [b[0] for b in layers[len(weights) :]])
+        outputs.append(output)
+        hidden += inner
+    return torch.stack(outputs), hidden
+
+
+def _tower(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    hidden = []
+    last = len(weights) - 1
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if min(weight.shape) >= SMALLEST:
+            x = _linear(x, weight.t(), bias, "none" if i == last else "relu", [], "")  # type: ignore[misc]
+        else:
+            x = torch.addmm(bias, x, weight)
+            if i < last:
+                x = x.relu_()
+        if i < last:
+            hidden.append(x)
+    return x, hidden
+
+
+def _backward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    hidden: Sequence[Tensor],
+    gradient: Tensor,
+    needs_x: bool,
+    trains: bool,
+    linear: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of a network's input, and of its weights and biases, layer after layer.
+
+    Args:
+        x: its input, [B, in].
+        weights: [in, out] each.
+        hidden: its hidden layers' outputs.
+        gradient: of its output, [B, out].
+        needs_x: whether the input's is wanted.
+        trains: whether the parameters' are.
+        linear: return the weights' as [out, in], contiguous: fused optimizers read them in the order of the weights.
+    """
+    found: list[Tensor] = []
+    for i in range(len(weights) - 1, -1, -1):
+        below = hidden[i - 1] if i else x
+        if trains:
+            of_weight = _product(gradient.t(), below) if linear else _product(below.t(), gradient)
+            found = [of_weight, gradient.sum(0), *found]
+        if i or needs_x:
+            gradient = _product(gradient, weights[i].t())
+        if i:
+            gradient = torch.ops.aten.threshold_backward(gradient, below, 0)
+    return gradient, found
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    if min(left.shape[0], left.shape[1], right.shape[1]) >= SMALLEST:
+        product: Tensor = _linear(left, right.t(), None, "none", [], "")  # type: ignore[misc]
+        return product
+    return left.mm(right)
