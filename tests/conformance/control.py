@@ -20,6 +20,7 @@ class Case:
         model: the module's arguments.
         data: the datamodule's.
         has_gradient: false for tables.
+        is_manual: true where the algorithm steps its optimizer itself.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
     replays: bool = False
     has_gradient: bool = True
+    is_manual: bool = False
 
     def make_model(self, **arguments: Any) -> Any:
         return getattr(rl_modules, self.name)(**{**self.model, **arguments})
@@ -44,15 +46,24 @@ ON_POLICY = {"n_envs": 4, "n_steps": 16}
 REPLAY = {"n_envs": 2, "buffer_size": 1000, "learning_starts": 32, "train_freq": 4, "batch_size": 8}
 MAZE = {"env_id": "Maze-v0", "other_env_id": "tests.conformance.envs:make_short_maze",
         "foreign_env_id": "FrozenLake-v1", "data": {"n_envs": 2, "total_timesteps": 64},
-        "has_gradient": False}  # fmt: skip
+        "has_gradient": False, "is_manual": True}  # fmt: skip
+SWING: dict[str, Any] = {"env_id": "Pendulum-v1", "other_env_id": "tests.conformance.envs:make_short_pendulum",
+                         "foreign_env_id": "MountainCarContinuous-v0", "replays": True, "is_manual": True,
+                         "data": {"n_envs": 2, "buffer_size": 1000, "learning_starts": 32, "train_freq": 4,
+                                  "batch_size": 8}}  # fmt: skip
+NOISE = {"class_path": "OrnsteinUhlenbeckActionNoise", "init_args": {"sigma": 0.3}}
 
 CASES = [
     Case("PPO", data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
     Case("A2C", data={"n_envs": 4}),
     Case("REINFORCE", model={"psi": "baseline"}, data=ON_POLICY),
-    Case("TRPO", model={"n_critic_updates": 2, "batch_size": 32}, data=ON_POLICY),
+    Case("TRPO", model={"n_critic_updates": 2, "batch_size": 32}, data=ON_POLICY, is_manual=True),
     Case("DQN", model={"target_update_interval": 20}, data=REPLAY, replays=True),
     Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5}, data=REPLAY, replays=True),
+    Case("DDPG", model={"action_noise": NOISE, "net_arch": [32, 32]}, **SWING),
+    Case("TD3", model={"action_noise": NOISE, "net_arch": [32, 32]}, **SWING),
+    Case("SAC", model={"net_arch": [32, 32]}, **SWING),
+    Case("TQC", model={"net_arch": [32, 32]}, **SWING),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
     Case("QLearning", **MAZE),

@@ -13,6 +13,10 @@ def make_short_cartpole() -> gym.Env:
     return gym.make("CartPole-v1", max_episode_steps=20)
 
 
+def make_short_pendulum() -> gym.Env:
+    return gym.make("Pendulum-v1", max_episode_steps=20)
+
+
 def make_short_maze() -> gym.Env:
     import datamodules  # noqa: F401
 
