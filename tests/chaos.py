@@ -44,6 +44,10 @@ PPO = ["--model=PPO", *ROLLOUTS, "--data.n_steps=64", "--data.batch_size=32", "-
 DQN = ["--model=DQN", "--data=ReplayDataModule", "--data.env_id=CartPole-v1", "--data.eval_freq=500", *COMMON,
        "--data.total_timesteps=2000", "--data.rollouts_per_epoch=50"]  # fmt: skip
 
+SWING = ["--data=ReplayDataModule", "--data.env_id=Pendulum-v1", "--data.eval_freq=250", *COMMON,
+         "--data.total_timesteps=1000", "--data.rollouts_per_epoch=50", "--data.batch_size=32",
+         "--model.net_arch=[32, 32]"]  # fmt: skip
+
 TINY = ('{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, '
         '"num_key_value_heads": 2}')  # fmt: skip
 LANGUAGE = ["--data.task=addition", "--data.n_eval=8", "--data.eval_steps=5", "--model.logging_steps=3",
@@ -69,6 +73,15 @@ CASES: dict[str, list[str]] = {
     "dqn": [*DQN, "--data.gradient_steps=2", "--data.learning_starts=200"],
     "dqn-prioritized": [*DQN, "--data.prioritized_replay=true", "--data.n_steps=3", "--model.double=true",
                         "--data.gradient_steps=4", "--data.n_envs=2", "--data.buffer_size=1000"],
+    "sac": ["--model=SAC", *SWING, "--data.gradient_steps=2", "--model.ent_coef=auto_0.5",
+            "--model.learning_rate=lin_0.001"],
+    "sac-episodes": ["--model=SAC", *SWING, "--data.train_freq=[1, episode]", "--data.gradient_steps=-1",
+                     "--data.env_kwargs.max_episode_steps=30"],
+    "tqc-prioritized": ["--model=TQC", *SWING, "--data.prioritized_replay=true", "--data.n_steps=3", "--data.n_envs=2",
+                        "--data.gradient_steps=2"],
+    "td3": ["--model=TD3", *SWING, "--model.action_noise=OrnsteinUhlenbeckActionNoise",
+            "--model.action_noise.sigma=0.3", "--data.n_envs=2", "--data.env_kwargs.max_episode_steps=30"],
+    "ddpg": ["--model=DDPG", *SWING, "--model.action_noise=NormalActionNoise", "--data.autoreset_mode=next_step"],
     "monte-carlo": ["--model=MonteCarlo", *TABULAR],
     "sarsa": ["--model=SARSA", *TABULAR],
     "q-learning": ["--model=QLearning", "--model.double=true", *TABULAR],

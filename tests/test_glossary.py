@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO
+from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, TD3, TQC, TRPO
 
 CONTROL = Path(__file__).parents[1].joinpath("docs/metrics.md").read_text(encoding="utf-8").split("\n# Language")[0]
 FIRST_COLUMN = "\n".join(line.split("|")[1] for line in CONTROL.splitlines() if line.startswith("| `"))
@@ -25,6 +25,8 @@ RUNS = {
     "REINFORCE": (lambda: REINFORCE(psi="baseline"), RolloutDataModule, WHOLE),
     "SARSA": (SARSA, RolloutDataModule, {**WHOLE, "env_id": "Maze-v0"}),
     "TRPO": (TRPO, RolloutDataModule, WHOLE),
+    **{cls.__name__: (cls, ReplayDataModule, {"learning_starts": 16, "env_id": "Pendulum-v1", "batch_size": 8})
+       for cls in (DDPG, TD3, SAC, TQC)},
 }  # fmt: skip
 
 

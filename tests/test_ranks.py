@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from datamodules import ReplayDataModule, RolloutDataModule
@@ -18,7 +19,7 @@ from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
-from rl_modules import A2C, DQN, PPO, REINFORCE, TRPO
+from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
@@ -71,9 +72,10 @@ class RecordedReplay(ReplayDataModule):
         draw = torch.Generator().manual_seed(self.num_timesteps)
         n = 2 * 8
         sample = {
-            "observation": torch.randn(n, 4, generator=draw),
-            "next_observation": torch.randn(n, 4, generator=draw),
-            "action": torch.randint(2, (n,), generator=draw),
+            "observation": torch.randn(n, *self.observation_space.shape, generator=draw),
+            "next_observation": torch.randn(n, *self.observation_space.shape, generator=draw),
+            "action": torch.randint(2, (n,), generator=draw) if isinstance(self.action_space, spaces.Discrete)
+            else torch.rand(n, *self.action_space.shape, generator=draw),
             "reward": torch.randn(n, 1, generator=draw),
             "n_steps": torch.ones(n, dtype=torch.int64),
             "terminated": torch.rand(n, generator=draw) < 0.3,
@@ -87,6 +89,11 @@ class RecordedReplay(ReplayDataModule):
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     # Its step is the gradient: a difference in one is a difference in the other.
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def small_sgd(parameters: Any) -> torch.optim.Optimizer:
+    # Squared errors of Pendulum's rewards have gradients of hundreds.
+    return torch.optim.SGD(parameters, lr=0.003)
 
 
 def recorded(**arguments: Any) -> Callable[[int], Recorded]:
@@ -106,9 +113,13 @@ def with_holes(**arguments: Any) -> Callable[[int], Recorded]:
     return make
 
 
-def replayed(world_size: int) -> RecordedReplay:
-    return RecordedReplay("CartPole-v1", n_envs=2 // world_size, train_freq=4, total_timesteps=48, learning_starts=8,
+def replayed(world_size: int, env_id: str = "CartPole-v1") -> RecordedReplay:
+    return RecordedReplay(env_id, n_envs=2 // world_size, train_freq=4, total_timesteps=48, learning_starts=8,
                           rollouts_per_epoch=2, eval_freq=0, batch_size=16 // world_size)  # fmt: skip
+
+
+def swings(world_size: int) -> RecordedReplay:
+    return replayed(world_size, "Pendulum-v1")
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
@@ -124,6 +135,10 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
     "trpo rows that are none": (lambda: TRPO(optimizer=sgd, batch_size=T * N, target_kl=0.05), with_holes()),
     "dqn": (lambda: DQN(optimizer=sgd, target_update_interval=16), replayed),
     "dqn double": (lambda: DQN(optimizer=sgd, double=True, loss="mse"), replayed),
+    "sac": (lambda: SAC(optimizer=small_sgd), swings),
+    "tqc": (lambda: TQC(optimizer=small_sgd), swings),
+    "td3": (lambda: TD3(optimizer=small_sgd), swings),
+    "ddpg": (lambda: DDPG(optimizer=small_sgd), swings),
 }
 
 

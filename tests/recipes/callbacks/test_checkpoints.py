@@ -18,7 +18,8 @@ from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.cli import resume
-from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO, MonteCarlo, QLearning
+from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, TD3, TQC, TRPO, MonteCarlo, QLearning
+from rl_modules.action_noise import NormalActionNoise, OrnsteinUhlenbeckActionNoise
 from rl_modules.common.errors import UsageError
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
@@ -65,8 +66,8 @@ def maze(**arguments: Any) -> RolloutDataModule:
     return rollouts("Maze-v0", n_envs=2, n_steps=4, total_timesteps=160, rollouts_per_epoch=5, **arguments)
 
 
-def replay(**arguments: Any) -> ReplayDataModule:
-    return ReplayDataModule("CartPole-v1", total_timesteps=120, learning_starts=20, eval_freq=0, batch_size=8,
+def replay(env_id: str = "CartPole-v1", **arguments: Any) -> ReplayDataModule:
+    return ReplayDataModule(env_id, total_timesteps=120, learning_starts=20, eval_freq=0, batch_size=8,
                             rollouts_per_epoch=5, buffer_size=200, **arguments)  # fmt: skip
 
 
@@ -86,6 +87,19 @@ ALGORITHMS: dict[str, tuple[Any, Any]] = {
     "trpo": (lambda: TRPO(batch_size=8, n_critic_updates=2), whole),
     "dqn": (lambda: DQN(), lambda: replay(gradient_steps=3)),
     "dqn prioritized": (lambda: DQN(double=True), lambda: replay(prioritized_replay=True, n_steps=3, n_envs=2)),
+    "sac": (lambda: SAC(learning_rate="lin_0.001"), lambda: replay("Pendulum-v1", gradient_steps=3, train_freq=2)),
+    "sac of episodes": (
+        lambda: SAC(net_arch=[16]),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", gradient_steps=-1, train_freq=(1, "episode")),
+    ),
+    "tqc prioritized": (
+        lambda: TQC(net_arch=[16]), lambda: replay("Pendulum-v1", prioritized_replay=True, n_steps=3, n_envs=2)
+    ),
+    "td3": (
+        lambda: TD3(net_arch=[16], action_noise=OrnsteinUhlenbeckActionNoise(sigma=0.5)),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", train_freq=1, n_envs=2),
+    ),
+    "ddpg": (lambda: DDPG(net_arch=[16], action_noise=NormalActionNoise()), lambda: replay("Pendulum-v1")),
     "monte carlo": (lambda: MonteCarlo(), maze),
     "sarsa": (lambda: SARSA(), maze),
     "q-learning": (lambda: QLearning(double=True), maze),
