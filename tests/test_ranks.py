@@ -74,7 +74,8 @@ class RecordedReplay(ReplayDataModule):
         sample = {
             "observation": torch.randn(n, *self.observation_space.shape, generator=draw),
             "next_observation": torch.randn(n, *self.observation_space.shape, generator=draw),
-            "action": torch.randint(2, (n,), generator=draw) if isinstance(self.action_space, spaces.Discrete)
+            "action": torch.randint(2, (n,), generator=draw)
+            if isinstance(self.action_space, spaces.Discrete)
             else torch.rand(n, *self.action_space.shape, generator=draw),
             "reward": torch.randn(n, 1, generator=draw),
             "n_steps": torch.ones(n, dtype=torch.int64),

@@ -93,7 +93,8 @@ ALGORITHMS: dict[str, tuple[Any, Any]] = {
         lambda: replay("tests.conformance.envs:make_short_pendulum", gradient_steps=-1, train_freq=(1, "episode")),
     ),
     "tqc prioritized": (
-        lambda: TQC(net_arch=[16]), lambda: replay("Pendulum-v1", prioritized_replay=True, n_steps=3, n_envs=2)
+        lambda: TQC(net_arch=[16]),
+        lambda: replay("Pendulum-v1", prioritized_replay=True, n_steps=3, n_envs=2),
     ),
     "td3": (
         lambda: TD3(net_arch=[16], action_noise=OrnsteinUhlenbeckActionNoise(sigma=0.5)),

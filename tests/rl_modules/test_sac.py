@@ -1,0 +1,294 @@
+"""SAC and TQC: densities, targets, gradients and schedules against hand-worked values and torch.distributions."""
+
+import math
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal, TransformedDistribution
+from torch.distributions.transforms import TanhTransform
+
+from datamodules import ReplayDataModule
+from rl_modules import SAC, TQC
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
+from rl_modules.critics import ActionBounds, Critics
+from tests.training import fit, mean_return
+
+OBSERVATION = spaces.Box(-1, 1, (3,), np.float32)
+BOX = spaces.Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32))
+
+
+def made(cls: Any = SAC, action_space: spaces.Space = BOX, **arguments: Any) -> Any:
+    arguments = {"net_arch": [8], **arguments}
+    model = cls(observation_space=space_to_dict(OBSERVATION), action_space=space_to_dict(action_space), **arguments)
+    model.configure_model()
+    return model
+
+
+def batch(n: int = 6, width: int = 2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "observation": torch.randn(n, 3, generator=generator),
+        "next_observation": torch.randn(n, 3, generator=generator),
+        "action": 2 * torch.rand(n, width, generator=generator) - 1,
+        "reward": torch.randn(n, generator=generator),
+        "discount": torch.rand(n, generator=generator),
+        "terminated": torch.arange(n) % 2 == 0,
+        "noise": torch.randn(n, 2, width, generator=generator),
+    }
+
+
+# -------------------------------------------------------------------- policy and critics
+
+
+def test_samples_have_the_density_of_a_squashed_gaussian() -> None:
+    policy = made().network.policy
+    observation, noise = batch(50)["observation"], torch.randn(50, 2, generator=torch.Generator().manual_seed(2))
+    action, log_prob = policy.sample(observation, noise)
+    mean, log_std = policy(observation)
+    expected = TransformedDistribution(Independent(Normal(mean, log_std.exp()), 1), [TanhTransform(cache_size=1)])
+    torch.testing.assert_close(action, (mean + log_std.exp() * noise).tanh())
+    torch.testing.assert_close(log_prob, expected.log_prob(action), rtol=1e-3, atol=1e-3)
+
+
+def test_critics_equal_separate_networks_of_linear_layers() -> None:
+    critics = Critics(OBSERVATION, 2, 3, [16, 8])
+    data = batch(40)
+    together = critics(data["observation"], data["action"])
+    for k in range(3):
+        layers: list[nn.Module] = []
+        for layer in critics.layers:
+            linear = nn.Linear(layer.weight.shape[1], layer.weight.shape[2])
+            linear.weight.data, linear.bias.data = layer.weight[k].t().detach(), layer.bias[k, 0].detach()
+            layers += [linear, nn.ReLU()]
+        alone = nn.Sequential(*layers[:-1])(torch.cat([data["observation"], data["action"]], 1))
+        torch.testing.assert_close(together[k], alone, rtol=1e-4, atol=1e-5)
+    first = critics(data["observation"], data["action"], only_first=True)
+    torch.testing.assert_close(first, together[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_critics_start_like_linear_layers_and_differ() -> None:
+    torch.manual_seed(0)
+    critics = Critics(OBSERVATION, 2, 2, [64, 64])
+    for layer in critics.layers:
+        bound = 1 / math.sqrt(layer.weight.shape[1])
+        for values in (layer.weight, layer.bias):
+            assert values.abs().max() <= bound
+        assert layer.weight.abs().max() > 0.9 * bound
+        assert not torch.equal(layer.weight[0], layer.weight[1])
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Box(-1, 1, (2, 3), np.float32), spaces.Box(3, 3, (1,), np.float64)])
+def test_actions_reach_the_boxs_bounds_and_come_back(space: spaces.Box) -> None:
+    bounds = ActionBounds(space)
+    width = int(np.prod(space.shape))
+    low, high = bounds.to_box(-torch.ones(1, width))[0], bounds.to_box(torch.ones(1, width))[0]
+    np.testing.assert_allclose(low.numpy(), space.low, rtol=1e-6)
+    np.testing.assert_allclose(high.numpy(), space.high, rtol=1e-6)
+    squashed = torch.linspace(-1, 1, 5)[:, None].expand(5, width)
+    there = bounds.to_box(squashed)
+    assert there.shape == (5, *space.shape)
+    expected = torch.zeros_like(squashed) if (space.low == space.high).all() else squashed
+    torch.testing.assert_close(bounds.from_box(there), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [(spaces.Discrete(3), "must be a Box, not Discrete"), (spaces.Box(-np.inf, 1, (2,)), "has infinite ones"),
+     (spaces.Box(0, 5, (2,), np.int64), "acts with real numbers")],
+)  # fmt: skip
+def test_spaces_that_do_not_fit(space: spaces.Space, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        made(action_space=space)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"ent_coef": "automatic"}, "ent_coef='automatic' must be"), ({"ent_coef": "auto_0"}, "ent_coef='auto_0' must be"),
+     ({"ent_coef": -1.0}, "ent_coef=-1.0 must be"), ({"target_entropy": "low"}, "target_entropy='low' must be"),
+     ({"tau": 0.0}, r"tau=0.0 must lie in \(0, 1\]"), ({"n_critics": 0}, "n_critics=0 must be at least 1"),
+     ({"target_update_interval": 0}, "target_update_interval=0 must be at least 1"),
+     ({"net_arch": {"pi": [8], "vf": [8]}}, "must be a dictionary with the keys pi and qf"),
+     ({"action_noise": {"class_path": "os.system"}}, "must be a NormalActionNoise or")],
+)  # fmt: skip
+def test_arguments_that_can_not_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        made(**arguments)
+
+
+def test_policy_and_critics_may_have_widths_of_their_own() -> None:
+    model = made(net_arch={"pi": [5], "qf": [7, 6]})
+    assert [layer.weight.shape[2] for layer in model.network.critics.layers] == [7, 6, 1]
+    assert model.network.policy.head.in_features == 5
+
+
+# -------------------------------------------------------------------- losses
+
+
+def test_target_by_hand() -> None:
+    model, data = made(ent_coef=0.3), batch()
+    with torch.no_grad():
+        action, log_prob = model.network.policy.sample(data["next_observation"], data["noise"][:, 1])
+        smallest = model.target_network(data["next_observation"], action)[..., 0].min(0).values
+        target = model.td_target(data, data["noise"][:, 1], 0.3)
+    for i in range(6):
+        value = 0.0 if data["terminated"][i] else float(smallest[i] - 0.3 * log_prob[i])
+        assert float(target[i]) == pytest.approx(float(data["reward"][i] + data["discount"][i] * value), abs=1e-5)
+
+
+def test_losses_by_hand() -> None:
+    model = made()
+    q = torch.tensor([[[1.0], [2.0]], [[0.0], [4.0]]])
+    target = torch.tensor([2.0, 2.0])
+    # ½ (mean of 1, 0 + mean of 4, 4).
+    assert float(model.critic_loss(q, target, None)) == pytest.approx(0.5 * (0.5 + 4.0))
+    assert float(model.critic_loss(q, target, torch.tensor([0.0, 2.0]))) == pytest.approx(0.5 * 4.0)
+    # min_k Q: 0 and 2.
+    assert float(model.actor_loss(q, torch.tensor([1.0, 3.0]), 0.5)) == pytest.approx(0.5 * 2 - 1)
+    assert model.absolute_error(q, target).tolist() == [1.5, 1.0]
+
+
+def test_gradient_of_the_entropy_coefficient() -> None:
+    model = made(ent_coef="auto_0.5", target_entropy=-1.5)
+    log_prob = torch.tensor([2.0, 4.0])
+    [gradient] = torch.autograd.grad(model.ent_coef_loss(model.log_ent_coef, log_prob), model.log_ent_coef)
+    # Entropy -3 below the target -1.5: descent raises α.
+    assert float(gradient) == pytest.approx(-(3.0 - 1.5))
+    assert float(model.ent_coef) == pytest.approx(0.5)
+    assert made(target_entropy="auto").target_entropy == -2.0
+    assert made(ent_coef=0.2).log_ent_coef is None
+
+
+def test_truncated_target_by_hand() -> None:
+    model, data = made(TQC, n_quantiles=3, top_quantiles_to_drop_per_net=1), batch()
+    with torch.no_grad():
+        action, log_prob = model.network.policy.sample(data["next_observation"], data["noise"][:, 1])
+        quantiles = model.target_network(data["next_observation"], action)
+        target = model.td_target(data, data["noise"][:, 1], 0.3)
+    assert target.shape == (6, 4)
+    for i in range(6):
+        # The two largest of six are dropped, whichever critic they are from.
+        kept = sorted(float(x) for x in quantiles[:, i].flatten())[:4]
+        for j, z in enumerate(kept):
+            value = 0.0 if data["terminated"][i] else z - 0.3 * float(log_prob[i])
+            assert float(target[i, j]) == pytest.approx(
+                float(data["reward"][i] + data["discount"][i] * value), abs=1e-5
+            )
+
+
+def test_quantile_loss_by_hand() -> None:
+    model = made(TQC, n_quantiles=2, top_quantiles_to_drop_per_net=0, n_critics=1)
+    q, target = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[0.5, 3.0]])
+    # τ = ¼, ¾; δ = 0.5, 3 | -0.5, 2; Huber ⅛, 2½ | ⅛, 1½.
+    expected = (0.25 * 0.125 + 0.25 * 2.5 + 0.25 * 0.125 + 0.75 * 1.5) / 4
+    assert float(model.critic_loss(q, target, None)) == pytest.approx(expected)
+    with pytest.raises(UsageError, match="top_quantiles_to_drop_per_net=2 must lie in"):
+        TQC(n_quantiles=2)
+
+
+# -------------------------------------------------------------------- training
+
+
+def data_module(env_id: Any = "Pendulum-v1", **arguments: Any) -> ReplayDataModule:
+    defaults = {"buffer_size": 500, "learning_starts": 20, "batch_size": 8, "total_timesteps": 60, "eval_freq": 0}
+    return ReplayDataModule(env_id, **{**defaults, **arguments})
+
+
+def test_target_networks_move_by_tau_every_interval() -> None:
+    moved = []
+
+    class Watched(SAC):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            before = [p.clone() for p in self.target_network.parameters()]
+            loss = super().training_step(batch, batch_idx)
+            after = list(self.target_network.parameters())
+            own = self.network.critics.parameters()
+            if self.n_updates % 3 == 0:
+                for old, new, other in zip(before, after, own, strict=True):
+                    torch.testing.assert_close(new, old + 0.1 * (other.detach() - old))
+            else:
+                assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+            moved.append(self.n_updates % 3 == 0)
+            return loss
+
+    fit(Watched(net_arch=[8], tau=0.1, target_update_interval=3), data_module())
+    assert sum(moved) == len(moved) // 3 > 5
+
+
+def test_an_update_is_one_step_to_lightning() -> None:
+    model = SAC(net_arch=[8])
+    trainer = fit(model, data_module(gradient_steps=2))
+    assert trainer.global_step == model.n_updates == 80
+    assert trainer.max_steps == -1
+
+
+@pytest.mark.parametrize("arguments", [{"n_steps": 3}, {"prioritized_replay": True}, {"autoreset_mode": "next_step"}])
+def test_replays_variants_train(arguments: dict[str, Any]) -> None:
+    for model in (SAC(net_arch=[8]), TQC(net_arch=[8], n_quantiles=5)):
+        fit(model, data_module(**arguments))
+        assert model.n_updates == 40
+        assert (model.td_error is not None) == ("prioritized_replay" in arguments)
+
+
+def test_n_step_rewards_are_discounted_sums() -> None:
+    model = made(gamma=0.5)
+    model.trainer = None
+    model._generator = torch.Generator()
+    sample: Any = {"observation": torch.zeros(2, 3), "next_observation": torch.zeros(2, 3), "action": torch.zeros(2, 2),
+                   "reward": torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 0.0]]), "n_steps": torch.tensor([3, 1]),
+                   "terminated": torch.tensor([False, True])}  # fmt: skip
+    prepared = model.prepare(sample)
+    assert prepared["reward"].tolist() == [3.0, 8.0]
+    assert prepared["discount"].tolist() == [0.125, 0.5]
+    # 0 in the first Box is its centre, in the second its lower bound.
+    assert prepared["action"].tolist() == [[0.0, -1.0], [0.0, -1.0]]
+    assert prepared["noise"].shape == (2, 2, 2)
+
+
+def test_rounds_of_whole_episodes() -> None:
+    env_id = "tests.conformance.envs:make_short_pendulum"
+    model, data = SAC(net_arch=[8]), data_module(env_id, train_freq=[1, "episode"], gradient_steps=-1)
+    fit(model, data)
+    # The warm-up's 20 transitions are one episode; as many updates as transitions after it.
+    assert data.num_timesteps == 60
+    assert model.n_updates == 40
+    with pytest.raises(UsageError, match="waits for one environment's episodes"):
+        data_module(env_id, train_freq=[1, "episode"], n_envs=2)
+    with pytest.raises(UsageError, match="must be a number of steps"):
+        data_module(env_id, train_freq=[1, "epoch"])
+
+
+def test_half_precision_with_a_loss_scaler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UsageError, match="trainer.precision=16-mixed scales one loss, SAC has several"):
+        fit(SAC(net_arch=[8]), data_module(), plugins=[plugin])
+
+
+def test_acting_explores_and_predicting_does_not() -> None:
+    noise = {"class_path": "NormalActionNoise", "init_args": {"mean": 5.0, "sigma": 0.0}}
+    model = made(action_noise=noise)
+    observation = torch.zeros(4, 3)
+    # Noise of five half ranges: every action is at its upper bound.
+    assert model.act(observation)["action"].tolist() == [[2.0, 10.0]] * 4
+    assert (model.act(observation, deterministic=True)["action"] < torch.tensor([2.0, 10.0])).all()
+    action, _ = model.predict(observation.numpy())
+    assert (action < np.array([2.0, 10.0])).all()
+    assert model.hparams["action_noise"] == noise
+    with pytest.raises(UsageError, match="action_noise.sigma has 3 numbers, the action has 2"):
+        made(action_noise={"class_path": "NormalActionNoise", "init_args": {"sigma": [0.1, 0.1, 0.1]}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [SAC, TQC])
+def test_pendulum_is_learned(cls: Any) -> None:
+    model = cls(learning_rate=1e-3, net_arch=[64, 64])
+    fit(model, ReplayDataModule("Pendulum-v1", total_timesteps=5_000, buffer_size=5_000, eval_freq=0))
+    # A policy that does nothing gets about -1,200.
+    assert mean_return(model, gym.make("Pendulum-v1"), n_episodes=10) > -250
