@@ -34,8 +34,9 @@ PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
     **{
         name: name
-        for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "ddpg", "td3", "sac", "tqc")
+        for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "td3", "sac", "tqc")
     },
+    "ddpg": "td3",
 }
 
 

@@ -29,9 +29,17 @@ def find(name: str) -> Path:
 
 
 def describe(name: str) -> str:
-    """Returns a config's one-line description, its first comment line."""
-    with (CONFIGS / name).open(encoding="utf-8") as file:
-        return file.readline().lstrip("# ").rstrip()
+    """Returns a config's one-line description, its first comment line; says so where nobody ran it to the end."""
+    lines = header(name)
+    description = lines[0].lstrip("# ").rstrip()
+    is_experimental = any(line.startswith("# Expect   experimental:") for line in lines)
+    return f"[experimental] {description}" if is_experimental else description
+
+
+def header(name: str) -> list[str]:
+    """Returns the comment lines that a config opens with."""
+    lines = (CONFIGS / name).read_text(encoding="utf-8").splitlines()
+    return lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
 
 
 def copy(name: str, target: str) -> Path:

@@ -1,11 +1,13 @@
 """Noise that explores with a deterministic policy, added to actions in [-1, 1]."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_modules.common.checks import plain
 from rl_modules.common.errors import UsageError
 
 Numbers = float | Sequence[float]
@@ -13,6 +15,9 @@ Numbers = float | Sequence[float]
 
 class ActionNoise:
     """Base of the noises. One object serves all environments of a run; each environment has a process of its own."""
+
+    #: The constructor's arguments as plain data, for checkpoints.
+    arguments: dict[str, Any]
 
     def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         """The next noise of every environment, [N, A] float32 on the CPU, in units of half the action's range."""
@@ -41,6 +46,7 @@ class NormalActionNoise(ActionNoise):
     """
 
     def __init__(self, mean: Numbers = 0.0, sigma: Numbers = 0.1) -> None:
+        self.arguments = plain({"mean": mean, "sigma": sigma})
         self.mean, self.sigma = _numbers("mean", mean), _numbers("sigma", sigma, at_least_zero=True)
 
     def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
@@ -74,6 +80,7 @@ class OrnsteinUhlenbeckActionNoise(ActionNoise):
         dt: float = 1e-2,
         initial_noise: Numbers = 0.0,
     ) -> None:
+        self.arguments = plain({"mean": mean, "sigma": sigma, "theta": theta, "dt": dt, "initial_noise": initial_noise})
         self.mean, self.sigma = _numbers("mean", mean), _numbers("sigma", sigma, at_least_zero=True)
         self.initial_noise = _numbers("initial_noise", initial_noise)
         if not theta >= 0 or not dt > 0:
@@ -106,11 +113,11 @@ def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
 
     None stands for no noise, and for a class of the user's: a checkpoint holds no code.
     """
-    if type(noise) not in (NormalActionNoise, OrnsteinUhlenbeckActionNoise):
+    if noise is None or type(noise) not in (NormalActionNoise, OrnsteinUhlenbeckActionNoise):
         return None
-    values = {name: value for name, value in vars(noise).items() if not name.startswith("_")}
-    arguments = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-    return {"class_path": type(noise).__name__, "init_args": arguments}
+    defaults = {name: p.default for name, p in inspect.signature(type(noise)).parameters.items()}
+    given = {name: value for name, value in noise.arguments.items() if name == "sigma" or value != defaults[name]}
+    return {"class_path": type(noise).__name__, "init_args": given}
 
 
 def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:

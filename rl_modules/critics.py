@@ -38,9 +38,10 @@ def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Sequen
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
     """The output of hidden layers and a head, float32 at least: [B, in] → [B, out]."""
     x = features.to(head.weight.dtype)
-    if is_fast(x) and len(trunk) and all(isinstance(part, nn.ReLU) for part in trunk[1::2]):
-        layers = [*trunk[::2], head]
-        return relu_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # type: ignore[misc]
+    parts: list[Any] = list(trunk)
+    if is_fast(x) and parts and all(isinstance(part, nn.ReLU) for part in parts[1::2]):
+        layers = [*parts[::2], head]
+        return relu_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
     return full_precision(head(trunk(x)))
 
 

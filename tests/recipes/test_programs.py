@@ -19,6 +19,7 @@ CONTROL = {
     "ppo": ("PPO", 512), "a2c": ("A2C", 4000), "trpo": ("TRPO", 2048), "reinforce": ("REINFORCE", 2048),
     "dqn": ("DQN", 1512), "monte_carlo": ("MonteCarlo", 10_240), "sarsa": ("SARSA", 800),
     "q_learning": ("QLearning", 10_240),
+    "ddpg": ("DDPG", 300), "td3": ("TD3", 300), "sac": ("SAC", 300), "tqc": ("TQC", 300),
 }  # fmt: skip
 LANGUAGE: dict[str, dict[str, int]] = {
     "sft": {"max_steps": 2, "n_eval": 8},

@@ -280,7 +280,7 @@ def test_acting_explores_and_predicting_does_not() -> None:
     assert (model.act(observation, deterministic=True)["action"] < torch.tensor([2.0, 10.0])).all()
     action, _ = model.predict(observation.numpy())
     assert (action < np.array([2.0, 10.0])).all()
-    assert model.hparams["action_noise"] == noise
+    assert model.hparams["action_noise"] == noise  # as given
     with pytest.raises(UsageError, match="action_noise.sigma has 3 numbers, the action has 2"):
         made(action_noise={"class_path": "NormalActionNoise", "init_args": {"sigma": [0.1, 0.1, 0.1]}})
 
