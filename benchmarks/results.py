@@ -33,8 +33,7 @@ BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->
 PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
     **{
-        name: name
-        for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "td3", "sac", "tqc")
+        name: name for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "td3", "sac", "tqc")
     },
     "ddpg": "td3",
 }

@@ -62,16 +62,17 @@ class _ReluMLP(torch.autograd.Function):
         weights, hidden = saved[:n_layers], saved[n_layers:]
         needs_x, trains = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:])
         of_x: Tensor | None
+        nothing: list[Tensor | None] = [None] * (2 * n_layers)
         if weights[0].dim() == 2:
             of_x, found = _backward(x, [w.t() for w in weights], hidden, gradient, needs_x, trains, linear=True)
-            return of_x if needs_x else None, *(found or [None] * (2 * n_layers))
+            return of_x if needs_x else None, *(found if trains else nothing)
         each = []
         for k, own in enumerate(gradient.unbind()):
             inner = hidden[k * (n_layers - 1) : (k + 1) * (n_layers - 1)]
             each.append(_backward(x, [w[k] for w in weights], inner, own, needs_x, trains))
         of_x = functools.reduce(torch.add, (own for own, _ in each)) if needs_x else None
         if not trains:
-            return of_x, *([None] * (2 * n_layers))
+            return of_x, *nothing
         stacked = [torch.stack(same) for same in zip(*(found for _, found in each), strict=True)]
         return of_x, *(g if i % 2 == 0 else g.unsqueeze(1) for i, g in enumerate(stacked))
 
