@@ -53,6 +53,8 @@ CASES = [
     Case("TRPO", model={"n_critic_updates": 2, "batch_size": 32}, data=ON_POLICY),
     Case("DQN", model={"target_update_interval": 20}, data=REPLAY, replays=True),
     Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5}, data=REPLAY, replays=True),
+    Case("RecurrentPPO", model={"lstm_hidden_size": 16}, data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
+    Case("RecurrentA2C", model={"lstm_hidden_size": 16, "rnn": "gru"}, data={"n_envs": 4}),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
     Case("QLearning", **MAZE),
