@@ -197,7 +197,7 @@ class RecurrentMixin(ActorCriticModule):
         """The memory's state at the start of n episodes, [n, K, H]."""
         return self.network.initial_state(n)
 
-    def act(  # type: ignore[override]
+    def act(
         self,
         observation: Any,
         generator: torch.Generator | None = None,
