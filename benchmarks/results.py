@@ -97,6 +97,8 @@ ROWS = {
         Row("ppo/cartpole_penalty", 490),
         Row("ppo/lunarlander_penalty", 200),
         Row("ppo/invalid_actions", 90),
+        Row("recurrent_ppo/cartpole_no_velocity", 490),
+        Row("recurrent_ppo/pendulum_no_velocity", -230),
         Row("ppo/halfcheetah", None),
         Row("ppo/hopper", None),
         Row("trpo/halfcheetah", None),

@@ -11,6 +11,7 @@ from torch import Tensor
 from datamodules.envs import restore
 from datamodules.envs.guard import raise_in_one_sentence, require_finite
 from datamodules.episode_statistics import EpisodeStatistics
+from datamodules.memory import Memory
 from datamodules.normalization import Normalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
@@ -57,6 +58,8 @@ class Collector:
         self._resets_next = np.zeros(envs.num_envs, bool)
         #: Environments whose current observation is the first of its episode, [N].
         self.episode_start = np.ones(envs.num_envs, bool)
+        #: Of a recurrent policy; None: it has none.
+        self.memory: Memory | None = None
 
     @property
     def is_fresh(self) -> bool:
@@ -88,9 +91,15 @@ class Collector:
         valid = np.ones((n_steps, n), bool)
         acted: list[dict[str, Tensor]] = []
         finals: list[tuple[int, int, Any]] = []
+        if self.memory is not None:
+            self.memory.begin_rollout()
         for t in range(n_steps):
             _write(observations, t, self._observation)
-            acted.append(act(_tensors(observations, t, device), self.generator))
+            observed = _tensors(observations, t, device)
+            if self.memory is None:
+                acted.append(act(observed, self.generator))
+            else:
+                acted.append(self.memory.act(act, observed, self.generator, self.episode_start))
             action = to_environment(envs.single_action_space, acted[-1]["action"].cpu().numpy())
             try:
                 raw, raw_reward[t], terminated[t], truncated[t], info = envs.step(action)
@@ -157,7 +166,10 @@ class Collector:
             unseen = tree_map(lambda x, *each: np.concatenate([x, np.stack(each)]), unseen, *(f for _, _, f in finals))
         # Nobody acts in these states: the sampled actions are not used, and the policy's generator does not advance.
         tensors = tree_map(lambda x: torch.from_numpy(x).to(device), unseen)
-        last = act(tensors, torch.Generator(device))["value"]
+        if self.memory is None:
+            last = act(tensors, torch.Generator(device))["value"]
+        else:
+            last = self.memory.value(act, tensors, device, self.episode_start, finals)
         n = self.envs.num_envs
         next_value = torch.cat([value[1:], last[None, :n]])
         if finals:
@@ -195,6 +207,7 @@ class Collector:
             "statistics": self.episodes.state_dict(),
             "resets_next": torch.from_numpy(self._resets_next.copy()),
             "episode_start": torch.from_numpy(self.episode_start.copy()),
+            "memory": None if self.memory is None else self.memory.state_dict(),
             "generator": None if self.generator is None else self.generator.get_state(),
             "observation": _to_tensors(self._observation),
             "raw": None if self.normalizers.of_observations is None else _to_tensors(self._raw),
@@ -215,6 +228,8 @@ class Collector:
         self.episodes.load_state_dict(state["statistics"])
         self._resets_next = state["resets_next"].numpy().copy()
         self.episode_start = state["episode_start"].numpy().copy()
+        if self.memory is not None:
+            self.memory.load_state_dict(state["memory"], device)
         if state["generator"] is not None:
             self.generator = torch.Generator(device)
             self.generator.set_state(state["generator"].cpu())

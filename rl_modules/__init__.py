@@ -20,6 +20,8 @@ _EXPORTS = {
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
     "QRDQN": "rl_modules.qrdqn",
+    "RecurrentA2C": "rl_modules.recurrent_a2c",
+    "RecurrentPPO": "rl_modules.recurrent_ppo",
     "MonteCarlo": "rl_modules.monte_carlo",
     "SARSA": "rl_modules.sarsa",
     "QLearning": "rl_modules.q_learning",
@@ -49,6 +51,8 @@ __all__ = [
     "TRPO",
     "MonteCarlo",
     "QLearning",
+    "RecurrentA2C",
+    "RecurrentPPO",
     "RewardModel",
 ]
 
@@ -67,6 +71,8 @@ if TYPE_CHECKING:
     from rl_modules.ppo import PPO
     from rl_modules.q_learning import QLearning
     from rl_modules.qrdqn import QRDQN
+    from rl_modules.recurrent_a2c import RecurrentA2C
+    from rl_modules.recurrent_ppo import RecurrentPPO
     from rl_modules.reinforce import REINFORCE
     from rl_modules.sac import SAC
     from rl_modules.sarsa import SARSA

@@ -10,6 +10,7 @@ from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import SHORT_ROLLOUTS, Rollout
+from rl_modules.distributions import Distribution
 
 
 class A2C(ActorCriticModule):
@@ -101,6 +102,10 @@ class A2C(ActorCriticModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         policy, value = self.policy_and_value(batch["observation"])
+        return self.minibatch_loss(policy, value, batch)
+
+    def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The loss of one rollout under the current policy and value of its states, a scalar."""
         policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
         value_loss = self.value_loss(value, batch)
         loss = policy_loss + self.vf_coef * value_loss

@@ -245,14 +245,15 @@ class ControlModule(CheckpointMixin):
 
         Args:
             observation: one observation or a batch of them, as the environment returns it (not normalised).
-            state: returned unchanged; the policies here have no memory.
-            episode_start: ignored, for the same reason.
+            state: of a recurrent policy's memory, as the last call returned it; None: new episodes. Policies without
+                memory return it unchanged.
+            episode_start: true where an episode begins, so that the memory starts anew.
             deterministic: the most likely action instead of a sample.
             action_masks: true where an action is allowed, in sb3-contrib's layout, for one observation or for each of
                 a batch; None: the observation's own ``action_mask``, and where it has none everything is allowed.
 
         Returns:
-            The actions as the environment takes them (Box actions clipped to their bounds), and ``state``.
+            The actions as the environment takes them (Box actions clipped to their bounds), and the next ``state``.
 
         Raises:
             UsageError: the observation does not have the space's shape.
@@ -275,9 +276,16 @@ class ControlModule(CheckpointMixin):
         if self._predict_generator is None or self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
         with evaluation_mode(self.modules()):
-            acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic)
+            memory = self.memory_arguments(len(tree_leaves(arrays)[0]), state, episode_start)
+            acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic, **memory)
+        if "next_state" in acted:
+            state = acted["next_state"].cpu().numpy()
         action = to_environment(self.action_space, acted["action"].cpu().numpy())
         return (action[0] if single else action), state
+
+    def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
+        """What ``act`` takes besides for n observations; a recurrent policy adds its memory's state."""
+        return {}
 
     def _mask_arrays(self, mask: Any, n: int) -> np.ndarray:
         """Action masks of n observations, [n, size] bool.

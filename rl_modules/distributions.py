@@ -43,6 +43,9 @@ class Distribution(Protocol):
     def detach(self) -> "Distribution":
         """The same distribution without gradient."""
 
+    def rows(self, rows: Tensor) -> "Distribution":
+        """The distribution of some batch elements, chosen by a mask of shape S."""
+
     def masked(self, mask: Tensor) -> "Distribution":
         """The same distribution, given that only what the mask allows can happen; layout as in
         :func:`rl_modules.common.masks.mask_size`, [*S, size].
@@ -82,6 +85,9 @@ class Categorical:
     def detach(self) -> "Categorical":
         # log_softmax of log-probabilities is the identity.
         return Categorical(self.log_p.detach())
+
+    def rows(self, rows: Tensor) -> "Categorical":
+        return type(self)(self.log_p[rows])
 
     def masked(self, mask: Tensor) -> "Categorical":
         return MaskedCategorical(mask_logits(self.log_p, mask))
@@ -132,6 +138,11 @@ class MultiCategorical:
     def detach(self) -> "MultiCategorical":
         return MultiCategorical(self.parameters(), self.nvec)
 
+    def rows(self, rows: Tensor) -> "MultiCategorical":
+        chosen = copy.copy(self)
+        chosen.parts = [part.rows(rows) for part in self.parts]
+        return chosen
+
     def masked(self, mask: Tensor) -> "MultiCategorical":
         masked = copy.copy(self)
         masked.parts = [p.masked(m) for p, m in zip(self.parts, mask.split(self.nvec, dim=-1), strict=True)]
@@ -174,6 +185,9 @@ class Bernoulli:
 
     def detach(self) -> "Bernoulli":
         return Bernoulli(self.logits.detach())
+
+    def rows(self, rows: Tensor) -> "Bernoulli":
+        return Bernoulli(self.logits[rows])
 
     def masked(self, mask: Tensor) -> "Bernoulli":
         allowed = mask.bool().unflatten(-1, (-1, 2))
@@ -220,6 +234,9 @@ class DiagGaussian:
     def detach(self) -> "DiagGaussian":
         return DiagGaussian(self.mean.detach(), self.log_std.detach())
 
+    def rows(self, rows: Tensor) -> "DiagGaussian":
+        return DiagGaussian(self.mean[rows], self.log_std.expand_as(self.mean)[rows])
+
     def masked(self, mask: Tensor) -> "DiagGaussian":
         raise UsageError("action_mask: a Box has no single actions that a mask could forbid; leave it out")
 
@@ -265,6 +282,10 @@ class TorchDistribution:
     def detach(self) -> "TorchDistribution":
         raise UsageError(f"TRPO needs a detached copy of the policy, which {type(self.distribution).__name__} does not "
                          "have; return one of rl_modules.distributions")  # fmt: skip
+
+    def rows(self, rows: Tensor) -> "TorchDistribution":
+        raise UsageError(f"{type(self.distribution).__name__} has no rows to choose from; return one of "
+                         "rl_modules.distributions")  # fmt: skip
 
     def masked(self, mask: Tensor) -> "TorchDistribution":
         raise UsageError(f"action_mask: {type(self.distribution).__name__} can't be masked; return one of "

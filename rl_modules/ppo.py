@@ -141,6 +141,10 @@ class PPO(ActorCriticModule):
         if self.kl_exceeded:
             return self.no_update()
         policy, value = self.policy_and_value(batch["observation"])
+        return self.minibatch_loss(policy, value, batch)
+
+    def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The loss of one minibatch under the current policy and value of its states, a scalar."""
         log_prob = policy.log_prob(batch["action"])
         if self.penalizes:
             batch = {**batch, "kl": self.kl_from_old(policy, batch)}

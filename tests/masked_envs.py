@@ -122,3 +122,47 @@ class DeadEnd(gym.Env):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.t += 1
         return np.zeros(1, np.float32), 1.0, False, False, {"action_mask": np.full(2, self.t < 3, np.int8)}
+
+
+class Remember(gym.Env):
+    """Shows a cue in the first step and asks for it in the last; with ``masked``, the right answer's number moves.
+
+    Four steps: the cue (one of two), two blanks, the question. Reward 1 for the answer that equals the cue. With
+    ``masked`` the answers are the actions 0 and 1 or 2 and 3, by turns of chance, and the others are forbidden.
+    """
+
+    def __init__(self, masked: bool = False) -> None:
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.masked = masked
+        self.action_space = spaces.Discrete(4 if masked else 2)
+        self.cue = self.t = self.offset = 0
+
+    def _see(self) -> tuple[np.ndarray, dict[str, Any]]:
+        seen = np.array([2.0 * self.cue - 1.0 if self.t == 0 else 0.0, float(self.t == 3)], np.float32)
+        if not self.masked:
+            return seen, {}
+        mask = np.zeros(4, np.int8)
+        mask[self.offset : self.offset + 2] = 1
+        return seen, {"action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.t = 0
+        self.cue = int(self.np_random.integers(2))
+        self.offset = 2 * int(self.np_random.integers(2)) if self.masked else 0
+        return self._see()
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        answer = int(action) - self.offset
+        if answer not in (0, 1):
+            raise ValueError(f"the action {action} is forbidden")
+        reward = float(self.t == 3 and answer == self.cue)
+        self.t += 1
+        if self.masked:
+            self.offset = 2 * int(self.np_random.integers(2))
+        observation, info = self._see()
+        return observation, reward, self.t == 4, False, info
+
+
+def make_remember(masked: bool = False) -> gym.Env:
+    return Remember(masked)

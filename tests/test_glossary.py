@@ -8,7 +8,9 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, TD3, TQC, TRPO
+from rl_modules import (
+    A2C, DDPG, DQN, PPO, QRDQN, REINFORCE, SAC, SARSA, TD3, TQC, TRPO, RecurrentA2C, RecurrentPPO,
+)  # fmt: skip
 
 CONTROL = Path(__file__).parents[1].joinpath("docs/metrics.md").read_text(encoding="utf-8").split("\n# Language")[0]
 FIRST_COLUMN = "\n".join(line.split("|")[1] for line in CONTROL.splitlines() if line.startswith("| `"))
@@ -17,6 +19,11 @@ WHOLE = {"n_envs": 2, "n_steps": 32, "batch_size": None, "n_epochs": 1}
 RUNS = {
     "A2C": (A2C, RolloutDataModule, WHOLE),
     "DQN": (DQN, ReplayDataModule, {"learning_starts": 16}),
+    "QRDQN": (lambda: QRDQN(n_quantiles=5), ReplayDataModule, {"learning_starts": 16}),
+    "RecurrentA2C": (lambda: RecurrentA2C(lstm_hidden_size=8), RolloutDataModule, WHOLE),
+    "RecurrentPPO": (
+        lambda: RecurrentPPO(lstm_hidden_size=8), RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}
+    ),
     "PPO": (PPO, RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}),
     "PPO penalty": (
         lambda: PPO(policy_objective="penalty", target_kl=0.01), RolloutDataModule,

@@ -78,6 +78,10 @@ class Rollout(TypedDict, total=False):
     """V(s_t), [T, N] float32, where ``act`` returns ``value``."""
     next_value: Tensor
     """V of the true successor, [T, N] float32, where ``act`` returns ``value``."""
+    state: Tensor
+    """A recurrent policy's memory before a_t, [T, N, K, H]."""
+    episode_start: Tensor
+    """Whether s_t begins an episode, [T, N] bool; for recurrent policies only."""
     log_prob: Tensor
     """log π(a_t|s_t) in nats, [T, N] float32, where ``act`` returns it."""
 
@@ -195,6 +199,9 @@ class ExperienceSource(Protocol):
 
 class RolloutSource(ExperienceSource, Protocol):
     """What an on-policy algorithm asks besides."""
+
+    #: Transitions per minibatch.
+    batch_size: int
 
     @property
     def rollout(self) -> dict[str, Any]:

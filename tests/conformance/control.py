@@ -64,6 +64,8 @@ CASES = [
     Case("TD3", model={"action_noise": NOISE, "net_arch": [32, 32]}, **SWING),
     Case("SAC", model={"net_arch": [32, 32]}, **SWING),
     Case("TQC", model={"net_arch": [32, 32]}, **SWING),
+    Case("RecurrentPPO", model={"lstm_hidden_size": 16}, data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
+    Case("RecurrentA2C", model={"lstm_hidden_size": 16, "rnn": "gru"}, data={"n_envs": 4}),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
     Case("QLearning", **MAZE),

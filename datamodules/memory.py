@@ -1,0 +1,73 @@
+"""The memory of a recurrent policy while it acts."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_modules.common.contract import Act
+
+
+class Memory:
+    """One state per environment, carried from step to step and from rollout to rollout, anew with each episode.
+
+    Args:
+        learner: has ``initial_state(n)``, [n, K, H], and an ``act`` that takes ``state`` and returns ``next_state``.
+    """
+
+    def __init__(self, learner: Any) -> None:
+        self.learner = learner
+        #: After the last action, [N, K, H]; None: nobody has acted.
+        self.state: Tensor | None = None
+        # After each action of the rollout: what a final observation is valued with.
+        self._after: list[Tensor] = []
+
+    def begin_rollout(self) -> None:
+        """Forget what only the last rollout needed."""
+        self._after.clear()
+
+    def act(self, act: Act, observation: Any, generator: torch.Generator, starts: np.ndarray) -> dict[str, Tensor]:
+        """``act`` from the current state; its fields, with ``state`` before it and ``episode_start``, [N, …].
+
+        Args:
+            act: the policy.
+            observation: [N, *obs].
+            generator: source of the actions.
+            starts: true where an episode begins, [N].
+        """
+        state, begins = self._current(starts)
+        acted = dict(self._call(act, observation, generator, state))
+        self.state = acted.pop("next_state")
+        self._after.append(self.state)
+        return {**acted, "state": state, "episode_start": begins}
+
+    def value(
+        self, act: Act, observation: Any, device: torch.device, starts: np.ndarray, finals: list[tuple[int, int, Any]]
+    ) -> Tensor:
+        """V of the observations after a rollout, [N + F].
+
+        Args:
+            act: the policy.
+            observation: the newest ones, and the F final ones.
+            device: where the policy is.
+            starts: true where the newest begins an episode, [N].
+            finals: row and environment of each final observation.
+        """
+        state = torch.cat([self._current(starts)[0], *(self._after[t][i][None] for t, i, _ in finals)])
+        return self._call(act, observation, torch.Generator(device), state)["value"]
+
+    def _current(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        fresh = self.learner.initial_state(len(starts))
+        begins = torch.from_numpy(starts.copy()).to(fresh.device)
+        return (fresh if self.state is None else torch.where(begins[:, None, None], fresh, self.state)), begins
+
+    @staticmethod
+    def _call(act: Any, observation: Any, generator: torch.Generator, state: Tensor) -> dict[str, Tensor]:
+        return act(observation, generator, state=state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": None if self.state is None else self.state.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.state = None if state["state"] is None else state["state"].to(device)

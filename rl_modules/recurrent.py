@@ -1,0 +1,316 @@
+"""Policies with memory: the network, and what makes an actor-critic algorithm recurrent."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
+from rl_modules.common.checks import at_least
+from rl_modules.common.contract import Rollout, RolloutSource
+from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import split_mask
+from rl_modules.common.spaces import is_image, tree_leaves, tree_map
+from rl_modules.distributions import Distribution, make_distribution, parameter_count
+from rl_modules.networks import build_encoder, full_precision, hidden_widths, mlp, orthogonal
+
+CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
+
+
+class RecurrentActorCritic(nn.Module):
+    """A policy and a value function on one encoder and one or two recurrent networks.
+
+    Args:
+        observation_space: space of one observation.
+        action_space: space of one action.
+        rnn: ``lstm`` or ``gru``.
+        hidden_size: width of the memory, H.
+        n_layers: recurrent layers on top of each other.
+        shared: the critic reads the policy's memory, without gradient into it.
+        critic_rnn: the critic has a memory of its own; without either it reads a linear layer of the features.
+        net_arch: hidden widths behind the memory, as in :class:`~rl_modules.networks.ActorCritic`.
+        activation_fn: ``tanh``, ``relu``, …
+        log_std_init: initial log standard deviation of Box actions.
+        ortho_init: orthogonal initialisation of everything but the memory.
+
+    The state of a memory is one tensor [B, K, H]: the layers' hidden states, an LSTM's cells, then the critic's.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        rnn: str = "lstm",
+        hidden_size: int = 256,
+        n_layers: int = 1,
+        shared: bool = False,
+        critic_rnn: bool = True,
+        net_arch: Sequence[int] | dict[str, Sequence[int]] | None = None,
+        activation_fn: str = "tanh",
+        log_std_init: float = 0.0,
+        ortho_init: bool = True,
+    ) -> None:
+        super().__init__()
+        self.action_space = action_space
+        self.shared = shared
+        self.encoder = build_encoder(observation_space)
+        width = int(cast(Any, self.encoder).out_features)
+        self.actor = CELLS[rnn](width, hidden_size, n_layers)
+        self.critic = CELLS[rnn](width, hidden_size, n_layers) if critic_rnn else None
+        self.critic_features = None if shared or critic_rnn else nn.Linear(width, hidden_size)
+        # Rows of one memory's state: its layers, twice for an LSTM.
+        self.rows = n_layers * (2 if rnn == "lstm" else 1)
+        self.state_shape = (self.rows * (2 if critic_rnn else 1), hidden_size)
+        if net_arch is None:
+            net_arch = [] if is_image(observation_space) else [64, 64]
+        net_arch = hidden_widths(net_arch, ("pi", "vf"))
+        pi, vf = (net_arch["pi"], net_arch["vf"]) if isinstance(net_arch, dict) else (net_arch, net_arch)
+        self.policy_tower = mlp([hidden_size, *pi], activation_fn)
+        self.value_tower = mlp([hidden_size, *vf], activation_fn)
+        self.policy_head = nn.Linear([hidden_size, *pi][-1], parameter_count(action_space))
+        self.value_head = nn.Linear([hidden_size, *vf][-1], 1)
+        self.log_std: nn.Parameter | None = None
+        if isinstance(action_space, spaces.Box):
+            self.log_std = nn.Parameter(torch.full((parameter_count(action_space),), float(log_std_init)))
+        if ortho_init:
+            for part in (self.encoder, self.policy_tower, self.value_tower):
+                orthogonal(part)
+            orthogonal(self.policy_head, gain=0.01)
+            orthogonal(self.value_head, gain=1.0)
+
+    def initial_state(self, n: int) -> Tensor:
+        """The state at the start of an episode, [n, K, H]: zeros."""
+        weight = self.policy_head.weight
+        return torch.zeros(n, *self.state_shape, dtype=weight.dtype, device=weight.device)
+
+    def forward(
+        self, observation: Any, state: Tensor, starts: Tensor | None = None
+    ) -> tuple[Distribution, Tensor, Tensor]:
+        """Policy and value along sequences.
+
+        Args:
+            observation: B sequences of L steps, [B, L, *obs], or nested dictionaries of such.
+            state: before the first step, [B, K, H].
+            starts: true where a step begins an episode, so that the memory starts anew, [B, L]; None: nowhere.
+
+        Returns:
+            The action distribution and V(s), both flat over [B·L], and the state after the last step, [B, K, H].
+        """
+        batch, length = tree_leaves(observation)[0].shape[:2]
+        features = self.encoder(tree_map(lambda x: x.flatten(0, 1), observation))
+        features = features.to(self.policy_head.weight.dtype).unflatten(0, (batch, length))
+        memory, after = self.unroll(features.transpose(0, 1), state, starts)
+        policy_latent, value_latent = (x.transpose(0, 1).flatten(0, 1) for x in memory)
+        parameters = full_precision(self.policy_head(self.policy_tower(policy_latent)))
+        value = full_precision(self.value_head(self.value_tower(value_latent)).squeeze(-1))
+        return make_distribution(self.action_space, parameters, self.log_std), value, after
+
+    def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """What the policy and the critic read of their memories, [L, B, H] each, and the state after the last step.
+
+        Args:
+            features: [L, B, F].
+            state: [B, K, H].
+            starts: [B, L].
+        """
+        cuts = [0, len(features)]
+        if starts is not None:
+            # Between two steps at which some episode begins, the fused kernel takes all sequences at once.
+            cuts = [0, *(t for t in starts.any(0).nonzero().flatten().tolist() if t), len(features)]
+        parts: list[list[Tensor]] = [[], []]
+        for begin, end in pairwise(cuts):
+            if starts is not None:
+                state = state * ~starts[:, begin, None, None]
+            piece = features[begin:end]
+            read, actor_state = self._run(self.actor, piece, state[:, : self.rows])
+            parts[0].append(read)
+            if self.critic is None:
+                state = actor_state
+            else:
+                read, critic_state = self._run(self.critic, piece, state[:, self.rows :])
+                parts[1].append(read)
+                state = torch.cat([actor_state, critic_state], 1)
+        actor = torch.cat(parts[0]) if len(parts[0]) > 1 else parts[0][0]
+        if self.critic is not None:
+            critic = torch.cat(parts[1]) if len(parts[1]) > 1 else parts[1][0]
+        else:
+            critic = actor.detach() if self.critic_features is None else self.critic_features(features)
+        return [actor, critic], state
+
+    @staticmethod
+    def _run(rnn: nn.Module, features: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        layers = state.transpose(0, 1).contiguous()
+        if isinstance(rnn, nn.GRU):
+            read, after = rnn(features, layers)
+        else:
+            hidden, cell = layers.chunk(2)
+            read, (hidden, cell) = rnn(features, (hidden.contiguous(), cell.contiguous()))
+            after = torch.cat([hidden, cell])
+        return read, after.transpose(0, 1).to(state.dtype)
+
+
+class RecurrentMixin(ActorCriticModule):
+    """Gives an actor-critic algorithm a memory; to be put before it among a class's bases.
+
+    A minibatch is whole sequences: consecutive steps of one environment, with the memory's state before the first, as
+    it was when the policy acted. The algorithm is asked for ``minibatch_loss(policy, value, batch)``, all flat.
+
+    It reads ``rnn lstm_hidden_size n_lstm_layers shared_lstm enable_critic_lstm sequence_length burn_in`` from
+    ``hparams``.
+    """
+
+    network: RecurrentActorCritic  # type: ignore[assignment]
+
+    def check_memory(self) -> None:
+        """Check the memory's arguments.
+
+        Raises:
+            UsageError: names the one that can't be used.
+        """
+        hp: Any = self.hparams
+        if hp.rnn not in CELLS:
+            raise UsageError(f"rnn={hp.rnn!r} must be lstm or gru")
+        if hp.shared_lstm and hp.enable_critic_lstm:
+            raise UsageError("shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
+                             "policy's memory or its own; give enable_critic_lstm=False")  # fmt: skip
+        at_least("lstm_hidden_size", hp.lstm_hidden_size)
+        at_least("n_lstm_layers", hp.n_lstm_layers)
+        at_least("burn_in", hp.burn_in, 0)
+        if hp.sequence_length is not None:
+            at_least("sequence_length", hp.sequence_length)
+
+    def make_network(self, critic: bool = True) -> RecurrentActorCritic:  # type: ignore[override]
+        """Policy, value function and their memories from the hyperparameters."""
+        hp: Any = self.hparams
+        return RecurrentActorCritic(
+            self.observation_space, self.action_space, hp.rnn, hp.lstm_hidden_size, hp.n_lstm_layers, hp.shared_lstm,
+            hp.enable_critic_lstm, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- acting
+
+    def initial_state(self, n: int) -> Tensor:
+        """The memory's state at the start of n episodes, [n, K, H]."""
+        return self.network.initial_state(n)
+
+    def act(
+        self,
+        observation: Any,
+        generator: torch.Generator | None = None,
+        deterministic: bool = False,
+        state: Tensor | None = None,
+    ) -> dict:
+        """Actions with their log-probability, the state's value, each [N], and ``next_state``, the memory afterwards.
+
+        Args:
+            observation: [N, *obs].
+            generator: source of the randomness.
+            deterministic: the most likely action instead of a sample.
+            state: of the memory, [N, K, H]; None: every row begins an episode.
+        """
+        if state is None:
+            state = self.initial_state(len(tree_leaves(observation)[0]))
+        policy, value, after = self._evaluate(tree_map(lambda x: x[:, None], observation), state, None)
+        action = sample_or_mode(policy, generator, deterministic)
+        return {"action": action, "log_prob": policy.log_prob(action), "value": value, "next_state": after}
+
+    def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
+        """``act``'s state from what ``predict`` was given: zeros where an episode begins."""
+        memory = self.initial_state(n)
+        if state is not None:
+            given = torch.as_tensor(np.asarray(state)).to(memory)
+            if given.shape != memory.shape:
+                raise UsageError(f"state has shape {tuple(given.shape)}; {n} observations have {tuple(memory.shape)}: "
+                                 "give what predict returned, or None for new episodes")  # fmt: skip
+            memory = given
+        if episode_start is not None:
+            begins = torch.as_tensor(np.asarray(episode_start, bool).reshape(-1), device=memory.device)
+            memory = memory * ~begins.expand(n)[:, None, None]
+        return {"state": memory}
+
+    # ---------------------------------------------------------------- sequences
+
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+        """The algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each; see :meth:`training_step`.
+
+        Returns:
+            What :meth:`training_step` reads: the algorithm's fields, episode_start, state [T/L, N, K, H], burn_in
+            where there is one, and counts where rows of the rollout are no transitions.
+        """
+        stored: Any = rollout
+        steps, n = rollout["reward"].shape
+        length = self.steps_per_sequence(steps)
+
+        def cut(x: Tensor) -> Tensor:
+            return x.unflatten(0, (steps // length, length)).transpose(1, 2)
+
+        fields = {**super().prepare(rollout), "episode_start": stored["episode_start"]}
+        prepared = {**tree_map(cut, fields), "state": stored["state"][::length]}
+        if not bool(rollout["valid"].all()):
+            prepared["counts"] = cut(rollout["valid"])
+        if burn_in := self.hparams["burn_in"]:
+            prepared["burn_in"] = self._burn_in(stored, steps, length, burn_in)
+        # Rows are sequences from here on, and each has some transition in it.
+        return {**prepared, "valid": torch.ones(steps // length, n, dtype=torch.bool, device=self.device)}
+
+    def steps_per_sequence(self, steps: int) -> int:
+        """L: ``sequence_length``, or as much of a rollout of ``steps`` as a minibatch holds.
+
+        Raises:
+            UsageError: ``sequence_length`` does not divide the rollout, or is more than a minibatch.
+        """
+        batch_size = cast(RolloutSource, self.source).batch_size
+        length = self.hparams["sequence_length"]
+        if length is None:
+            return max(d for d in range(1, steps + 1) if steps % d == 0 and d <= batch_size)
+        if steps % length or length > batch_size:
+            raise UsageError(f"sequence_length={length} must divide n_steps={steps} and be at most batch_size="
+                             f"{batch_size}")  # fmt: skip
+        return length
+
+    @staticmethod
+    def _burn_in(rollout: Any, steps: int, length: int, burn_in: int) -> dict[str, Any]:
+        """The steps before each sequence, as far as they are in the rollout."""
+        begins = torch.arange(0, steps, length)
+        first = begins - burn_in
+        index = (first[:, None] + torch.arange(burn_in)).clamp_min(0)
+
+        def before(x: Tensor) -> Tensor:
+            return x[index.to(x.device)].transpose(1, 2)
+
+        state, n = rollout["state"], rollout["reward"].shape[1]
+        return {
+            "observation": tree_map(before, split_mask(rollout["observation"])[0]),
+            "episode_start": before(rollout["episode_start"]),
+            "state": state[first.clamp_min(0).to(state.device)],
+            "exists": (first >= 0)[:, None].expand(-1, n).to(state.device),
+        }
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """One minibatch of sequences, [C, L, …]; the loss is over their steps."""
+        policy, value, _ = self._evaluate(batch["observation"], self._first_state(batch), batch["episode_start"])
+        apart = ("observation", "state", "episode_start", "burn_in", "counts")
+        flat = {name: x.flatten(0, 1) for name, x in batch.items() if name not in apart}
+        if "counts" in batch:
+            rows = batch["counts"].flatten()
+            policy, value, flat = policy.rows(rows), value[rows], {name: x[rows] for name, x in flat.items()}
+        algorithm: Any = self
+        return algorithm.minibatch_loss(policy, value, flat)
+
+    def _first_state(self, batch: dict[str, Any]) -> Tensor:
+        """The memory's state before each sequence: as it was, or as today's weights reach it over the burn-in."""
+        if "burn_in" not in batch:
+            return batch["state"]
+        before = batch["burn_in"]
+        with torch.no_grad():
+            reached = self.network(before["observation"], before["state"], before["episode_start"])[2]
+        return torch.where(before["exists"][:, None, None], reached, batch["state"])
+
+    def _evaluate(self, observation: Any, state: Tensor, starts: Tensor | None) -> tuple[Distribution, Tensor, Tensor]:
+        observation, mask = split_mask(observation)
+        policy, value, after = self.network(observation, state, starts)
+        return (policy if mask is None else policy.masked(mask.flatten(0, 1))), value, after
