@@ -12,6 +12,7 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 #: Packages whose errors a person meets.
 PACKAGES = ("rl_modules", "datamodules", "recipes")
+TITLES = {"kl": "KL", "rlhf": "RLHF", "grpo": "GRPO", "linalg": "Linear algebra"}
 FIELDS = ("Run", "Expect", "Cost", "Source")
 
 
@@ -142,7 +143,7 @@ def functional_page() -> str:
     for path in sorted((ROOT / "rl_modules/functional").glob("*.py")):
         names = public(path)
         if names:
-            text += [f"## {path.stem.replace('_', ' ').capitalize()}", ""]
+            text += [f"## {TITLES.get(path.stem, path.stem.replace('_', ' ').capitalize())}", ""]
             text += [f"::: rl_modules.functional.{path.stem}.{name}" for name in names] + [""]
     return "\n".join(text)
 
