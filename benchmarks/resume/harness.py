@@ -61,6 +61,17 @@ def start(case: Case, folder: Path) -> int:
         os._exit(code)
 
 
+def import_all(case: Case, folder: Path) -> None:
+    """Trains once in this process, so that forked ones need not import what libraries import on first use."""
+    folder.mkdir()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        case.train(folder, Trace(folder / "trace.txt"))
+    finally:
+        os.chdir(before)
+
+
 def wait(pid: int, at_most_s: float | None = None) -> int | None:
     """Returns the exit code; None if the process still runs after ``at_most_s``."""
     end = None if at_most_s is None else time.monotonic() + at_most_s
@@ -146,6 +157,7 @@ def run(case: Case, result: Path, kills: int, kills_per_run: int = 5) -> None:
         folder = Path(name)
         torch.set_num_threads(1)
         case.prepare(folder)
+        import_all(case, folder / "imports")
         finish(case, folder / "first")
         length_s = finish(case, folder / "whole")
         trace_bytes = (folder / "whole" / "trace.txt").stat().st_size

@@ -51,10 +51,10 @@ class Lightning:
     version = L.__version__
     unit = "examples"
     quote = (
-        "Lightning automatically restores global step, epoch, optimizer states, etc. […] "
-        'trainer.fit(model, ckpt_path="some/path/to/my_checkpoint.ckpt")'
+        "Path/URL of the checkpoint from which training is resumed. Could also be one of two special keywords "
+        '"last" and "hpc".'
     )
-    link = "https://lightning.ai/docs/pytorch/stable/common/checkpointing_basic.html#resume-training-state"
+    link = "https://lightning.ai/docs/pytorch/stable/common/trainer.html#fit"
 
     def __init__(self, in_epoch: bool) -> None:
         self.every = {"every_n_train_steps": 6} if in_epoch else {"every_n_epochs": 1}

@@ -1,6 +1,7 @@
 """This project's algorithms: ``rl fit … --resume``, with every row that enters a ``training_step`` recorded."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,9 @@ class Ours:
     link = "resume.md"
 
     def __init__(self, case: str) -> None:
-        from importlib.metadata import version
-
-        self.case, self.version = case, version("lightning-rl-recipes")
+        self.case = case
+        # An editable installation keeps the version that it was made with; the file has the present one.
+        self.version = re.search(r'^version = "(.+)"', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
         self.name = f"this project, {case}"
 
     def prepare(self, folder: Path) -> None:

@@ -1,0 +1,51 @@
+# %% [markdown]
+# # Q-learning
+#
+# SARSA learns the value of what it does. Q-learning learns the value of what would be best, whatever it does:
+#
+# ```
+# Q(s, a) ← Q(s, a) + α [ r + γ (1 - terminated) max_a' Q(s', a') - Q(s, a) ]
+# ```
+#
+# The target is `functional.dqn_target`, which a later rung takes to networks unchanged.
+
+# %%
+import torch
+from helpers import fit, plot, show
+
+from datamodules import RolloutDataModule
+from datamodules.envs.model import transition_model
+from datamodules.envs.vector import make_env
+from recipes.grid_pictures import draw_values
+from rl_modules import SARSA, QLearning
+from rl_modules import functional as F
+
+print(F.dqn_target(torch.tensor([-1.0]), torch.tensor([False]), torch.tensor([[-7.0, -5.0]]), gamma=1.0))
+
+
+# %%
+def cliff():
+    """The same experience for both."""
+    return RolloutDataModule(
+        "CliffWalking-v1", env_kwargs={"max_episode_steps": 200}, n_envs=4, n_steps=4, rollouts_per_epoch=50,
+        total_timesteps=16000, eval_freq=1600,
+    )  # fmt: skip
+
+
+settings = {"gamma": 1.0, "learning_rate": 0.5, "exploration_initial_eps": 0.1, "exploration_final_eps": 0.1}
+agent = QLearning(**settings)
+curves = {"Q-learning": fit(agent, cliff()), "SARSA": fit(SARSA(**settings), cliff())}
+
+# %%
+plot(curves, "rollout/ep_rew_mean", "transitions", "return of training")
+
+# %%
+model = transition_model(make_env("CliffWalking-v1", {"max_episode_steps": 200}))
+show(draw_values(agent.q, model, ("Q-learning: along the edge",)))
+
+# %% [markdown]
+# Q-learning's greedy policy is the shortest path, along the edge. While it explores it falls off more often than SARSA
+# (Sutton & Barto 2018, example 6.6).
+
+# %%
+plot(curves, "eval/true_return", "transitions", "greedy policy, exact", model.optimal_return())

@@ -1,0 +1,57 @@
+# %% [markdown]
+# # RLHF
+#
+# The reward model takes the environment's place. A policy writes, the model scores, PPO improves the policy, and a price
+# on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al. 2022):
+#
+# ```
+# r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last token] score
+# ```
+#
+# `functional.rlhf_rewards`; advantages by `functional.gae`, the loss by `functional.ppo_clip_loss`.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import torch
+from helpers import fit, plot
+
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from rl_modules import SFT, RewardModel, RLHFPPO
+from rl_modules import functional as F
+
+mask = torch.tensor([[True, True, True]])
+log_prob, reference = torch.full((1, 3), -1.0), torch.full((1, 3), -1.5)
+print(F.rlhf_rewards(torch.tensor([2.0]), log_prob, reference, mask, beta=0.1))
+
+# %% [markdown]
+# Three stages of a few seconds each: demonstrations of walks in a hidden graph, a reward model of comparisons, PPO.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "num_key_value_heads": 2}  # fmt: skip
+sft = SFT(model_config=config, learning_rate=3e-3, warmup_steps=10, max_completion_length=16)
+fit(sft, InstructionDataModule("paths", batch_size=64, eval_steps=0), max_steps=150)
+sft.export(folder / "sft")
+judge = RewardModel(model_name_or_path=str(folder / "sft"), learning_rate=1e-3, warmup_steps=10)
+fit(judge, PreferenceDataModule("paths", batch_size=64, eval_steps=0), max_steps=150)
+judge.export(folder / "judge")
+
+# %%
+policy = RLHFPPO(
+    model_name_or_path=str(folder / "sft"), reward_model_name_or_path=str(folder / "judge"), learning_rate=3e-4,
+    beta=0.05, max_completion_length=16, logging_steps=2,
+)  # fmt: skip
+data = PromptDataModule("paths", batch_size=64, reward_funcs=[], eval_steps=0)
+curves = fit(policy, data, max_steps=60)
+
+# %%
+plot({"the reward model's score": curves}, "objective/scores", "optimizer steps", "score")
+
+# %%
+plot({"KL to the reference": curves}, "objective/kl", "optimizer steps", "nats per completion")
+
+# %% [markdown]
+# [The pipeline](../language/rlhf.md) does this at full length and compares with the true optimum.

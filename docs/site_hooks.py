@@ -1,0 +1,157 @@
+"""Builds what the site derives from the repository: pages of quoted source files, configs and errors."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
+#: Packages whose errors a person meets.
+PACKAGES = ("rl_modules", "datamodules", "recipes")
+TITLES = {"kl": "KL", "rlhf": "RLHF", "grpo": "GRPO", "linalg": "Linear algebra"}
+FIELDS = ("Run", "Expect", "Cost", "Source")
+
+
+def outside(page: str, link: str) -> Path | None:
+    """Returns the repository's file or folder that a page links to outside ``docs``; None for other links."""
+    target = (DOCS / page).parent.joinpath(link).resolve()
+    if target.is_relative_to(DOCS) or not target.is_relative_to(ROOT) or not target.exists():
+        return None
+    return target
+
+
+def source_page(target: Path) -> str:
+    """Returns the site's path of a page that shows a file or lists a folder."""
+    return f"source/{target.relative_to(ROOT).as_posix()}.md"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the generated pages."""
+    linked = {
+        target
+        for page in DOCS.rglob("*.md")
+        for match in LINK.finditer(page.read_text("utf-8"))
+        if (target := outside(page.relative_to(DOCS).as_posix(), match[2])) is not None
+    }
+    pages = {source_page(target): show(target) for target in linked}
+    pages["reference/configs.md"] = config_page()
+    pages["reference/errors.md"] = error_page()
+    pages["reference/functional.md"] = functional_page()
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
+    """Points links to files outside ``docs`` to their pages on the site."""
+    here = page.file.src_uri
+    up = "../" * here.count("/")
+
+    def replace(match: re.Match) -> str:
+        target = outside(here, match[2])
+        return match[0] if target is None else f"{match[1]}{up}{source_page(target)}{match[4]}"
+
+    return LINK.sub(replace, markdown)
+
+
+def show(target: Path) -> str:
+    """Returns a page with a file's text, or the names in a folder."""
+    name = target.relative_to(ROOT).as_posix()
+    head = f"---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n# `{name}`\n\n"
+    if target.is_dir():
+        names = sorted(path.name + "/" * path.is_dir() for path in target.iterdir() if path.name[0] not in "._")
+        return head + "\n".join(f"- `{entry}`" for entry in names)
+    language = {".py": "python", ".yaml": "yaml", ".md": "markdown", ".toml": "toml"}.get(target.suffix, "text")
+    return f"{head}`````{language}\n{target.read_text('utf-8')}\n`````\n"
+
+
+def header(path: Path) -> tuple[str, dict[str, str]]:
+    """Returns a config's description and the fields of its header."""
+    lines = [line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")]
+    fields: dict[str, str] = {}
+    name = None
+    for line in lines[1:]:
+        word, _, rest = line.partition(" ")
+        if word in FIELDS:
+            name, fields[word] = word, rest.strip()
+        elif name is not None:
+            fields[name] += " " + line.strip()
+    return lines[0], fields
+
+
+def config_page() -> str:
+    """Returns the table of all configs with what their headers say."""
+    text = ["# Configs", "", "What each config trains, what to expect of it and what that costs, as its header says. "
+            "`rl list` prints the names, `rl copy NAME FILE` copies one.", ""]  # fmt: skip
+    for folder in sorted((ROOT / "configs").iterdir()):
+        if not folder.is_dir() or not list(folder.glob("*.yaml")):
+            continue
+        text += [f"## {folder.name}", "", "| config | what | expect | cost | source |", "|---|---|---|---|---|"]
+        for path in sorted(folder.glob("*.yaml")):
+            what, fields = header(path)
+            cells = [f"`{folder.name}/{path.name}`", what.split(": ", 1)[-1],
+                     *(fields.get(field, "—") for field in FIELDS[1:])]  # fmt: skip
+            text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        text.append("")
+    return "\n".join(text)
+
+
+def message(node: ast.expr) -> str | None:
+    """Returns the text of an error's argument with its values in braces."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "{" + ast.unparse(part.value) + "}"
+            for part in node.values
+        )
+    return None
+
+
+def errors_of(path: Path) -> list[str]:
+    """Returns the messages of the UsageErrors that a module raises."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        is_error = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UsageError"
+        if is_error and node.args and (text := message(node.args[0])):
+            found.append(" ".join(text.split()))
+    return found
+
+
+def error_page() -> str:
+    """Returns the list of all errors that a person can cause."""
+    text = ["# Errors", "", "Every mistake that a person can make is a `UsageError` of one sentence: the argument, its "
+            "value, and the remedy. `rl` prints it after `error:` and exits with code 1. Values stand in braces here; "
+            "search this page for the words around them. Shapes that do not fit in `rl_modules.functional` are "
+            "`ValueError`s that name the argument.", ""]  # fmt: skip
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if found := errors_of(path):
+                text += [f"## {path.relative_to(ROOT).as_posix()}", ""]
+                text += [f"- `` {sentence} ``" for sentence in dict.fromkeys(found)] + [""]
+    return "\n".join(text)
+
+
+def functional_page() -> str:
+    """Returns the page of the functional core, one section per module."""
+    text = ["# Functions", "", "The equations as pure functions of tensors: `from rl_modules import functional as F`. "
+            "Losses return a scalar to minimise; a mask counts where it is 1 or true.", ""]  # fmt: skip
+    for path in sorted((ROOT / "rl_modules/functional").glob("*.py")):
+        names = public(path)
+        if names:
+            text += [f"## {TITLES.get(path.stem, path.stem.replace('_', ' ').capitalize())}", ""]
+            text += [f"::: rl_modules.functional.{path.stem}.{name}" for name in names] + [""]
+    return "\n".join(text)
+
+
+def public(path: Path) -> list[str]:
+    """Returns the functions of a module that ``rl_modules.functional`` exports."""
+    if path.stem.startswith("_"):
+        return []
+    exported = (ROOT / "rl_modules/functional/__init__.py").read_text("utf-8")
+    names = [node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if not name.startswith("_") and f'"{name}"' in exported]
