@@ -9,7 +9,7 @@ import torch
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import check_prompt_lengths, load_records
+from datamodules.language.sources import check_prompt_lengths, describe_dataset, load_records
 from datamodules.language.tasks import make_task
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
@@ -33,7 +33,7 @@ class LanguageDataModule(L.LightningDataModule):
         task_kwargs: the task's own settings.
         path: JSONL, parquet, arrow or csv file of training records.
         eval_path: JSONL, parquet, arrow or csv file of held-out records.
-        dataset: hub name, directory or file.
+        dataset: hub name, directory or file; in Python also a ``datasets.Dataset`` or ``DatasetDict``.
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
         eval_split: split to evaluate on, or a part of it.
@@ -106,6 +106,10 @@ class LanguageDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
+        #: The dataset that was given as an object; None: by name. A checkpoint holds a description of it.
+        self.dataset_object: Any = None
+        if dataset is not None and not isinstance(dataset, str):
+            self.dataset_object, self.hparams["dataset"] = dataset, describe_dataset(dataset)
         make_plain(self)
         hp: Any = self.hparams
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
@@ -152,7 +156,7 @@ class LanguageDataModule(L.LightningDataModule):
         records = load_records(
             task=self.task,
             path=hp.path if training else hp.eval_path if hp.path is not None else None,
-            dataset=hp.dataset,
+            dataset=hp.dataset if self.dataset_object is None else self.dataset_object,
             dataset_config=hp.dataset_config,
             dataset_split=hp.dataset_split if training else hp.eval_split,
             columns=hp.columns,

@@ -23,9 +23,9 @@ class InstructionDataModule(LanguageDataModule):
     """Prompts and completions to imitate, in an endless shuffled stream; one epoch is about one pass over the records.
 
     Records need ``prompt`` and ``completion``, or ``messages``: a conversation of one or several turns, of which the
-    assistant's count in the loss. The prompt of a conversation is what stands before its first assistant turn. An
-    optimizer step takes ``batch_size`` sequences per rank, however they are padded, packed, or divided into
-    micro-batches.
+    assistant's count in the loss. The prompt of a conversation is what stands before its first assistant turn. Records
+    of a ``text`` alone are learned whole; the prompt of their evaluation is the text's first word. An optimizer step
+    takes ``batch_size`` sequences per rank, however they are padded, packed, or divided into micro-batches.
 
     Args:
         task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
@@ -86,8 +86,11 @@ class InstructionDataModule(LanguageDataModule):
         for i, record in enumerate(records):
             if "conversation" in record:
                 records[i] = self._encode_conversation(record, i)
+            elif record.get("whole"):
+                ids = self.encoder.text(record["completion"])
+                records[i] = {**record, "text_ids": ids, "completion_mask": [True] * (len(ids) - 1)}
         self._check_ends(records)
-        shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "conversation" not in r]
+        shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "text_ids" not in r]
         for i, ids in zip(shown, self.encode_completions([records[i]["completion"] for i in shown]), strict=True):
             records[i]["completion_ids"] = ids
         limit = min(self.policy.max_length, self.max_length or self.policy.max_length)
@@ -107,7 +110,14 @@ class InstructionDataModule(LanguageDataModule):
         return [records[i] for i in kept]
 
     def reshape(self, row: Record, place: str) -> Record:
-        """A row with ``messages``, or with a list of messages as its completion, as a conversation with its prompt."""
+        """A row with ``messages``, or with a list of messages as its completion, as a conversation with its prompt.
+
+        A row with ``text`` and neither of them has the text's first word as its prompt.
+        """
+        text = row.get("text")
+        if isinstance(text, str) and text.strip() and all(row.get(k) is None for k in ("prompt", "messages")):
+            return {**row, "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0], "completion": text,
+                    "whole": True}  # fmt: skip
         return as_conversation(row, place)
 
     def _check_ends(self, records: list[Record]) -> None:

@@ -23,7 +23,7 @@ def load_records(
     task: str | Task | None = None,
     task_kwargs: dict[str, Any] | None = None,
     path: str | Path | None = None,
-    dataset: str | None = None,
+    dataset: Any = None,
     dataset_config: str | None = None,
     dataset_split: str | None = None,
     columns: dict[str, str] | None = None,
@@ -40,7 +40,7 @@ def load_records(
         task: a task, its name or its import path.
         task_kwargs: the task's settings.
         path: JSONL file, one object per line; or a parquet, arrow or csv file.
-        dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads.
+        dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads; or one of its objects.
         dataset_config: the hub dataset's configuration.
         dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
         columns: record's column → the source's column, or a template such as ``"{question} ->"``; None: by the same
@@ -77,7 +77,8 @@ def load_records(
         where, rows = str(path), read_path(path)
     else:
         assert dataset is not None
-        where, rows = f"dataset {dataset!r}", read_dataset(dataset, dataset_config, dataset_split)
+        where = f"dataset {dataset if isinstance(dataset, str) else describe_dataset(dataset)!r}"
+        rows = read_dataset(dataset, dataset_config, dataset_split)
     if not rows:
         raise UsageError(f"{where} is empty; at least one record is needed")
     if n is not None and n < len(rows):
@@ -142,11 +143,31 @@ def _lines(path: str | Path) -> Iterator[bytes]:
         raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file") from error
 
 
-def read_dataset(name: str, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+def describe_dataset(dataset: Any) -> str:
+    """A name for a dataset that was given as an object: its kind, rows and fingerprint, which tells changes.
+
+    Args:
+        dataset: a ``datasets.Dataset`` or ``DatasetDict``.
+
+    Raises:
+        UsageError: another object.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.Dataset):
+        return f"Dataset of {len(dataset)} rows, {dataset._fingerprint}"
+    if isinstance(dataset, datasets.DatasetDict):
+        return f"DatasetDict of {', '.join(f'{name}: {describe_dataset(part)}' for name, part in dataset.items())}"
+    raise UsageError(f"dataset is a {type(dataset).__name__}, where a hub name, a directory, a file, or a "
+                     "datasets.Dataset or DatasetDict should be")  # fmt: skip
+
+
+def read_dataset(name: Any, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
     """The rows of a dataset, each with its place, read by ``datasets``; no code of the dataset is run.
 
     Args:
-        name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json.
+        name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json; a
+            ``datasets.Dataset``, which is taken whole where no such split is asked of it, or a ``DatasetDict``.
         config: the hub dataset's configuration.
         split: a split or a part of it, ``train[:90%]``; None: the only one.
 
@@ -157,9 +178,12 @@ def read_dataset(name: str, config: str | None = None, split: str | None = None)
 
     base, start, stop = _parse_split(split)
     try:
-        found = _open_dataset(name, config)
+        found = _open_dataset(name, config) if isinstance(name, str) else name
     except Exception as error:  # `datasets` raises errors of many libraries
         raise UsageError(_unreadable(name, error)) from error
+    if not isinstance(name, str):
+        name = describe_dataset(name)
+        base = base if isinstance(found, datasets.DatasetDict) else None
     splits = dict(found) if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
     if base is None and len(splits) > 1:
         raise UsageError(f"dataset {name!r} has several splits; set dataset_split to one of {', '.join(splits)}")
@@ -248,6 +272,7 @@ def _record(
             raise UsageError(
                 f"{where}: there is no column {source!r}{did_you_mean(source, row)}, only {', '.join(row)}"
             )
+    _refuse_other_formats(record, place)
     if reshape is not None:
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
@@ -266,6 +291,17 @@ def _record(
     return record
 
 
+def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
+    """Refuse by name the dataset formats that nothing here learns from."""
+    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
+        raise UsageError(f"{place}: 'completions' with 'labels' is stepwise supervision of a process reward model, "
+                         "which nothing here learns from; give prompt, completion and label")  # fmt: skip
+    for name in ("image", "images"):
+        if row.get(name) is not None:
+            raise UsageError(f"{place}: {name!r} belongs to a vision dataset, and every algorithm here reads text "
+                             "alone; leave the column out")  # fmt: skip
+
+
 def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
     return _text(value, f"{place}: 'prompt'") if isinstance(value, str) else as_messages(value, f"{place}: 'prompt'")
 
@@ -282,6 +318,9 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
         raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content should be")
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     for i, message in enumerate(messages):
+        if isinstance(message.get("content"), list):
+            raise UsageError(f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
+                             "every algorithm here reads text alone")  # fmt: skip
         text = message.get("content", "" if message.get("tool_calls") else None)
         if not isinstance(message.get("role"), str) or not isinstance(text, str):
             raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content "
