@@ -17,6 +17,8 @@ from rl_modules.common.seeding import stream_seed
 
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
+#: Optimizer steps of an epoch of a stream, whose length is not known.
+STREAM_STEPS = 1000
 
 
 class InstructionDataModule(LanguageDataModule):
@@ -75,7 +77,10 @@ class InstructionDataModule(LanguageDataModule):
             if self.batch_size % self._n_micro:
                 raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="
                                  f"{self.batch_size}, the sequences of an optimizer step")  # fmt: skip
-            if self.sequences is None:
+            if self.hparams["streaming"] and self.group_by_length:
+                raise UsageError("group_by_length=true sorts all records by their lengths, which streaming=true does "
+                                 "not know; set one of them")  # fmt: skip
+            if self.sequences is None and self.stream is None:
                 self.sequences = self._as_sequences(self.train_records)
             self._position = 0
             self._bucket = (-1, [])
@@ -161,6 +166,8 @@ class InstructionDataModule(LanguageDataModule):
 
     @property
     def _steps_per_epoch(self) -> int:
+        if self.stream is not None:
+            return STREAM_STEPS
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))
 
     def _micro_batches(self) -> Iterator[Batch]:
@@ -182,19 +189,18 @@ class InstructionDataModule(LanguageDataModule):
             step, averaged over ranks, as their gradients will be; ``n_micro``; ``num_tokens``: all tokens of the step
             over all ranks, told once, with its last micro-batch.
         """
-        assert self.sequences is not None
         n_micro = self._n_micro
-        index = self._sequences_of(number)
-        index = index[self.sequences.total[index].argsort(stable=True)]
+        sequences, index = self._sequences_of(number)
+        index = index[sequences.total[index].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = index[self._rank :: self._world_size]
         # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
         parts = [own[i::n_micro] for i in range(n_micro)] if self._packs else list(own.tensor_split(n_micro))
-        step_tokens = int(self.sequences.counted[index].sum()) / self._world_size
-        num_tokens = int(self.sequences.total[index].sum())
+        step_tokens = int(sequences.counted[index].sum()) / self._world_size
+        num_tokens = int(sequences.total[index].sum())
         return [
             {
-                **self.sequences.batch(part, self._pad_id, self._packs),
+                **sequences.batch(part, self._pad_id, self._packs),
                 "step_tokens": step_tokens,
                 "n_micro": n_micro,
                 "num_tokens": num_tokens if i == n_micro - 1 else 0,
@@ -202,12 +208,15 @@ class InstructionDataModule(LanguageDataModule):
             for i, part in enumerate(parts)
         ]
 
-    def _sequences_of(self, number: int) -> Tensor:
+    def _sequences_of(self, number: int) -> tuple[Sequences, Tensor]:
         """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""
-        assert self.sequences is not None
         size = self.batch_size * self._world_size
+        if self.stream is not None:
+            records = [self.record(number * size + i) for i in range(size)]
+            return self._as_sequences(records), torch.arange(size)
+        assert self.sequences is not None
         if not self.group_by_length:
-            return torch.tensor([self.record_at(number * size + i) for i in range(size)])
+            return self.sequences, torch.tensor([self.record_at(number * size + i) for i in range(size)])
         # A bucket does not hold a record twice, where there are as many: the two would come in the same step.
         steps = min(BUCKET_STEPS, self._steps_per_epoch)
         bucket, offset = divmod(number, steps)
@@ -218,7 +227,7 @@ class InstructionDataModule(LanguageDataModule):
             generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "buckets", bucket))
             order = torch.randperm(steps, generator=generator)
             self._bucket = (bucket, list(index.view(steps, size)[order]))
-        return self._bucket[1][offset]
+        return self.sequences, self._bucket[1][offset]
 
     @property
     def _packs(self) -> bool:
