@@ -190,7 +190,7 @@ class InstructionDataModule(LanguageDataModule):
             over all ranks, told once, with its last micro-batch.
         """
         n_micro = self._n_micro
-        sequences, index = self._sequences_of(number)
+        sequences, index = self._drawn(number)
         index = index[sequences.total[index].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = index[self._rank :: self._world_size]
@@ -208,15 +208,21 @@ class InstructionDataModule(LanguageDataModule):
             for i, part in enumerate(parts)
         ]
 
-    def _sequences_of(self, number: int) -> tuple[Sequences, Tensor]:
-        """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""
+    def _drawn(self, number: int) -> tuple[Sequences, Tensor]:
+        """The sequences of optimizer step ``number`` over all ranks: all, and which of them are meant."""
+        if self.stream is None:
+            assert self.sequences is not None
+            return self.sequences, self._sequences_of(number)
         size = self.batch_size * self._world_size
-        if self.stream is not None:
-            records = [self.record(number * size + i) for i in range(size)]
-            return self._as_sequences(records), torch.arange(size)
+        records = [self.record(number * size + i) for i in range(size)]
+        return self._as_sequences(records), torch.arange(size)
+
+    def _sequences_of(self, number: int) -> Tensor:
+        """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""
         assert self.sequences is not None
+        size = self.batch_size * self._world_size
         if not self.group_by_length:
-            return self.sequences, torch.tensor([self.record_at(number * size + i) for i in range(size)])
+            return torch.tensor([self.record_at(number * size + i) for i in range(size)])
         # A bucket does not hold a record twice, where there are as many: the two would come in the same step.
         steps = min(BUCKET_STEPS, self._steps_per_epoch)
         bucket, offset = divmod(number, steps)
@@ -227,7 +233,7 @@ class InstructionDataModule(LanguageDataModule):
             generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "buckets", bucket))
             order = torch.randperm(steps, generator=generator)
             self._bucket = (bucket, list(index.view(steps, size)[order]))
-        return self.sequences, self._bucket[1][offset]
+        return self._bucket[1][offset]
 
     @property
     def _packs(self) -> bool:
