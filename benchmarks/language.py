@@ -2,12 +2,14 @@
 
     python -m benchmarks.language sft --data paths --pairs 5 --json sft.json
     python -m benchmarks.language reward_model --data paths --pairs 5 --json reward_model.json
+    python -m benchmarks.language dpo --data paths --pairs 5 --json dpo.json
 
 Sequences of an optimizer step are padded together or packed; what is counted are real tokens, prompts included and
 padding not, per second of training (model and data are ready when the clock starts). Logging every 10 steps on both
 sides, no evaluation, no checkpoints, no gradient checkpointing (which TRL has on by default). TRL's packing needs flash
 attention, so it is not among the contestants; its batches of similar length are, which change what is in a step. Of
-reward models, pairs per second are counted, of which a step has as many on both sides.
+reward models and DPO, pairs per second are counted, of which a step has as many on both sides; every pair is visited
+once, so that both sides run the reference as often.
 Ratios are taken within a round, and their median is reported.
 """
 
@@ -199,6 +201,57 @@ class RewardModelRound:
             return steps * BATCH / train(trainer)
 
 
+class DPORound:
+    """One policy and set of preferences, and the contestants on it; each returns pairs per second."""
+
+    def __init__(self, name: str, vocabulary: int | None) -> None:
+        from rl_modules import DPO
+
+        self.settings = {**PREFERENCES[name], "batch_size": BATCH}
+        self.model_config = {} if vocabulary is None else {"vocab_size": vocabulary}
+        module = DPO(model_config=self.model_config)
+        module.configure_model()
+        self.weights, self.tokenizer = module.model, module.tokenizer
+        self.contestants: dict[str, Callable[[int], float]] = {
+            "ours": lambda steps: self.ours(steps, packing=True),
+            "ours, not packed": lambda steps: self.ours(steps, packing=False),
+            "TRL": self.trl,
+        }
+
+    def ours(self, steps: int, packing: bool) -> float:
+        from datamodules import PreferenceDataModule
+        from rl_modules import DPO
+
+        module = DPO(model_config=self.model_config, learning_rate=1e-4)
+        module.configure_model()
+        for model in (module.model, module.reference):
+            model.load_state_dict(self.weights.state_dict())
+        return steps * BATCH / fit(module, PreferenceDataModule(packing=packing, **self.settings), steps)
+
+    def trl(self, steps: int) -> float:
+        from datasets import Dataset, disable_progress_bars
+        from trl import DPOConfig, DPOTrainer
+
+        from datamodules.language.sources import load_records
+
+        disable_progress_bars()
+        columns = ("prompt", "chosen", "rejected")
+        source = {key: value for key, value in self.settings.items() if key in ("task", "task_kwargs")}
+        records = load_records(**source, n=self.settings["n_train"], required=columns)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = DPOConfig(
+                output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=1e-4, use_cpu=True,
+                gradient_checkpointing=False, logging_steps=10, save_strategy="no", report_to="none", disable_tqdm=True,
+                dataloader_pin_memory=False, bf16=False,
+            )  # fmt: skip
+            trainer = DPOTrainer(
+                copy.deepcopy(self.weights), copy.deepcopy(self.weights), arguments,
+                train_dataset=Dataset.from_list([{name: record[name] for name in columns} for record in records]),
+                processing_class=self.tokenizer
+            )  # fmt: skip
+            return steps * BATCH / train(trainer)
+
+
 def measure(contestants: dict[str, Callable[[int], float]], pairs: int, steps: int) -> dict[str, Any]:
     """Alternate the contestants and compare them round by round."""
     for run in contestants.values():
@@ -246,6 +299,13 @@ def reward_model(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def dpo(arguments: argparse.Namespace) -> dict[str, Any]:
+    """DPO, pairs per second."""
+    contestants = DPORound(arguments.data, arguments.vocabulary).contestants
+    result = measure(contestants, arguments.pairs, arguments.steps)
+    return {"what": "DPO", "data": arguments.data, "batch": BATCH, "vocabulary": arguments.vocabulary, **result}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -258,6 +318,10 @@ def main() -> None:
     two.add_argument("--data", choices=[*PREFERENCES], default="paths")
     two.add_argument("--vocabulary", type=int, help="words of the model; default: the character tokenizer's 99")
     two.set_defaults(run=reward_model)
+    three = commands.add_parser("dpo", help=dpo.__doc__)
+    three.add_argument("--data", choices=[*PREFERENCES], default="paths")
+    three.add_argument("--vocabulary", type=int, help="words of the model; default: the character tokenizer's 99")
+    three.set_defaults(run=dpo)
     for command in commands.choices.values():
         command.add_argument("--pairs", type=int, default=5, help="rounds; the median is reported")
         command.add_argument("--steps", type=int, default=30, help="optimizer steps per run")

@@ -9,7 +9,8 @@ import torch
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import check_prompt_lengths, load_records
+from datamodules.language.sources import as_record, check_prompt_lengths, describe_dataset, load_records
+from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
@@ -33,7 +34,7 @@ class LanguageDataModule(L.LightningDataModule):
         task_kwargs: the task's own settings.
         path: JSONL, parquet, arrow or csv file of training records.
         eval_path: JSONL, parquet, arrow or csv file of held-out records.
-        dataset: hub name, directory or file.
+        dataset: hub name, directory or file; in Python also a ``datasets.Dataset`` or ``DatasetDict``.
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
         eval_split: split to evaluate on, or a part of it.
@@ -46,6 +47,9 @@ class LanguageDataModule(L.LightningDataModule):
         chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
             column of that name wins.
         overlong: what to do with prompts that the model can't take: ``error``, or ``drop`` with a printed count.
+        streaming: read training records as they are needed, so that they need not fit into memory: from a JSONL,
+            parquet, arrow or csv file, a hub dataset, or in Python an ``IterableDataset``. Held-out records are loaded.
+        streaming_buffer: records that are shuffled together while streaming; two such blocks are in memory.
         n_train: training records; None: all (10,000 of a task with more than 100,000 questions, or without an end).
         n_eval: held-out records per evaluation, over all ranks; 0: none.
         batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
@@ -89,6 +93,8 @@ class LanguageDataModule(L.LightningDataModule):
         chat_template: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         overlong: str = "error",
+        streaming: bool = False,
+        streaming_buffer: int = 10_000,
         n_train: int | None = None,
         n_eval: int = 256,
         batch_size: int = 64,
@@ -106,12 +112,21 @@ class LanguageDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
+        #: The dataset that was given as an object; None: by name. A checkpoint holds a description of it.
+        self.dataset_object: Any = None
+        if dataset is not None and not isinstance(dataset, str):
+            self.dataset_object, self.hparams["dataset"] = dataset, describe_dataset(dataset)
         make_plain(self)
         hp: Any = self.hparams
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
             raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
-        for name, least in (("batch_size", 1), ("eval_num_generations", 1), ("eval_batch_size", 1), ("n_eval", 0),
+        if streaming and (task is not None or n_train is not None):
+            name = "task" if task is not None else "n_train"
+            raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
+                             "can't go with it")  # fmt: skip
+        for name, least in (("batch_size", 1), ("streaming_buffer", 1), ("eval_num_generations", 1),
+                            ("eval_batch_size", 1), ("n_eval", 0),
                             ("eval_steps", 0), ("seed", 0), ("eval_temperature", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
@@ -127,6 +142,8 @@ class LanguageDataModule(L.LightningDataModule):
         self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
         self.rewards.trainer_state = TrainerState()
         self.train_records: list[Record] = []
+        #: The training records while streaming; ``train_records`` is then empty.
+        self.stream: RecordStream | None = None
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
         self._encoder: TextEncoder | None = None
@@ -135,13 +152,29 @@ class LanguageDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         hp: Any = self.hparams
-        if stage == "fit" and not self.train_records:
+        if stage == "fit" and hp.streaming:
+            self.stream = self.open_stream()
+        elif stage == "fit" and not self.train_records:
             self.train_records = self.load_split("train", hp.n_train)
         wants_eval = hp.n_eval and (stage != "fit" or hp.eval_steps)
         if wants_eval and not self.eval_records:
             self.eval_records = self.load_split("test", hp.n_eval)
         if stage == "fit":
             self._schedule_evaluation()
+
+    def open_stream(self) -> RecordStream:
+        """The training records, read as they are needed."""
+        hp: Any = self.hparams
+        rows = open_stream(hp.path, self.dataset_object or hp.dataset, hp.dataset_config, hp.dataset_split)
+
+        def encode(read: list[tuple[str, Record]]) -> list[Record]:
+            records = [as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape)
+                       for place, row in read]  # fmt: skip
+            encoded = self.encode(records) if records else []
+            self.encoder.report_unknown(self.source)
+            return encoded
+
+        return RecordStream(rows, encode, hp.streaming_buffer, self.seed, self.source)
 
     def load_split(self, split: str, n: int | None) -> list[Record]:
         """The ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""
@@ -152,7 +185,7 @@ class LanguageDataModule(L.LightningDataModule):
         records = load_records(
             task=self.task,
             path=hp.path if training else hp.eval_path if hp.path is not None else None,
-            dataset=hp.dataset,
+            dataset=hp.dataset if self.dataset_object is None else self.dataset_object,
             dataset_config=hp.dataset_config,
             dataset_split=hp.dataset_split if training else hp.eval_split,
             columns=hp.columns,
@@ -234,6 +267,10 @@ class LanguageDataModule(L.LightningDataModule):
             # Two passes may be in use at once, where a batch goes over the end of one.
             self._permutations = {k: v for k, v in self._permutations.items() if k == epoch - 1} | {epoch: order}
         return self._permutations[epoch][offset]
+
+    def record(self, position: int) -> Record:
+        """The training record at a position of the endless shuffled stream, the same on every rank."""
+        return self.train_records[self.record_at(position)] if self.stream is None else self.stream[position]
 
     @property
     def epochs_seen(self) -> float:

@@ -78,6 +78,10 @@ class TextEncoder:
             return []
         return [[*ids, self.tokenizer.eos_token_id] for ids in self._tokens(list(completions), False)]
 
+    def text(self, text: str) -> list[int]:
+        """Token ids of a whole text, with the tokenizer's own first token where it has one, and the EOS token."""
+        return [*self._tokens([text])[0], self.tokenizer.eos_token_id]
+
     def messages(self, prompt: str | Messages) -> Messages:
         """A prompt as the messages that the chat template gets, the system prompt included."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

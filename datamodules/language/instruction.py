@@ -17,15 +17,17 @@ from rl_modules.common.seeding import stream_seed
 
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
+#: Optimizer steps of an epoch of a stream, whose length is not known.
+STREAM_STEPS = 1000
 
 
 class InstructionDataModule(LanguageDataModule):
     """Prompts and completions to imitate, in an endless shuffled stream; one epoch is about one pass over the records.
 
     Records need ``prompt`` and ``completion``, or ``messages``: a conversation of one or several turns, of which the
-    assistant's count in the loss. The prompt of a conversation is what stands before its first assistant turn. An
-    optimizer step takes ``batch_size`` sequences per rank, however they are padded, packed, or divided into
-    micro-batches.
+    assistant's count in the loss. The prompt of a conversation is what stands before its first assistant turn. Records
+    of a ``text`` alone are learned whole; the prompt of their evaluation is the text's first word. An optimizer step
+    takes ``batch_size`` sequences per rank, however they are padded, packed, or divided into micro-batches.
 
     Args:
         task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
@@ -75,7 +77,10 @@ class InstructionDataModule(LanguageDataModule):
             if self.batch_size % self._n_micro:
                 raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="
                                  f"{self.batch_size}, the sequences of an optimizer step")  # fmt: skip
-            if self.sequences is None:
+            if self.hparams["streaming"] and self.group_by_length:
+                raise UsageError("group_by_length=true sorts all records by their lengths, which streaming=true does "
+                                 "not know; set one of them")  # fmt: skip
+            if self.sequences is None and self.stream is None:
                 self.sequences = self._as_sequences(self.train_records)
             self._position = 0
             self._bucket = (-1, [])
@@ -86,8 +91,11 @@ class InstructionDataModule(LanguageDataModule):
         for i, record in enumerate(records):
             if "conversation" in record:
                 records[i] = self._encode_conversation(record, i)
+            elif record.get("whole"):
+                ids = self.encoder.text(record["completion"])
+                records[i] = {**record, "text_ids": ids, "completion_mask": [True] * (len(ids) - 1)}
         self._check_ends(records)
-        shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "conversation" not in r]
+        shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "text_ids" not in r]
         for i, ids in zip(shown, self.encode_completions([records[i]["completion"] for i in shown]), strict=True):
             records[i]["completion_ids"] = ids
         limit = min(self.policy.max_length, self.max_length or self.policy.max_length)
@@ -107,7 +115,14 @@ class InstructionDataModule(LanguageDataModule):
         return [records[i] for i in kept]
 
     def reshape(self, row: Record, place: str) -> Record:
-        """A row with ``messages``, or with a list of messages as its completion, as a conversation with its prompt."""
+        """A row with ``messages``, or with a list of messages as its completion, as a conversation with its prompt.
+
+        A row with ``text`` and neither of them has the text's first word as its prompt.
+        """
+        text = row.get("text")
+        if isinstance(text, str) and text.strip() and all(row.get(k) is None for k in ("prompt", "messages")):
+            return {**row, "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0], "completion": text,
+                    "whole": True}  # fmt: skip
         return as_conversation(row, place)
 
     def _check_ends(self, records: list[Record]) -> None:
@@ -151,6 +166,8 @@ class InstructionDataModule(LanguageDataModule):
 
     @property
     def _steps_per_epoch(self) -> int:
+        if self.stream is not None:
+            return STREAM_STEPS
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))
 
     def _micro_batches(self) -> Iterator[Batch]:
@@ -172,25 +189,33 @@ class InstructionDataModule(LanguageDataModule):
             step, averaged over ranks, as their gradients will be; ``n_micro``; ``num_tokens``: all tokens of the step
             over all ranks, told once, with its last micro-batch.
         """
-        assert self.sequences is not None
         n_micro = self._n_micro
-        index = self._sequences_of(number)
-        index = index[self.sequences.total[index].argsort(stable=True)]
+        sequences, index = self._drawn(number)
+        index = index[sequences.total[index].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = index[self._rank :: self._world_size]
         # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
         parts = [own[i::n_micro] for i in range(n_micro)] if self._packs else list(own.tensor_split(n_micro))
-        step_tokens = int(self.sequences.counted[index].sum()) / self._world_size
-        num_tokens = int(self.sequences.total[index].sum())
+        step_tokens = int(sequences.counted[index].sum()) / self._world_size
+        num_tokens = int(sequences.total[index].sum())
         return [
             {
-                **self.sequences.batch(part, self._pad_id, self._packs),
+                **sequences.batch(part, self._pad_id, self._packs),
                 "step_tokens": step_tokens,
                 "n_micro": n_micro,
                 "num_tokens": num_tokens if i == n_micro - 1 else 0,
             }
             for i, part in enumerate(parts)
         ]
+
+    def _drawn(self, number: int) -> tuple[Sequences, Tensor]:
+        """The sequences of optimizer step ``number`` over all ranks: all, and which of them are meant."""
+        if self.stream is None:
+            assert self.sequences is not None
+            return self.sequences, self._sequences_of(number)
+        size = self.batch_size * self._world_size
+        records = [self.record(number * size + i) for i in range(size)]
+        return self._as_sequences(records), torch.arange(size)
 
     def _sequences_of(self, number: int) -> Tensor:
         """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""

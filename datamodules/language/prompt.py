@@ -105,7 +105,7 @@ class PromptDataModule(LanguageDataModule):
 
     @property
     def epochs_seen(self) -> float:
-        return self.drawn / max(1, len(self.train_records))
+        return self.drawn / max(1, len(self.train_records if self.stream is None else self.stream))
 
     # ---------------------------------------------------------------- training batches
 
@@ -175,6 +175,9 @@ class PromptDataModule(LanguageDataModule):
     def _load_demonstrations(self) -> Demonstrations:
         """Those of ``ptx_path``, or those that the prompts' records bring along."""
         records = self.train_records
+        if self.ptx_path is None and self.hparams["streaming"]:
+            raise UsageError(f"ptx_batch_size={self.ptx_batch_size} needs a ptx_path, for streaming=true loads no "
+                             "demonstrations with the prompts")  # fmt: skip
         if self.ptx_path is not None:
             records = load_records(path=self.ptx_path, required=("prompt", "completion"))
         missing = next((i for i, record in enumerate(records) if record.get("completion") is None), None)
@@ -251,7 +254,7 @@ class PromptDataModule(LanguageDataModule):
         module, n_each = self.policy, self.num_generations
         first = self.drawn + self._rank * n_prompts
         self.drawn += n_prompts * self._world_size
-        records: list[Record] = [self.train_records[self.record_at(first + i)] for i in range(n_prompts)]
+        records: list[Record] = [self.record(first + i) for i in range(n_prompts)]
         seeds = [stream_seed(self.seed, 0, "sample", (first + i) * n_each + j)
                  for i in range(n_prompts) for j in range(n_each)]  # fmt: skip
         written = module.act([record["prompt_ids"] for record in records], seeds, n_each)

@@ -23,7 +23,7 @@ def load_records(
     task: str | Task | None = None,
     task_kwargs: dict[str, Any] | None = None,
     path: str | Path | None = None,
-    dataset: str | None = None,
+    dataset: Any = None,
     dataset_config: str | None = None,
     dataset_split: str | None = None,
     columns: dict[str, str] | None = None,
@@ -40,7 +40,7 @@ def load_records(
         task: a task, its name or its import path.
         task_kwargs: the task's settings.
         path: JSONL file, one object per line; or a parquet, arrow or csv file.
-        dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads.
+        dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads; or one of its objects.
         dataset_config: the hub dataset's configuration.
         dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
         columns: record's column → the source's column, or a template such as ``"{question} ->"``; None: by the same
@@ -77,13 +77,14 @@ def load_records(
         where, rows = str(path), read_path(path)
     else:
         assert dataset is not None
-        where, rows = f"dataset {dataset!r}", read_dataset(dataset, dataset_config, dataset_split)
+        where = f"dataset {dataset if isinstance(dataset, str) else describe_dataset(dataset)!r}"
+        rows = read_dataset(dataset, dataset_config, dataset_split)
     if not rows:
         raise UsageError(f"{where} is empty; at least one record is needed")
     if n is not None and n < len(rows):
         chosen = random.Random(stream_seed(seed, 0, "records")).sample(range(len(rows)), n)
         rows = [rows[i] for i in sorted(chosen)]
-    return [_record(row, place, columns, answer_after, required, reshape) for place, row in rows]
+    return [as_record(row, place, columns, answer_after, required, reshape) for place, row in rows]
 
 
 # -------------------------------------------------------------------- reading
@@ -95,12 +96,12 @@ def read_path(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
     Raises:
         UsageError: see :func:`read_jsonl` and :func:`read_dataset`.
     """
-    if Path(path).is_file() and _is_table(Path(path)):
+    if Path(path).is_file() and is_table(Path(path)):
         return [(f"{path}, row {i}", row) for i, (_, row) in enumerate(read_dataset(str(path)))]
     return list(read_jsonl(path))
 
 
-def _is_table(path: Path) -> bool:
+def is_table(path: Path) -> bool:
     """Whether a file is parquet (by its first bytes: names vary), arrow or csv."""
     if path.suffix in (".csv", ".arrow", ".parquet"):
         return True
@@ -142,11 +143,35 @@ def _lines(path: str | Path) -> Iterator[bytes]:
         raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file") from error
 
 
-def read_dataset(name: str, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+def describe_dataset(dataset: Any) -> str:
+    """A name for a dataset that was given as an object: its kind, rows and fingerprint, which tells changes.
+
+    Args:
+        dataset: a ``datasets.Dataset`` or ``DatasetDict``, or their iterable kinds, which are streamed.
+
+    Raises:
+        UsageError: another object.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.Dataset):
+        return f"Dataset of {len(dataset)} rows, {dataset._fingerprint}"
+    if isinstance(dataset, datasets.IterableDataset):
+        return f"IterableDataset {dataset.info.dataset_name or ''}".strip()
+    if isinstance(dataset, datasets.IterableDatasetDict):
+        return f"IterableDatasetDict of {', '.join(dataset)}"
+    if isinstance(dataset, datasets.DatasetDict):
+        return f"DatasetDict of {', '.join(f'{name}: {describe_dataset(part)}' for name, part in dataset.items())}"
+    raise UsageError(f"dataset is a {type(dataset).__name__}, where a hub name, a directory, a file, or a "
+                     "datasets.Dataset or DatasetDict should be")  # fmt: skip
+
+
+def read_dataset(name: Any, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
     """The rows of a dataset, each with its place, read by ``datasets``; no code of the dataset is run.
 
     Args:
-        name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json.
+        name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json; a
+            ``datasets.Dataset``, which is taken whole where no such split is asked of it, or a ``DatasetDict``.
         config: the hub dataset's configuration.
         split: a split or a part of it, ``train[:90%]``; None: the only one.
 
@@ -155,11 +180,16 @@ def read_dataset(name: str, config: str | None = None, split: str | None = None)
     """
     import datasets
 
-    base, start, stop = _parse_split(split)
+    base, start, stop = parse_split(split)
     try:
-        found = _open_dataset(name, config)
+        found = open_dataset(name, config) if isinstance(name, str) else name
     except Exception as error:  # `datasets` raises errors of many libraries
-        raise UsageError(_unreadable(name, error)) from error
+        raise UsageError(unreadable(name, error)) from error
+    if isinstance(found, datasets.IterableDataset | datasets.IterableDatasetDict):
+        raise UsageError("an IterableDataset is read as it goes; set streaming=true, or give a Dataset")
+    if not isinstance(name, str):
+        name = describe_dataset(name)
+        base = base if isinstance(found, datasets.DatasetDict) else None
     splits = dict(found) if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
     if base is None and len(splits) > 1:
         raise UsageError(f"dataset {name!r} has several splits; set dataset_split to one of {', '.join(splits)}")
@@ -172,21 +202,28 @@ def read_dataset(name: str, config: str | None = None, split: str | None = None)
     listed: list[tuple[str, dict[str, Any]]] = []
     try:
         for row in rows:
-            row = {key: _without_nulls(value) for key, value in row.items()}
+            row = {key: without_nulls(value) for key, value in row.items()}
             listed.append((f"dataset {name!r}, row {len(listed)}", row))
     except UnicodeDecodeError as error:
         raise UsageError(f"dataset {name!r}, row {len(listed)}: text that is not UTF-8 ({error.reason})") from error
     return listed
 
 
-def _without_nulls(value: Any) -> Any:
-    # A table gives every message the keys of all others: what one lacks is None there.
+def without_nulls(value: Any) -> Any:
+    """A value of a table without its nulls: a table gives every message the keys of all others."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _open_dataset(name: str, config: str | None) -> Any:
+def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
+    """What ``datasets`` makes of a hub name, a directory of ``save_to_disk``, or a file.
+
+    Args:
+        name: of the dataset.
+        config: the hub dataset's configuration.
+        streaming: read rows as they are needed.
+    """
     import datasets
 
     path = Path(name)
@@ -194,14 +231,15 @@ def _open_dataset(name: str, config: str | None) -> Any:
         return datasets.load_from_disk(name)
     if path.is_file():
         kinds = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
-        kind = kinds.get(path.suffix) or ("parquet" if _is_table(path) else None)
+        kind = kinds.get(path.suffix) or ("parquet" if is_table(path) else None)
         if kind is None:
             raise ValueError(f"a file ending in {path.suffix!r}, not in one of {', '.join(kinds)}")
-        return datasets.load_dataset(kind, data_files=name)
-    return datasets.load_dataset(name, config)
+        return datasets.load_dataset(kind, data_files=name, streaming=streaming)
+    return datasets.load_dataset(name, config, streaming=streaming)
 
 
-def _unreadable(name: str, error: Exception) -> str:
+def unreadable(name: str, error: Exception) -> str:
+    """Why a dataset can't be read, in a sentence."""
     # The cause says more than "An error occurred while generating the dataset".
     cause = error if error.__cause__ is None or not str(error.__cause__).strip() else error.__cause__
     reason = " ".join(str(cause).split())[:300].rstrip(".") or type(cause).__name__
@@ -211,7 +249,8 @@ def _unreadable(name: str, error: Exception) -> str:
             "save_to_disk, and give that directory instead of the hub name")  # fmt: skip
 
 
-def _parse_split(split: str | None) -> tuple[str | None, str | None, str | None]:
+def parse_split(split: str | None) -> tuple[str | None, str | None, str | None]:
+    """A split's name, and the beginning and end of the part of it, where one is named."""
     if split is None:
         return None, None, None
     match = _SLICE.fullmatch(split)
@@ -229,7 +268,7 @@ def _position(text: str | None, length: int) -> int | None:
 # -------------------------------------------------------------------- one record
 
 
-def _record(
+def as_record(
     row: dict[str, Any],
     place: str,
     columns: dict[str, str] | None,
@@ -237,6 +276,11 @@ def _record(
     required: Sequence[str],
     reshape: Callable[[Record, str], Record] | None,
 ) -> Record:
+    """A row of a file or dataset as a record, checked; see :func:`load_records` for the arguments.
+
+    Raises:
+        UsageError: a column or value that can't be used; names the place.
+    """
     record = dict(row)
     for target, source in (columns or {}).items():
         where = f"{place}: columns.{target}={source!r}"
@@ -248,6 +292,7 @@ def _record(
             raise UsageError(
                 f"{where}: there is no column {source!r}{did_you_mean(source, row)}, only {', '.join(row)}"
             )
+    _refuse_other_formats(record, place)
     if reshape is not None:
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
@@ -266,6 +311,17 @@ def _record(
     return record
 
 
+def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
+    """Refuse by name the dataset formats that nothing here learns from."""
+    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
+        raise UsageError(f"{place}: 'completions' with 'labels' is stepwise supervision of a process reward model, "
+                         "which nothing here learns from; give prompt, completion and label")  # fmt: skip
+    for name in ("image", "images"):
+        if row.get(name) is not None:
+            raise UsageError(f"{place}: {name!r} belongs to a vision dataset, and every algorithm here reads text "
+                             "alone; leave the column out")  # fmt: skip
+
+
 def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
     return _text(value, f"{place}: 'prompt'") if isinstance(value, str) else as_messages(value, f"{place}: 'prompt'")
 
@@ -282,6 +338,9 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
         raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content should be")
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     for i, message in enumerate(messages):
+        if isinstance(message.get("content"), list):
+            raise UsageError(f"{what}: message {i} has a list of parts as its content, as vision datasets have it; "
+                             "every algorithm here reads text alone")  # fmt: skip
         text = message.get("content", "" if message.get("tool_calls") else None)
         if not isinstance(message.get("role"), str) or not isinstance(text, str):
             raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content "

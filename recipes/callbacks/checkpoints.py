@@ -21,6 +21,7 @@ from recipes.callbacks.rank_agreement import RankAgreement
 from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
 from rl_modules.common.errors import UsageError
+from rl_modules.loggers import adapters
 
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
 FIRST_AFTER_S = 4.0
@@ -241,6 +242,7 @@ class Checkpoints(ModelCheckpoint):
             **super().state_dict(),
             "settings": self._settings,
             "curves": curves.lengths(self._trainer),
+            "loggers": [adapter.position() for adapter in adapters(self._trainer)],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.cli import resume
 from rl_modules.common.errors import UsageError
+from rl_modules.loggers import adapters
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
 LOGS = "logs"
@@ -103,6 +104,10 @@ def _run_folder(config: Any) -> Path | None:
     if not hasattr(logger, "init_args"):
         return parent
     version = logger.init_args.get("version")
+    if logger.class_path.endswith("WandbLogger") and version is None:
+        named = logger.init_args.get("id")
+        runs = sorted(parent.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime)
+        return parent / named if named else runs[-1].parent if runs else None
     if version is None:
         return resume.newest_run(parent)
     return parent / (version if isinstance(version, str) else f"version_{version}")
@@ -113,9 +118,11 @@ def _parent_folder(config: Any) -> Path:
     if logger in (False, None):
         return Path(config["trainer"]["default_root_dir"] or ".")
     settings = getattr(logger, "init_args", None)
-    if settings is None or not logger.class_path.endswith("TensorBoardLogger"):
-        raise UsageError("the newest run is found by the folders of TensorBoardLogger; with another logger give "
-                         "--ckpt_path PATH")  # fmt: skip
+    if settings is not None and logger.class_path.endswith("WandbLogger"):
+        return Path(settings.save_dir or ".") / (settings.project or "lightning_logs")
+    if settings is None or not logger.class_path.endswith(("TensorBoardLogger", "CSVLogger")):
+        raise UsageError("the newest run is found by the folders of TensorBoardLogger, CSVLogger and WandbLogger; with "
+                         "another logger give --ckpt_path PATH")  # fmt: skip
     return Path(settings.save_dir) / (settings.name or "")
 
 
@@ -138,6 +145,11 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
         if isinstance(callback, Checkpoints):
             callback.last_path = run.checkpoint
     states = (checkpoint or {}).get("callbacks", {})
+    written = states.get("Checkpoints", {})
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-            curves.cut(Path(logger.log_dir), states.get("Checkpoints", {}).get("curves", {}))
+            curves.cut(Path(logger.log_dir), written.get("curves", {}))
+    own = adapters(trainer)
+    positions = written.get("loggers", [])
+    for adapter, position in zip(own, positions if len(positions) == len(own) else [{}] * len(own), strict=True):
+        adapter.cut(position)

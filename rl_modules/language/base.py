@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
@@ -45,8 +44,8 @@ from rl_modules.language.sharding import (
     whole,
     whole_tensors,
 )
-from rl_modules.language.tables import markdown_table
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.loggers import adapters
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -681,10 +680,9 @@ class LanguagePolicy(LanguageModule):
             self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
-        """Show texts in TensorBoard, over the optimizer step."""
-        for logger in self.trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text(name, markdown_table(columns, rows), self.trainer.global_step)
+        """Show texts and numbers in every logger that can, over the optimizer step."""
+        for adapter in adapters(self.trainer):
+            adapter.write_table(name, columns, rows, self.trainer.global_step)
 
 
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from rl_modules import functional as F
@@ -13,6 +12,7 @@ from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
+from rl_modules.loggers import adapters
 
 _CHOICES = {
     "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
@@ -451,9 +451,8 @@ class GRPO(JudgedPolicy):
         columns = {"prompt": rollout["prompts"], "completion": rollout["texts"]}
         columns |= {name: column.tolist() for name, column in scores} | {"advantage": advantage.tolist()}
         self.write_table("completions", columns)
-        for logger in self.trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_histogram("completions/length", length, self.trainer.global_step)
+        for adapter in adapters(self.trainer):
+            adapter.write_histogram("completions/length", length, self.trainer.global_step)
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:

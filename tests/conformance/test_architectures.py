@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
+from rl_modules import DPO, GRPO, KTO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.self_check import require_left_to_right
 from tests.conformance import architectures
@@ -125,6 +125,37 @@ def test_two_steps_of_rlhf_with_ppo(name, tmp_path):
     module = RLHFPPO(model_config=ARCHITECTURES[name], reward_model_name_or_path=str(tmp_path / "judge"),
                      max_completion_length=12, completions_steps=0, **STEPS)  # fmt: skip
     data = PromptDataModule(path=shown(tmp_path), batch_size=8, num_generations=1, eval_steps=0, n_eval=0)
+    assert moved(module, lambda: fit(module, data, max_steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_two_steps_of_ppo_with_a_verifier_whose_value_model_starts_from_the_policy(name, tmp_path):
+    headless = name in NO_REWARD_MODEL
+    data = PromptDataModule(path=shown(tmp_path), batch_size=8, num_generations=1, eval_steps=0, n_eval=0,
+                            reward_funcs=["tests.conformance.test_architectures:letters"])  # fmt: skip
+    settings = {"model_config": ARCHITECTURES[name], "max_completion_length": 12, "completions_steps": 0, **STEPS}
+    if headless:
+        with pytest.raises(UsageError, match="transformers has no sequence classification for"):
+            RLHFPPO(**settings).configure_model()
+    module = RLHFPPO(value_head_on_policy=headless, **settings)
+    module.configure_model()
+    if not headless:
+        tokens = torch.tensor([[5, 6, 7, 8, 9]])
+        states = [model.eval().base_model(input_ids=tokens).last_hidden_state
+                  for model in (module.model, module.value_model)]  # fmt: skip
+        torch.testing.assert_close(states[0], states[1], atol=TOLERANCE, rtol=0)
+        _, value, _ = module.policy_and_value(tokens, torch.tensor([2]), torch.tensor([3]))
+        assert torch.equal(value, torch.zeros(1, 3))
+    assert moved(module, lambda: fit(module, data, max_steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [DPO, KTO])
+@pytest.mark.parametrize("name", RIGHT)
+def test_two_steps_on_preferences(name, cls):
+    module = cls(model_config=ARCHITECTURES[name], **STEPS)
+    data = PreferenceDataModule("paths", batch_size=8, n_train=32, n_eval=0)
     assert moved(module, lambda: fit(module, data, max_steps=2))
 
 

@@ -4,10 +4,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from datamodules import PromptDataModule
 from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.rlhf_ppo import RLHFPPO
-from tests.rl_modules.language.test_rlhf_ppo import Curves, folders, make, weights  # noqa: F401
+from tests.rl_modules.language.test_rlhf_ppo import (
+    TINY,
+    Curves,
+    distribution,
+    every_completion,
+    folders,  # noqa: F401
+    letters,
+    make,  # noqa: F401
+    weights,
+)
 from tests.training import assert_equal_checkpoints, fit
 
 LORA = {"r": 2, "target_modules": "all-linear"}
@@ -183,3 +193,33 @@ def test_weights_must_fit_the_rewards(make):  # noqa: F811
     module, data = verified(make, reward_weights=[1.0])
     with pytest.raises(UsageError, match=r"reward_weights=\[1.0\] are 1 numbers for 2 rewards"):
         fit(module, data, max_steps=1)
+
+
+SCORES = {"a": 1.0, "b": -0.5}
+
+
+def value_of_letter(prompts, completions, **columns):
+    return [SCORES.get(text, 0.0) for text in completions]
+
+
+@pytest.mark.slow
+def test_a_verifier_alone_leads_to_the_optimum_under_the_price_of_kl(tmp_path):
+    """π* ∝ π_ref exp(r/β), with a value model that starts from the policy."""
+    tokenizer = letters("ab")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "prompt.jsonl").write_text('{"prompt": "a"}\n' * 997)
+    module = RLHFPPO(
+        tokenizer_name_or_path=str(tmp_path / "tokenizer"), model_config={**TINY, "initializer_range": 0.5}, beta=0.3,
+        max_completion_length=1, whiten_advantages=False, cliprange_value=None, vf_coef=0.5, learning_rate=1e-2,
+        local_rollout_forward_batch_size=2048,
+    )  # fmt: skip
+    data = PromptDataModule(path=str(tmp_path / "prompt.jsonl"), num_generations=1, batch_size=512, num_iterations=2,
+                            n_eval=0, reward_funcs=[f"{__name__}:value_of_letter"])  # fmt: skip
+    fit(module, data, max_steps=100)
+    completions = every_completion(5, 1)
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    prompt, reward = tokenizer("a").input_ids, torch.tensor(value_of_letter(None, texts))
+    start, learned = (distribution(model, prompt, completions, 1.0) for model in (module.reference, module.model))
+    optimum = (start.log() + reward / 0.3).softmax(-1)
+    assert 0.5 * (start - optimum).abs().sum() > 0.2
+    assert 0.5 * (learned - optimum).abs().sum() <= 0.05

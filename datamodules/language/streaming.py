@@ -1,0 +1,134 @@
+"""Records that are read as they are needed, from sources that need not fit into memory."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datamodules.language.sources import is_table, parse_split, read_jsonl, unreadable, without_nulls
+from datamodules.language.tasks.base import Record
+from rl_modules.common.errors import UsageError
+from rl_modules.common.seeding import stream_seed
+
+#: A source's rows from the one of a given number on, each with its place.
+Rows = Callable[[int], Iterator[tuple[str, Record]]]
+
+
+class RecordStream:
+    """The records of a source, pass after pass without end, shuffled in blocks.
+
+    Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. What
+    stands at a position therefore depends on the seed and the source only: a resumed run opens the source at its block.
+    Two blocks are in memory at a time. Where ``encode`` leaves out records of a block, others of it take their places.
+
+    Args:
+        rows: opens the source at a row.
+        encode: turns rows into records with token ids; may leave some out.
+        buffer_size: n, records of a block.
+        seed: of the order.
+        name: of the source, for messages.
+
+    Raises:
+        UsageError: the source is empty, or a block has no record that can be used.
+    """
+
+    def __init__(
+        self, rows: Rows, encode: Callable[[list[tuple[str, Record]]], list[Record]], buffer_size: int, seed: int,
+        name: str,
+    ) -> None:  # fmt: skip
+        self._rows, self._encode, self._size, self._seed, self._name = rows, encode, buffer_size, seed, name
+        self._blocks: dict[int, list[Record]] = {}
+        self._reader: Iterator[tuple[str, Record]] | None = None
+        self._read = 0  # rows of the endless stream that the reader is past
+        #: Rows of the source; None until its end was seen.
+        self.length: int | None = None
+
+    def __len__(self) -> int:
+        """Rows of the source as far as they are known, at least 1."""
+        return max(1, self._read if self.length is None else self.length)
+
+    def __getitem__(self, position: int) -> Record:
+        """The record at a position of the endless stream."""
+        number, offset = divmod(position, self._size)
+        if number not in self._blocks:
+            self._blocks = {k: block for k, block in self._blocks.items() if k == number - 1}
+            self._blocks[number] = self._block(number)
+        block = self._blocks[number]
+        return block[offset % len(block)]
+
+    def _block(self, number: int) -> list[Record]:
+        records = self._encode(list(islice(self._from(number * self._size), self._size)))
+        if not records:
+            raise UsageError(f"{self._name}: none of {self._size} records of block {number} can be used; see overlong")
+        generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", number))
+        return [records[i] for i in torch.randperm(len(records), generator=generator).tolist()]
+
+    def _from(self, row: int) -> Iterator[tuple[str, Record]]:
+        """The endless stream from a row on."""
+        if self._reader is None or row != self._read:
+            self._read, self._reader = row, self._endless(row)
+        for found in self._reader:
+            self._read += 1
+            yield found
+
+    def _endless(self, row: int) -> Iterator[tuple[str, Record]]:
+        start = row if self.length is None else row % self.length
+        while True:
+            count = start
+            for found in self._rows(start):
+                count += 1
+                yield found
+            if count == start and start:
+                # The source ended before this row: count its rows, and begin at the row that it stands for.
+                self.length = sum(1 for _ in self._rows(0))
+            elif count:
+                self.length = count
+            if not self.length:
+                raise UsageError(f"{self._name} is empty; at least one record is needed")
+            start = row % self.length if count == start and start else 0
+
+
+def open_stream(path: str | None, dataset: Any, dataset_config: str | None, split: str | None) -> Rows:
+    """How the rows of one source are read from a given one on, without loading it whole.
+
+    Args:
+        path: JSONL, parquet, arrow or csv file.
+        dataset: hub name, directory or file; a ``datasets`` object, an ``IterableDataset`` among them.
+        dataset_config: the hub dataset's configuration.
+        split: the dataset's split; parts of one can't be streamed.
+
+    Raises:
+        UsageError: a part of a split, or a source that can't be opened.
+    """
+    if path is not None and not (Path(path).is_file() and is_table(Path(path))):
+        return lambda start: islice(read_jsonl(path), start, None)
+    base, *part = parse_split(split)
+    if any(part):
+        raise UsageError(f"dataset_split={split!r} names a part of a split, which can't be streamed; give {base!r}, or "
+                         "streaming=false")  # fmt: skip
+    name = str(path or dataset)
+    table = _open(path or dataset, dataset_config, base, name)
+
+    def rows(start: int) -> Iterator[tuple[str, Record]]:
+        for i, row in enumerate(table.skip(start), start):
+            yield f"{name}, row {i}", {key: without_nulls(value) for key, value in row.items()}
+
+    return rows
+
+
+def _open(source: Any, config: str | None, split: str | None, name: str) -> Any:
+    import datasets
+
+    from datamodules.language.sources import open_dataset
+
+    try:
+        found = open_dataset(source, config, streaming=True) if isinstance(source, str) else source
+    except Exception as error:  # `datasets` raises errors of many libraries
+        raise UsageError(unreadable(name, error)) from error
+    if not isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
+        return found
+    if split not in found and len(found) > 1:
+        raise UsageError(f"dataset {name!r} has no split {split!r}; it has {', '.join(found)}")
+    return found[split] if split in found else next(iter(found.values()))

@@ -1,0 +1,190 @@
+"""Tables, histograms and resumed curves in each of Lightning's loggers: one adapter per logger.
+
+Scalars need no adapter, for every logger has ``log_metrics``. A logger without an adapter gets scalars only.
+"""
+
+import csv
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from torch import Tensor
+
+from rl_modules.language.tables import markdown_table
+
+Columns = Mapping[str, Sequence[Any]]
+#: Bars of a histogram in a CSV file.
+BARS = 32
+
+
+class LoggerAdapter:
+    """What a logger shows beside scalars. The base class shows nothing.
+
+    Args:
+        logger: Lightning's.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+
+    def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
+        """Shows the first rows of a table of texts and numbers.
+
+        Args:
+            name: the table's.
+            columns: values by heading, all of one length.
+            rows: how many to show.
+            step: place on the x-axis.
+        """
+
+    def write_histogram(self, name: str, values: Tensor, step: int) -> None:
+        """Shows how numbers are distributed.
+
+        Args:
+            name: the histogram's.
+            values: any shape.
+            step: place on the x-axis.
+        """
+
+    def position(self) -> dict[str, Any]:
+        """What is written so far, as a checkpoint keeps it; plain data."""
+        return {}
+
+    def cut(self, position: Mapping[str, Any]) -> None:
+        """Removes what was written after a checkpoint, for the resumed run writes it again.
+
+        Args:
+            position: what :meth:`position` returned when the checkpoint was written.
+        """
+
+
+class TensorBoardAdapter(LoggerAdapter):
+    """TensorBoard's TEXT and HISTOGRAMS tabs. Its event files are cut by ``recipes.callbacks.curves``."""
+
+    def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
+        self.logger.experiment.add_text(name, markdown_table(columns, rows), step)
+
+    def write_histogram(self, name: str, values: Tensor, step: int) -> None:
+        self.logger.experiment.add_histogram(name, values, step)
+
+
+class CSVAdapter(LoggerAdapter):
+    """Files in ``tables`` beside ``metrics.csv``: a table's rows in ``<name>.jsonl``, bars in ``<name>_bars.csv``."""
+
+    def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
+        with self._file(f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            for values in list(zip(*columns.values(), strict=True))[:rows]:
+                row = {"step": step, **dict(zip(columns, values, strict=True))}
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+    def write_histogram(self, name: str, values: Tensor, step: int) -> None:
+        path = self._file(f"{name}_bars.csv")
+        counts, edges = torch.histogram(values.detach().float().flatten().cpu(), BARS)
+        is_new = not path.exists()
+        with path.open("a", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            if is_new:
+                writer.writerow(["step", "low", "high", "count"])
+            bars = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.int().tolist(), strict=True)
+            writer.writerows([step, low, high, count] for low, high, count in bars if count)
+
+    def position(self) -> dict[str, Any]:
+        self.logger.save()
+        metrics = self._metrics
+        rows = len(_read_rows(metrics)) if metrics.exists() else 0
+        sizes = {str(path.relative_to(self._tables)): path.stat().st_size for path in self._written()}
+        return {"rows": rows, "sizes": sizes}
+
+    def cut(self, position: Mapping[str, Any]) -> None:
+        kept = _read_rows(self._metrics)[: position.get("rows", 0)] if self._metrics.exists() else []
+        for path in self._written():
+            size = position.get("sizes", {}).get(str(path.relative_to(self._tables)))
+            if size is None:
+                path.unlink()
+            else:
+                with path.open("r+b") as file:
+                    file.truncate(size)
+        with warnings.catch_warnings():
+            # Lightning's writer deletes the curves of a folder that it finds; they are in `kept`.
+            warnings.filterwarnings("ignore", "Experiment logs directory")
+            writer = self.logger.experiment
+        if kept:
+            # The file is written by the writer itself, which then knows its header.
+            writer.metrics = [{key: value for key, value in row.items() if value != ""} for row in kept]
+            writer.save()
+
+    @property
+    def _metrics(self) -> Path:
+        return Path(self.logger.log_dir) / "metrics.csv"
+
+    @property
+    def _tables(self) -> Path:
+        return Path(self.logger.log_dir) / "tables"
+
+    def _written(self) -> list[Path]:
+        return sorted([*self._tables.rglob("*.jsonl"), *self._tables.rglob("*_bars.csv")])
+
+    def _file(self, name: str) -> Path:
+        path = self._tables / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class WandbAdapter(LoggerAdapter):
+    """Weights & Biases: tables and histograms of its own. A resumed run continues the run of the checkpoint's id.
+
+    The points between the checkpoint and the kill are then written twice with the same values, for nothing that was
+    written to the service can be taken back.
+    """
+
+    def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
+        import wandb
+
+        data = [list(values) for values in zip(*columns.values(), strict=True)][:rows]
+        self._log(name, wandb.Table(columns=list(columns), data=data), step)
+
+    def write_histogram(self, name: str, values: Tensor, step: int) -> None:
+        import wandb
+
+        self._log(name, wandb.Histogram(values.detach().float().flatten().cpu().tolist()), step)
+
+    def position(self) -> dict[str, Any]:
+        return {"id": self.logger.experiment.id}
+
+    def cut(self, position: Mapping[str, Any]) -> None:
+        if "id" in position:
+            self.logger._id = position["id"]
+            self.logger._wandb_init.update(id=position["id"], resume="allow")
+
+    def _log(self, name: str, value: Any, step: int) -> None:
+        self.logger.log_metrics({name: value}, step)
+
+
+_ADAPTERS: tuple[tuple[type[Logger], type[LoggerAdapter]], ...] = (
+    (TensorBoardLogger, TensorBoardAdapter),
+    (CSVLogger, CSVAdapter),
+    (WandbLogger, WandbAdapter),
+)
+
+
+def adapters(trainer: Any) -> list[LoggerAdapter]:
+    """The adapters of a Trainer's loggers, in their order; none on ranks other than the first.
+
+    Args:
+        trainer: Lightning's.
+    """
+    if not trainer.is_global_zero:
+        return []
+    return [
+        next((adapter(logger) for kind, adapter in _ADAPTERS if isinstance(logger, kind)), LoggerAdapter(logger))
+        for logger in trainer.loggers
+    ]
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

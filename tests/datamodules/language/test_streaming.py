@@ -1,0 +1,165 @@
+"""Streamed records: the same ones as loaded, in blocks, from every source, and resumed exactly."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import InstructionDataModule, PromptDataModule
+from datamodules.language.streaming import RecordStream
+from rl_modules import GRPO, SFT
+from rl_modules.common.errors import UsageError
+from rl_modules.language.tokenizer import character_tokenizer
+from tests.training import assert_equal_checkpoints, fit
+
+ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)} for i in range(11)]
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+
+
+def counted(n, opened=None):
+    """A source of n rows that notes where it was opened."""
+
+    def rows(start):
+        if opened is not None:
+            opened.append(start)
+        return iter([(f"row {i}", {"number": i}) for i in range(start, n)])
+
+    return rows
+
+
+def stream(n, size, seed=0, opened=None, left_out=()):
+    def encode(read):
+        return [row for _, row in read if row["number"] not in left_out]
+
+    return RecordStream(counted(n, opened), encode, size, seed, "the source")
+
+
+@pytest.fixture
+def files(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "disk")
+    return tmp_path
+
+
+@given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 40))
+def test_what_stands_at_a_position_does_not_depend_on_where_reading_began(n, size, position):
+    whole = stream(n, size)
+    expected = [whole[i]["number"] for i in range(position + 2 * size)]
+    resumed = stream(n, size)
+    assert [resumed[i]["number"] for i in range(position, position + 2 * size)] == expected[position:]
+
+
+@given(st.integers(1, 9), st.integers(1, 5))
+def test_every_row_comes_once_per_pass_and_each_block_holds_its_own(n, size):
+    found = stream(n, size)
+    numbers = [found[i]["number"] for i in range(n * size)]  # whole passes, in whole blocks
+    assert sorted(numbers) == sorted(list(range(n)) * size)
+    for start in range(0, n * size, size):
+        assert sorted(numbers[start : start + size]) == sorted(i % n for i in range(start, start + size))
+
+
+def test_blocks_are_shuffled_by_the_seed_and_read_once():
+    opened = []
+    one, other = stream(100, 20, seed=0, opened=opened), stream(100, 20, seed=1)
+    orders = [[found[i]["number"] for i in range(100)] for found in (one, other)]
+    assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+    assert opened == [0] and len(one._blocks) <= 2
+    # Two neighbouring blocks stay, for a batch may lie across their border.
+    assert [one[i]["number"] for i in (79, 80, 79)] == [orders[0][i] for i in (79, 80, 79)]
+
+
+def test_a_resumed_reader_skips_what_it_does_not_need():
+    opened = []
+    found = stream(100, 10, opened=opened)
+    assert found[57]["number"] in range(50, 60)
+    assert opened == [50]
+
+
+def test_records_that_are_left_out_are_replaced_by_others_of_their_block():
+    found = stream(8, 4, left_out={0, 1, 2})
+    assert [found[i]["number"] for i in range(4)] == [3, 3, 3, 3]
+    with pytest.raises(UsageError, match=r"the source: none of 2 records of block 1 can be used"):
+        stream(4, 2, left_out={2, 3})[2]
+
+
+def test_an_empty_source_is_refused():
+    with pytest.raises(UsageError, match="the source is empty"):
+        stream(0, 4)[0]
+
+
+def attached(data):
+    module = SimpleNamespace(tokenizer=character_tokenizer(), max_length=64, can_pack=False)
+    data.trainer = SimpleNamespace(lightning_module=module, accumulate_grad_batches=1, global_rank=0, world_size=1,
+                                   state=SimpleNamespace(fn="fit"), global_step=0)  # fmt: skip
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "disk", "object", "iterable"])
+def test_every_source_streams_the_records_that_it_loads(files, kind):
+    source = {
+        "jsonl": {"path": str(files / "rows.jsonl")}, "parquet": {"path": str(files / "rows.parquet")},
+        "disk": {"dataset": str(files / "disk")}, "object": {"dataset": Dataset.from_list(ROWS)},
+        "iterable": {"dataset": Dataset.from_list(ROWS).to_iterable_dataset()},
+    }[kind]  # fmt: skip
+    data = attached(InstructionDataModule(streaming=True, streaming_buffer=4, **source))
+    loaded = attached(InstructionDataModule(path=str(files / "rows.jsonl"))).train_records
+    assert not data.train_records
+    streamed = [data.record(i) for i in range(44)]  # four passes
+    for number in range(11):
+        (record,) = {json.dumps(r, sort_keys=True) for r in streamed if r["prompt"] == ROWS[number]["prompt"]}
+        assert json.loads(record) == loaded[number]
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_resumed_run_reads_on_where_it_stood(files, tmp_path, kind):
+    def run(name, ckpt_path=None, callbacks=None):
+        settings = {"path": str(files / "rows.jsonl"), "streaming": True, "streaming_buffer": 4, "n_eval": 0}
+        common = {"model_config": TINY, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        if kind == "sft":
+            module, data = SFT(**common), InstructionDataModule(batch_size=3, **settings)
+        else:
+            module = GRPO(max_completion_length=3, **common)
+            data = PromptDataModule(batch_size=6, num_generations=2, reward_funcs=[f"{__name__}:longer"], **settings)
+        checkpoints = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+        fit(module, data, max_steps=9, ckpt_path=ckpt_path, **checkpoints).save_checkpoint(tmp_path / name)
+        return data
+
+    every_step = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = run("whole.ckpt", callbacks=[every_step])
+    resumed = run("resumed.ckpt", tmp_path / "step=7.ckpt")
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+    assert whole.stream._blocks.keys() >= resumed.stream._blocks.keys()
+
+
+def longer(prompts, completions, completion_ids, **columns):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"task": "addition", "streaming": True}, r"streaming=true reads a file or dataset whole.*task='addition' can't"),
+    ({"path": "x.jsonl", "streaming": True, "n_train": 5}, r"n_train=5 can't go with it"),
+    ({"path": "x.jsonl", "streaming": True, "streaming_buffer": 0}, r"streaming_buffer=0 must be at least 1"),
+])  # fmt: skip
+def test_arguments_that_cannot_be_used(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        InstructionDataModule(**arguments)
+
+
+def test_what_cannot_be_streamed_is_refused(files):
+    with pytest.raises(UsageError, match=r"dataset_split='train\[:50%\]' names a part of a split"):
+        attached(InstructionDataModule(dataset=str(files / "disk"), dataset_split="train[:50%]", streaming=True))
+    with pytest.raises(UsageError, match="group_by_length=true sorts all records"):
+        attached(InstructionDataModule(path=str(files / "rows.jsonl"), streaming=True, group_by_length=True))
+    with pytest.raises(UsageError, match=r"an IterableDataset is read as it goes; set streaming=true"):
+        attached(InstructionDataModule(dataset=IterableDataset.from_generator(lambda: iter(ROWS))))
+    with pytest.raises(UsageError, match=r"ptx_batch_size=2 needs a ptx_path"):
+        attached(PromptDataModule(path=str(files / "rows.jsonl"), streaming=True, ptx_batch_size=2, batch_size=8,
+                                  reward_funcs=[f"{__name__}:longer"]))  # fmt: skip
