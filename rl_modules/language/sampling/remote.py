@@ -147,7 +147,7 @@ class ServerSampler:
         self.device, self.retries, self.retry_wait_s = device, retries, retry_wait_s
         self.pushes = pushes
         self.version = 0
-        self._weights: tuple[int, int] | None = None
+        self._weights: tuple[int, int, int] | None = None
         self._spec_of: Callable[[bool], EngineSpec]
         self._parts: list[bytes] = []
         self._lock = threading.Lock()
@@ -231,8 +231,7 @@ class ServerSampler:
 
     def update_weights(self, model: Any, version: int = 0) -> None:
         """Take a copy of a model's weights; each server gets it before it writes its next completions."""
-        if self._weights == (found := fingerprint(model)):
-            self.version = version
+        if self._weights == (found := fingerprint(model, version)):
             return
         parts = list(_parts(model))
         with self._lock:

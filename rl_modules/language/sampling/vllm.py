@@ -13,6 +13,7 @@ import torch
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.language.models import text_config
 from rl_modules.language.sampling.engine import Engine, Row, Writer, completions_of
 from rl_modules.language.sampling.native import eval_mode
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
@@ -103,7 +104,7 @@ class EngineSampler:
         self.engine, self.device = engine, device
         self.version = 0
         self._checked = self._asleep = False
-        self._weights: tuple[int, int] | None = None
+        self._weights: tuple[int, int, int] | None = None
 
     def sample(
         self,
@@ -127,12 +128,12 @@ class EngineSampler:
         Raises:
             UsageError: the engine's log-probabilities are not the model's.
         """
-        self.version = version
-        if self._weights == fingerprint(model):
+        if self._weights == (found := fingerprint(model, version)):
             return
+        self.version = version
         self.wake()
         self.engine.load_weights(named_weights(model, self.engine.spec.untied))
-        self._weights = fingerprint(model)
+        self._weights = found
         if not self._checked and not is_sharded(model):
             self._checked = True
             check_engine(model, self.engine)
@@ -161,9 +162,9 @@ def check_engine(model: Any, engine: Writer) -> None:
         UsageError: they differ by more than rounding.
     """
     device = next(model.parameters()).device
-    words = min(model.get_input_embeddings().num_embeddings, 1000)
+    words = text_config(model.config).vocab_size
     prompts = [[(7 * i + 3 * j) % words for j in range(3)] for i in range(_PROBE)]
-    settings = SamplingSettings(_PROBE_TOKENS, (words + 10**6,), 0)
+    settings = SamplingSettings(_PROBE_TOKENS, (words - 1,), 0)
     rows = engine.generate(prompts, list(range(_PROBE)), settings)
     worst = 0.0
     with eval_mode(model), gathered_once(model):

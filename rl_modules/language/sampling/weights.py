@@ -67,9 +67,14 @@ class EngineSpec:
         return cls(config, max_length(network.config), text_config(network.config).vocab_size, untied)
 
 
-def fingerprint(model: nn.Module) -> tuple[int, int]:
-    """A number that changes whenever a weight is written in place: by an optimizer, or by loading a checkpoint."""
-    return id(model), sum(parameter._version for parameter in model.parameters())
+def fingerprint(model: nn.Module, version: int) -> tuple[int, int, int]:
+    """Changes whenever weights do.
+
+    Args:
+        model: whose tensors count their writes, such as the loading of a checkpoint; fused optimizers do not count.
+        version: optimizer steps so far.
+    """
+    return id(model), version, sum(parameter._version for parameter in model.parameters())
 
 
 def _merged(model: Any) -> Weights:

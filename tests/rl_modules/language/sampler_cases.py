@@ -22,8 +22,8 @@ WORDS, PAD, EOS, POSITIONS = 24, 0, 1, 48
 def tiny_model(seed: int = 0, tied: bool = True) -> Any:
     """A model with peaked logits, whose distribution every mistake in the settings changes."""
     config = Qwen2Config(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
+        vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
         pad_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
     torch.manual_seed(seed)
