@@ -16,6 +16,7 @@ from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.remote import ServerSampler
 from rl_modules.language.sampling.server import Service, make_server
 
+_REAL: list[Any] = []
 WORDS, PAD, EOS, POSITIONS = 24, 0, 1, 48
 
 
@@ -132,7 +133,13 @@ def sampler_of(kind: str, model: Any, monkeypatch: Any) -> Iterator[Any]:
         return
     if kind == "fake vllm":
         fake_vllm(monkeypatch)
-    sampler = make_sampler("vllm", {}, None, model)
+        sampler = make_sampler("vllm", {}, None, model)
+    else:  # one engine for all tests: each takes half a minute to start
+        if not _REAL:
+            _REAL.append(make_sampler("vllm", {}, None, model))
+        sampler = _REAL[0]
     sampler.update_weights(model)
     yield sampler
-    sampler.close()
+    if kind == "fake vllm":
+        sampler.close()
+        assert FakeLLM.made[0].calls[-1] == "shutdown"
