@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
@@ -60,6 +61,8 @@ class LanguageDataModule(L.LightningDataModule):
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
         reward_workers: reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of
             whole prompts. For functions that wait for a service or a process, and may be called from several threads.
+        reward_overlap: call the reward functions on a prompt's completions as soon as they have ended, while others are
+            written. Each function then gets the completions of one prompt per call, from threads.
         correct_threshold: least value of the first reward function that counts as right.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
@@ -101,6 +104,7 @@ class LanguageDataModule(L.LightningDataModule):
         reward_funcs: list[str | dict[str, Any]] | None = None,
         reward_time_limit_s: float | None = None,
         reward_workers: int = 1,
+        reward_overlap: bool = False,
         correct_threshold: float = 1.0,
         eval_steps: int = 0,
         eval_num_generations: int = 1,
@@ -341,17 +345,28 @@ class LanguageDataModule(L.LightningDataModule):
         # A prompt's seeds depend on its number alone: not on the rank, nor on its neighbours.
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
         prompts = [record["prompt_ids"] for record in records]
-        written = self.policy.act(prompts, seeds, k, **settings)
+        early = self.early_rewards(records, k)
+        written = self.policy.act(prompts, seeds, k, on_ended=early and early.on_ended, **settings)
         pad_id = int(self.policy.tokenizer.pad_token_id)
-        return {**self.judge(records, written, k), **joined_sequences(prompts, written, k, pad_id)}
+        return {**self.judge(records, written, k, early), **joined_sequences(prompts, written, k, pad_id)}
 
-    def judge(self, records: list[Record], written: Any, num_generations: int) -> Batch:
+    def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
+        """What computes rewards while completions are written; None without ``reward_overlap``."""
+        if not self.hparams["reward_overlap"] or not len(self.rewards):
+            return None
+        self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
+        return EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
+
+    def judge(
+        self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
+    ) -> Batch:
         """Decode completions and score them.
 
         Args:
             records: P, one per prompt.
             written: the sampler's ``Completions`` of P · num_generations rows.
             num_generations: completions per prompt.
+            early: has heard of each completion as it ended, and has their rewards.
 
         Returns:
             ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
@@ -366,7 +381,8 @@ class LanguageDataModule(L.LightningDataModule):
         repeated = [record for record in records for _ in range(num_generations)]
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
-        rewards = self.rewards(repeated, texts, ids).to(written.tokens.device, non_blocking=True)
+        scores = self.rewards(repeated, texts, ids) if early is None else early.result(repeated, texts)
+        rewards = scores.to(written.tokens.device, non_blocking=True)
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)

@@ -1,19 +1,23 @@
 """Experience of a language model: completions of prompts, written anew every epoch, in minibatches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from datamodules.language.ahead import WrittenAhead
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
+from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.sampling import Completions
+from rl_modules.language.sampling.protocol import replaced
 
 
 class PromptDataModule(LanguageDataModule):
@@ -29,6 +33,8 @@ class PromptDataModule(LanguageDataModule):
         num_iterations: passes over each generation.
         dynamic_sampling: rounds of further prompts that take the place of groups whose rewards are all equal
             (DAPO, arXiv:2503.14476); what is missing after them is filled with such groups. 0: none are replaced.
+        async_generations: k, generations that are written while earlier ones train, with weights at most k generations
+            old; needs ``model.sampler: vllm_server``. 0: each is written by the weights that it trains.
         ptx_batch_size: demonstrations per optimizer step and rank, for PPO-ptx; 0: none.
         ptx_path: JSONL file of them, with prompt and completion; None: the task's or source's own.
         **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
@@ -45,6 +51,7 @@ class PromptDataModule(LanguageDataModule):
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         dynamic_sampling: int = 0,
+        async_generations: int = 0,
         ptx_batch_size: int = 0,
         ptx_path: str | None = None,
         **source: Any,
@@ -52,7 +59,7 @@ class PromptDataModule(LanguageDataModule):
         super().__init__(task, **source)
         hp: Any = self.hparams
         for name, least in (("num_generations", 1), ("steps_per_generation", 1), ("num_iterations", 1),
-                            ("dynamic_sampling", 0), ("ptx_batch_size", 0)):  # fmt: skip
+                            ("dynamic_sampling", 0), ("async_generations", 0), ("ptx_batch_size", 0)):  # fmt: skip
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
         self.num_generations: int = hp.num_generations
@@ -71,6 +78,8 @@ class PromptDataModule(LanguageDataModule):
         if ptx_path is not None and not ptx_batch_size:
             raise UsageError(f"ptx_path={ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
         self.dynamic_sampling: int = hp.dynamic_sampling
+        self.async_generations: int = hp.async_generations
+        self._ahead = WrittenAhead(self._write_ahead)
         self.ptx_batch_size, self.ptx_path = hp.ptx_batch_size, hp.ptx_path
         self.demonstrations: Demonstrations | None = None
         self.drawn = 0  # prompts taken from the stream so far, over all ranks
@@ -97,6 +106,8 @@ class PromptDataModule(LanguageDataModule):
                                  f"trainer.accumulate_grad_batches={micro} micro-batches")  # fmt: skip
             if self.ptx_batch_size and self.demonstrations is None:
                 self.demonstrations = self._load_demonstrations()
+            self._check_async()
+            self._ahead.close()
             self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
             self._fields = self._lengths = None
@@ -218,7 +229,7 @@ class PromptDataModule(LanguageDataModule):
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
         self.rewards.take_failures()  # an evaluation's
-        rollout = self._round(n_prompts)
+        rollout = self._first_round(n_prompts)
         if not self.dynamic_sampling:
             return {**rollout, "failed": self.rewards.take_failures()}
         lacking = n_prompts - sum(self._with_signal(rollout))
@@ -251,15 +262,30 @@ class PromptDataModule(LanguageDataModule):
             [B, L] under the sampler, ``reward`` [B] (NaN: not scored), ``num_generations``, ``generation``,
             ``records``, and what :meth:`judge` returns.
         """
-        module, n_each = self.policy, self.num_generations
+        first = self._reserve(n_prompts)
+        records, seeds = self._asked(range(first, first + n_prompts))
+        early = self.early_rewards(records, self.num_generations)
+        prompts = [record["prompt_ids"] for record in records]
+        written = self.policy.act(prompts, seeds, self.num_generations, on_ended=early and early.on_ended)
+        return self._as_rollout(records, written, early)
+
+    def _reserve(self, n_prompts: int) -> int:
+        """Take prompts from the stream; returns the place of this rank's first one."""
         first = self.drawn + self._rank * n_prompts
         self.drawn += n_prompts * self._world_size
-        records: list[Record] = [self.record(first + i) for i in range(n_prompts)]
-        seeds = [stream_seed(self.seed, 0, "sample", (first + i) * n_each + j)
-                 for i in range(n_prompts) for j in range(n_each)]  # fmt: skip
-        written = module.act([record["prompt_ids"] for record in records], seeds, n_each)
+        return first
+
+    def _asked(self, places: Sequence[int]) -> tuple[list[Record], list[int]]:
+        """The records at places of the stream, and a seed for each of their completions."""
+        n_each = self.num_generations
+        seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
+        return [self.record(place) for place in places], seeds
+
+    def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
+        """Completions with their rewards."""
+        module, n_each = self.policy, self.num_generations
         rollout = {
-            **self.judge(records, written, n_each),
+            **self.judge(records, written, n_each, early),
             **joined_sequences([record["prompt_ids"] for record in records], written, n_each, self._pad_id),
             "finished": written.finished,
             "log_prob": written.log_prob,
@@ -269,6 +295,62 @@ class PromptDataModule(LanguageDataModule):
         }
         rollout["reward"] = module.rewards(rollout)
         return rollout
+
+    # ---------------------------------------------------------------- generations written ahead
+
+    def _check_async(self) -> None:
+        if not self.async_generations:
+            return
+        module = self.policy
+        if module.hparams["sampler"] != "vllm_server":
+            raise UsageError(f"async_generations={self.async_generations} needs a sampler that writes while this "
+                             "process trains; start `rl serve` and set model.sampler=vllm_server")  # fmt: skip
+        if not hasattr(module, "correction"):
+            raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
+                             f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
+
+    def _first_round(self, n_prompts: int) -> dict[str, Any]:
+        """A generation's first round: written now, or while earlier generations trained."""
+        if not self.async_generations:
+            return self._round(n_prompts)
+        self.policy.update_sampler()
+        if len(self._ahead) == 0:
+            self._ahead.ask(self._reserve(n_prompts))
+        self._ahead.start()
+        first, written = self._ahead.take()
+        records, seeds = self._asked(range(first, first + n_prompts))
+        written = self._without_stale(records, seeds, written)
+        while len(self._ahead) < self.async_generations:
+            self._ahead.ask(self._reserve(n_prompts))
+        return self._as_rollout(records, written, None)
+
+    def _write_ahead(self, first: int) -> Completions:
+        """Write a round with the weights that the sampler has; runs in a thread, beside training."""
+        records, seeds = self._asked(range(first, first + self.generation_size // self.num_generations))
+        prompts = [record["prompt_ids"] for record in records]
+        module = self.policy
+        written: Completions = module.sampler.sample(prompts, self.num_generations, seeds, module.settings())
+        return written
+
+    def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
+        """Write the groups again whose weights are more than ``async_generations`` generations old."""
+        assert self.trainer is not None and written.version is not None
+        n_each, module = self.num_generations, self.policy
+        behind = self.trainer.global_step - written.version
+        allowed = self.async_generations * self.steps_per_generation * self.num_iterations
+        old = (behind > allowed).view(-1, n_each).any(1)
+        module.record(**{"sampling/steps_behind": behind.float().mean(), "sampling/rewritten": old.float().mean()})
+        if not bool(old.any()):
+            return written
+        groups = old.nonzero().flatten().tolist()
+        rows = [group * n_each + j for group in groups for j in range(n_each)]
+        prompts = [records[group]["prompt_ids"] for group in groups]
+        again = module.act(prompts, [seeds[row] for row in rows], n_each)
+        return replaced(written, rows, again, self._pad_id)
+
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        self._ahead.close()
 
     def _most_missing(self, missing: int) -> int:
         """The largest number of groups that any rank still has to replace."""
@@ -292,6 +374,7 @@ class PromptDataModule(LanguageDataModule):
             "order": self._order,
             "written_at": self._written_at,
             "fields": self._half_used(),
+            "ahead": self._ahead.state_dict(),
         }
         ranks: list[Any] = [own]
         if self._world_size > 1:
@@ -320,6 +403,7 @@ class PromptDataModule(LanguageDataModule):
         device = self.trainer.strategy.root_device
         self.drawn, self.generation = state_dict["drawn"], state_dict["generation"]
         self._position, self._written_at = own["position"], own["written_at"]
+        self._ahead.load_state_dict(own.get("ahead", []), device)
         self._shuffler.set_state(own["shuffler"].cpu())
         self._order = own["order"].cpu()
         self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}

@@ -82,18 +82,8 @@ class RewardFunctions:
             UsageError: a function fails on every sample, needs a column that is missing, or returns anything but B
                 numbers.
         """
-        given: dict[str, Any] = {
-            "prompts": [record["prompt"] for record in records],
-            "completions": [
-                text if isinstance(record["prompt"], str) else [{"role": "assistant", "content": text}]
-                for record, text in zip(records, completions, strict=True)
-            ],
-            "completion_ids": completion_ids,
-            **columns_of(records),
-        }
-        if self.trainer_state is not None:
-            given["trainer_state"] = self.trainer_state
-        arguments = [_accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
+        given = self._given(records, completions, completion_ids)
+        arguments = self._arguments(given)
         calls = [_Call(j, start, stop) for j in range(len(self.funcs)) for start, stop in self._parts(records)]
 
         def run(call: "_Call") -> None:
@@ -105,6 +95,70 @@ class RewardFunctions:
         else:
             with ThreadPoolExecutor(self.workers, thread_name_prefix="reward") as pool:
                 list(pool.map(run, calls))
+        return self._collected(calls, records, given)
+
+    def score_part(
+        self,
+        first: int,
+        records: Sequence[dict[str, Any]],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+    ) -> list["_Call"]:
+        """Score a part of a batch that is not complete yet; :meth:`join_parts` puts the parts together.
+
+        Args:
+            first: place of the part's first sample in the batch.
+            records: one per completion of the part.
+            completions: their texts.
+            completion_ids: their token ids.
+        """
+        given = self._given(records, completions, completion_ids)
+        calls = []
+        for j, arguments in enumerate(self._arguments(given)):
+            call = _Call(j, first, first + len(records))
+            call.values = self._scores(call, arguments, given, 0, len(records))
+            call.failures = [(first + i, error) for i, error in call.failures]
+            calls.append(call)
+        return calls
+
+    def join_parts(
+        self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], completions: Sequence[str]
+    ) -> Tensor:
+        """The rewards of a whole batch from its parts, [B, F]; see :meth:`__call__`.
+
+        Args:
+            calls: what :meth:`score_part` returned, for all parts.
+            records: B, one per completion.
+            completions: B texts.
+        """
+        return self._collected(calls, records, self._given(records, completions, None))
+
+    def _given(
+        self,
+        records: Sequence[dict[str, Any]],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]] | None,
+    ) -> dict[str, Any]:
+        """All that reward functions may ask for."""
+        given: dict[str, Any] = {
+            "prompts": [record["prompt"] for record in records],
+            "completions": [
+                text if isinstance(record["prompt"], str) else [{"role": "assistant", "content": text}]
+                for record, text in zip(records, completions, strict=True)
+            ],
+            "completion_ids": completion_ids,
+            **columns_of(records),
+        }
+        if self.trainer_state is not None:
+            given["trainer_state"] = self.trainer_state
+        return given
+
+    def _arguments(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each function takes of it."""
+        return [_accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
+
+    def _collected(self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], given: dict[str, Any]) -> Tensor:
+        """The rewards of all calls, [B, F]; failures are counted and reported."""
         rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
         for call in calls:
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)

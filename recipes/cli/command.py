@@ -75,13 +75,17 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         print(f"copied to {configs.copy(*rest)}")
     elif command == "export":
         _export(rest)
+    elif command == "serve":
+        from recipes.cli.serve import serve
+
+        serve(rest)
     elif command in ("replay", "verify"):
         _recompute(command, rest)
     elif command in COMMANDS:
         _run(command, _with_configs_found(rest, default_config))
     else:
-        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, replay, "
-                         "verify, list and copy")  # fmt: skip
+        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, serve, "
+                         "replay, verify, list and copy")  # fmt: skip
 
 
 def _export(args: list[str]) -> None:

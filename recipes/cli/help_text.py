@@ -15,6 +15,7 @@ commands:
   export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
   replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
   verify     recompute a run from a checkpoint to the next and compare: rl verify logs/PPO-CartPole-v1/version_0
+  serve      write completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
   list       list every installed config with its one-line description
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
 

@@ -10,6 +10,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import load_advantages
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
+from rl_modules.language.sampling.correction import check_correction, correction_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 from rl_modules.loggers import adapters
@@ -80,6 +81,13 @@ class GRPO(JudgedPolicy):
         top_p: sample from the nucleus of this probability; None: all.
         min_p: sample from tokens with this fraction of the likeliest one's probability; None: all.
         repetition_penalty: of sampling; 1: none.
+        importance_sampling_correction: how tokens are weighted where the sampler's probabilities are not training's, by
+            ρ = π_training / π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole
+            completion, clipped to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or
+            ``none``. Null: ``sequence_mask`` for a sampler on another engine, ``none`` for ``native``. Filters are
+            part of ρ: it is the mass that ``top_p`` or ``top_k`` kept where nothing else differs.
+        importance_sampling_clip_min: lower bound on ρ; null: none.
+        importance_sampling_clip_max: upper bound on ρ; null: none.
         max_completion_length: tokens.
         local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
         completions_steps: optimizer steps between two tables of completions in TensorBoard; 0: none.
@@ -120,6 +128,9 @@ class GRPO(JudgedPolicy):
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        importance_sampling_correction: str | None = None,
+        importance_sampling_clip_min: float | None = None,
+        importance_sampling_clip_max: float | None = 3.0,
         max_completion_length: int = 512,
         local_rollout_forward_batch_size: int = 64,
         completions_steps: int = 100,
@@ -158,6 +169,7 @@ class GRPO(JudgedPolicy):
         if advantages is not None and scale_rewards != "group":
             raise UsageError(f"scale_rewards={scale_rewards!r} does nothing with advantages={advantages!r}, which "
                              "scales by itself; give one of them")  # fmt: skip
+        check_correction(hp)
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
         self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
@@ -219,7 +231,8 @@ class GRPO(JudgedPolicy):
 
         Returns:
             The fields that :meth:`training_step` reads: tokens [B, T]; prompt_length, length, group and advantage [B];
-            mask, log_prob and, if β > 0, ref_log_prob [B, L]; keep [B] bool where rows without advantage need no
+            mask, log_prob and, if β > 0, ref_log_prob [B, L]; sampling_log_prob and importance_weight [B, L] where the
+            loss is corrected for the sampler; keep [B] bool where rows without advantage need no
             forward pass.
         """
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
@@ -233,6 +246,10 @@ class GRPO(JudgedPolicy):
         fields["advantage"] = self.advantages(everyone, rollout["num_generations"])[own]
         judged = self.in_parts(rollout, self.judged) if self.rescores or self.beta else {}
         fields |= {name: judged[name] for name in judged if name != "entropy"}
+        if self.corrects:
+            fields["sampling_log_prob"] = rollout["log_prob"]
+            fields["importance_weight"] = self.importance_weights(fields)
+            self.record(**sampling_metrics(fields, self.correction, self.gathered))
         if self.beta == 0 and self.top_entropy_quantile == 1 and not self.entropy_coef:
             matters = fields["advantage"] != 0
             fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
@@ -253,9 +270,33 @@ class GRPO(JudgedPolicy):
                 result["ref_log_prob"], _ = completion_log_probs(reference, *text, self.temperature)
         return result
 
+    def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
+        """A factor on each token's policy loss, [B, L], for what the sampler's probabilities differ from training's.
+
+        Args:
+            fields: log_prob, sampling_log_prob and mask, [B, L] each.
+        """
+        hp: Any = self.hparams
+        return F.importance_weights(
+            fields["log_prob"], fields["sampling_log_prob"], fields["mask"], self.correction,
+            hp.importance_sampling_clip_min, hp.importance_sampling_clip_max,
+        )  # fmt: skip
+
+    @property
+    def correction(self) -> str:
+        """The mode of the importance weights; ``none`` where there are none."""
+        return correction_of(self.hparams)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss has importance weights."""
+        return self.correction != "none"
+
     @property
     def rescores(self) -> bool:
         """Whether the sampler's log-probabilities are not those of training."""
+        if self.corrects or self.hparams["sampler"] != "native":
+            return True
         filtered = self.top_k or self.min_p or (self.top_p or 1) < 1 or self.repetition_penalty != 1
         return bool(filtered) or self.rounds_differently
 
@@ -325,6 +366,7 @@ class GRPO(JudgedPolicy):
             use_bias_correction_kl=self.use_bias_correction_kl, loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
             max_completion_length=self.max_completion_length, num_items_in_batch=batch["step_tokens"],
+            importance_weight=batch.get("importance_weight"),
             sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
         )  # fmt: skip
         if self.loss_type in ("dapo", "cispo"):

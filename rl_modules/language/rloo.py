@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.judged import Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
@@ -55,6 +56,9 @@ class RLOO(GRPO):
             scale_rewards="group", advantages="rloo", top_entropy_quantile=1.0, kl_estimator="k1",
             use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.0, **policy,
         )  # fmt: skip
+        if self.correction.startswith("token"):
+            raise UsageError(f"importance_sampling_correction={self.correction!r} weights tokens, but RLOO's action is "
+                             "the whole completion; take sequence_mask or sequence_truncate")  # fmt: skip
         for name in _FIXED:
             del self.hparams[name]
         #: β of the reward; the loss has no KL term.
@@ -108,4 +112,6 @@ class RLOO(GRPO):
         ours, old = (torch.where(mask, x, 0.0).sum(-1, keepdim=True) for x in (log_prob, batch["log_prob"]))
         if advantage.ndim == 2:
             advantage = F.masked_mean(advantage, mask, 1)
+        if (weight := batch.get("importance_weight")) is not None:
+            batch = {**batch, "importance_weight": weight[:, :1]}  # of the sequence, the same for all of its tokens
         return ours, {**batch, "log_prob": old, "mask": mask.any(-1, keepdim=True), "advantage": advantage}

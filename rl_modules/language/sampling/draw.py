@@ -115,6 +115,11 @@ def uniforms(seeds: Sequence[int] | Tensor, steps: int) -> Tensor:
     return torch.from_numpy((_mix(start + counter) >> np.uint64(12)).astype(np.float64) * 2.0**-52)
 
 
+def mixed(seed: int) -> int:
+    """Another seed, below 2⁶³, whose low 32 bits depend on all bits: torch's CPU generator reads no others."""
+    return int(_mix(np.array([seed % 2**64], dtype=np.uint64))[0]) % 2**63
+
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ divided by the golden ratio, odd: the counter visits all 2⁶⁴ states.
 
 

@@ -127,3 +127,26 @@ def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
         finished=torch.cat([part.finished for part in parts]),
         version=None if any(v is None for v in versions) else torch.cat([v for v in versions if v is not None]),
     )
+
+
+def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_token_id: int) -> Completions:
+    """Completions with some rows replaced.
+
+    Args:
+        written: all rows.
+        rows: numbers of those to replace.
+        by: their replacements, in that order.
+        pad_token_id: what fills up the narrower one.
+    """
+    count = len(written.length)
+    both = joined([written, by], pad_token_id)
+    order = torch.arange(count, device=written.length.device)
+    order[torch.tensor(list(rows), dtype=torch.int64, device=order.device)] = torch.arange(
+        count, count + len(rows), device=order.device
+    )
+    length = both.length[order]
+    width = int(length.max())
+    version = None if both.version is None else both.version[order]
+    return Completions(
+        both.tokens[order, :width], both.log_prob[order, :width], length, both.finished[order], version
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from rl_modules.language.sampling.engine import Row, completions_of
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.server import PROTOCOL
 from rl_modules.language.sampling.vllm import check_engine
-from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
+from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
 from rl_modules.language.sharding import is_sharded
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class ServerSampler:
         self.device, self.retries, self.retry_wait_s = device, retries, retry_wait_s
         self.pushes = pushes
         self.version = 0
-        self._weights: tuple[int, int] | None = None
+        self._weights: Fingerprint | None = None
         self._spec_of: Callable[[bool], EngineSpec]
         self._parts: list[bytes] = []
         self._lock = threading.Lock()
@@ -188,8 +188,8 @@ class ServerSampler:
                 break
         else:
             addresses = ", ".join(server.address for server in self.servers)
-            raise ConnectionError(f"none of the servers {addresses} answers after {self.retries} retries; start `rl "
-                                  "serve` again, then add --resume")  # fmt: skip
+            raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries; start `rl serve` "
+                             "again, then add --resume")  # fmt: skip
         found = [row for row in rows if row is not None]
         if on_ended is not None:
             for number, (row, _) in enumerate(found):
@@ -231,8 +231,7 @@ class ServerSampler:
 
     def update_weights(self, model: Any, version: int = 0) -> None:
         """Take a copy of a model's weights; each server gets it before it writes its next completions."""
-        if self._weights == (found := fingerprint(model)):
-            self.version = version
+        if self._weights == (found := fingerprint(model, version)):
             return
         parts = list(_parts(model))
         with self._lock:

@@ -13,10 +13,12 @@ import torch
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.language.models import text_config
+from rl_modules.language.sampling.draw import mixed
 from rl_modules.language.sampling.engine import Engine, Row, Writer, completions_of
 from rl_modules.language.sampling.native import eval_mode
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
-from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
+from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
 from rl_modules.language.sharding import gathered_once, is_sharded
 
 #: Log-probabilities of vLLM and of the model that its weights came from differ at most so much, in nats, by dtype.
@@ -58,7 +60,7 @@ def sampling_params(settings: SamplingSettings, seed: int, max_tokens: int) -> A
 
     Args:
         settings: how tokens are drawn.
-        seed: of the row; vLLM takes 63 bits.
+        seed: of the row.
         max_tokens: of the row.
 
     Raises:
@@ -70,7 +72,7 @@ def sampling_params(settings: SamplingSettings, seed: int, max_tokens: int) -> A
         raise UsageError(f"min_p={settings.min_p} with top_p={settings.top_p}: vLLM applies min_p first, the native "
                          "sampler last, so that the kept tokens would differ; set one of them")  # fmt: skip
     return SamplingParams(
-        n=1, logprobs=0, seed=seed % 2**63, temperature=settings.temperature, top_k=settings.top_k or 0,
+        n=1, logprobs=0, seed=mixed(int(seed)), temperature=settings.temperature, top_k=settings.top_k or 0,
         top_p=1.0 if settings.top_p is None else settings.top_p, min_p=settings.min_p or 0.0,
         repetition_penalty=settings.repetition_penalty, max_tokens=max_tokens,
         stop_token_ids=list(settings.eos_token_id), ignore_eos=True, detokenize=False,
@@ -103,7 +105,7 @@ class EngineSampler:
         self.engine, self.device = engine, device
         self.version = 0
         self._checked = self._asleep = False
-        self._weights: tuple[int, int] | None = None
+        self._weights: Fingerprint | None = None
 
     def sample(
         self,
@@ -127,12 +129,12 @@ class EngineSampler:
         Raises:
             UsageError: the engine's log-probabilities are not the model's.
         """
-        self.version = version
-        if self._weights == fingerprint(model):
+        if self._weights == (found := fingerprint(model, version)):
             return
+        self.version = version
         self.wake()
         self.engine.load_weights(named_weights(model, self.engine.spec.untied))
-        self._weights = fingerprint(model)
+        self._weights = found
         if not self._checked and not is_sharded(model):
             self._checked = True
             check_engine(model, self.engine)
@@ -161,9 +163,9 @@ def check_engine(model: Any, engine: Writer) -> None:
         UsageError: they differ by more than rounding.
     """
     device = next(model.parameters()).device
-    words = min(model.get_input_embeddings().num_embeddings, 1000)
+    words = text_config(model.config).vocab_size
     prompts = [[(7 * i + 3 * j) % words for j in range(3)] for i in range(_PROBE)]
-    settings = SamplingSettings(_PROBE_TOKENS, (words + 10**6,), 0)
+    settings = SamplingSettings(_PROBE_TOKENS, (words - 1,), 0)
     rows = engine.generate(prompts, list(range(_PROBE)), settings)
     worst = 0.0
     with eval_mode(model), gathered_once(model):

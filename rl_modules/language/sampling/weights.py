@@ -16,6 +16,7 @@ from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sharding import is_sharded
 
 Weights = Iterator[tuple[str, Tensor]]
+Fingerprint = tuple[nn.Module, int, int]
 _LORA = "base_model.model."
 
 
@@ -67,9 +68,14 @@ class EngineSpec:
         return cls(config, max_length(network.config), text_config(network.config).vocab_size, untied)
 
 
-def fingerprint(model: nn.Module) -> tuple[int, int]:
-    """A number that changes whenever a weight is written in place: by an optimizer, or by loading a checkpoint."""
-    return id(model), sum(parameter._version for parameter in model.parameters())
+def fingerprint(model: nn.Module, version: int) -> Fingerprint:
+    """Changes whenever weights do.
+
+    Args:
+        model: whose tensors count their writes, such as the loading of a checkpoint; fused optimizers do not count.
+        version: optimizer steps so far.
+    """
+    return model, version, sum(parameter._version for parameter in model.parameters())
 
 
 def _merged(model: Any) -> Weights:

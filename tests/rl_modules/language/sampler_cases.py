@@ -16,14 +16,15 @@ from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.remote import ServerSampler
 from rl_modules.language.sampling.server import Service, make_server
 
+_REAL: list[Any] = []
 WORDS, PAD, EOS, POSITIONS = 24, 0, 1, 48
 
 
 def tiny_model(seed: int = 0, tied: bool = True) -> Any:
     """A model with peaked logits, whose distribution every mistake in the settings changes."""
     config = Qwen2Config(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
+        vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None,
         pad_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -132,7 +133,13 @@ def sampler_of(kind: str, model: Any, monkeypatch: Any) -> Iterator[Any]:
         return
     if kind == "fake vllm":
         fake_vllm(monkeypatch)
-    sampler = make_sampler("vllm", {}, None, model)
+        sampler = make_sampler("vllm", {}, None, model)
+    else:  # one engine for all tests: each takes half a minute to start
+        if not _REAL:
+            _REAL.append(make_sampler("vllm", {}, None, model))
+        sampler = _REAL[0]
     sampler.update_weights(model)
     yield sampler
-    sampler.close()
+    if kind == "fake vllm":
+        sampler.close()
+        assert FakeLLM.made[0].calls[-1] == "shutdown"

@@ -1,0 +1,103 @@
+"""Rounds of completions that are written while earlier ones train."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rl_modules.language.sampling import Completions
+
+#: From the place of a round's first prompt in the stream to its completions.
+Write = Callable[[int], Completions]
+
+
+@dataclass
+class _Round:
+    """Prompts that have been taken from the stream, and their completions when they are there."""
+
+    first: int
+    written: Completions | None = None
+    future: "Future[Completions] | None" = None
+
+    def result(self, write: Write) -> Completions:
+        if self.written is None:
+            self.written = self.future.result() if self.future is not None else write(self.first)
+        return self.written
+
+
+class WrittenAhead:
+    """A queue of rounds, which one thread writes in turn.
+
+    A checkpoint holds the completions of the rounds that are finished, and the prompts of those that are not, which
+    are written again: no prompt is left out or used twice.
+
+    Args:
+        write: writes a round; called in the thread.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._rounds: deque[_Round] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def ask(self, first: int) -> None:
+        """Have a round written after those before it.
+
+        Args:
+            first: place of its first prompt in the stream.
+        """
+        self._rounds.append(_Round(first))
+        self.start()
+
+    def start(self) -> None:
+        """Have all rounds written that are neither written nor under way, as after a resume."""
+        for waiting in self._rounds:
+            if waiting.written is None and waiting.future is None:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="written ahead")
+                waiting.future = self._pool.submit(self._write, waiting.first)
+
+    def take(self) -> tuple[int, Completions]:
+        """Wait for the first round, and take it out of the queue.
+
+        Returns:
+            The place of its first prompt in the stream, and its completions.
+        """
+        found = self._rounds[0].result(self._write)
+        return self._rounds.popleft().first, found
+
+    def close(self) -> None:
+        """Forget all rounds; one under way is not waited for."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = None
+        self._rounds.clear()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The rounds as plain data."""
+        state = []
+        for found in self._rounds:
+            done = found.future is not None and found.future.done() and found.future.exception() is None
+            written = found.written if found.written is not None else found.future.result() if done else None  # type: ignore[union-attr]
+            tensors = None if written is None else {f.name: _cpu(getattr(written, f.name)) for f in fields(written)}
+            state.append({"first": found.first, "written": tensors})
+        return state
+
+    def load_state_dict(self, state: list[dict[str, Any]], device: Any) -> None:
+        """The inverse of :meth:`state_dict`; :meth:`start` has the unfinished rounds written."""
+        self.close()
+        for saved in state:
+            tensors = saved["written"]
+            written = None
+            if tensors is not None:
+                moved: dict[str, Any] = {k: None if v is None else v.to(device) for k, v in tensors.items()}
+                written = Completions(**moved)
+            self._rounds.append(_Round(saved["first"], written))
+
+
+def _cpu(x: Any) -> Any:
+    return None if x is None else x.cpu()

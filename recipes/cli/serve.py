@@ -1,0 +1,83 @@
+"""``rl serve``: writes completions for runs with ``--model.sampler vllm_server``."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from recipes.cli.terminal import quiet
+from rl_modules.common.errors import UsageError, did_you_mean
+
+USAGE = "serve takes --engine vllm|native, --host, --port, --gpu_memory_utilization and --max_rows_in_flight"
+
+
+def serve(args: Sequence[str]) -> None:
+    """Listen until the process is stopped.
+
+    The model comes from the run, its weights too, so that the server needs no path.
+
+    Args:
+        args: the words after ``rl serve``.
+
+    Raises:
+        UsageError: an unknown option, a port that is taken, or an engine that is not installed.
+    """
+    options = parse(args)
+    from rl_modules.language.sampling.engine import NativeEngine, VLLMEngine, unties
+    from rl_modules.language.sampling.server import MakeEngine, Service, make_server
+
+    quiet()
+    cap = options["max_rows_in_flight"]
+    make: MakeEngine
+    if options["engine"] == "native":
+        make = lambda spec: NativeEngine(spec, cap)  # noqa: E731
+    else:
+        require_vllm()
+        make = lambda spec: VLLMEngine(  # noqa: E731
+            spec, gpu_memory_utilization=options["gpu_memory_utilization"], max_rows_in_flight=cap
+        )
+    server = make_server(Service(make, unties(options["engine"])), options["host"], options["port"])
+    print(f"serving on {options['host']}:{server.server_port} with {options['engine']}; stop with Ctrl-C", flush=True)
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()
+
+
+def parse(args: Sequence[str]) -> dict[str, Any]:
+    """The options of ``rl serve``.
+
+    Raises:
+        UsageError: one that is unknown, or a value that is not of its kind.
+    """
+    kinds: dict[str, Callable[[str], Any]] = {
+        "engine": str, "host": str, "port": int, "gpu_memory_utilization": float, "max_rows_in_flight": int
+    }  # fmt: skip
+    options: dict[str, Any] = {"engine": "vllm", "host": "127.0.0.1", "port": 8000, "gpu_memory_utilization": 0.9,
+                               "max_rows_in_flight": None}  # fmt: skip
+    pending = iter(args)
+    for arg in pending:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in kinds:
+            raise UsageError(f"{USAGE}; got {arg!r}{did_you_mean(name, kinds)}")
+        value = value if equals else next(pending, "")
+        try:
+            options[name] = kinds[name](value)
+        except ValueError as error:
+            raise UsageError(f"--{name}={value!r} must be a number") from error
+    if options["engine"] not in ("vllm", "native"):
+        raise UsageError(f"--engine={options['engine']!r} must be vllm or native")
+    if not 0 <= options["port"] < 65536:
+        raise UsageError(f"--port={options['port']} must be in 0 to 65535; 0: any free one")
+    return options
+
+
+def require_vllm() -> None:
+    """Refuse to start without vLLM.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("--engine=vllm needs vLLM, which is not installed; see docs/language/sampling.md, or take "
+                         "--engine=native")  # fmt: skip

@@ -1,0 +1,73 @@
+"""Which importance weights correct for the sampler, and what is logged of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+
+MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+_NAME = "importance_sampling_correction"
+
+
+def check_correction(hparams: Any) -> None:
+    """Refuse an unknown mode, and bounds that exclude each other.
+
+    Raises:
+        UsageError: in one sentence.
+    """
+    mode = hparams[_NAME]
+    low, high = hparams["importance_sampling_clip_min"], hparams["importance_sampling_clip_max"]
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"{_NAME}={mode!r} must be one of {', '.join(MODES)}")
+    for name, value in (("importance_sampling_clip_min", low), ("importance_sampling_clip_max", high)):
+        if value is not None and not value >= 0:
+            raise UsageError(f"{name}={value} must be at least 0")
+    if low is not None and high is not None and low > high:
+        raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
+
+
+def correction_of(hparams: Any) -> str:
+    """The mode that applies: the one given, or TRL's default where another engine samples."""
+    given: str | None = hparams[_NAME]
+    if given is not None:
+        return given
+    return "none" if hparams["sampler"] == "native" else "sequence_mask"
+
+
+def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """How far the sampler's log-probabilities are from training's, over the completions of all ranks.
+
+    Args:
+        fields: log_prob, sampling_log_prob, importance_weight and mask, [B, L] each.
+        mode: of the weights. Those of a sequence are counted once.
+        gathered: the rows of all ranks.
+    """
+    mask, weight = fields["mask"], fields["importance_weight"]
+    difference = (fields["log_prob"] - fields["sampling_log_prob"]).abs()
+    known = mask & ~difference.isnan()
+    counts = mask.clone()
+    if mode.startswith("sequence"):
+        counts[:, 1:] = False
+    columns = [
+        torch.where(known, difference, 0.0).sum(1), known.sum(1), torch.where(known, difference, 0.0).amax(1),
+        torch.where(counts, weight, 0.0).sum(1), counts.sum(1),
+        torch.where(counts, weight, torch.inf).amin(1), torch.where(counts, weight, -torch.inf).amax(1),
+        (counts & (weight == 0)).sum(1),
+    ]  # fmt: skip
+    table = gathered(torch.stack([column.float() for column in columns], 1))
+    total, n_known, largest, weights, n, least, most, masked = table.unbind(1)
+    n = n.sum()
+    nothing = n == 0  # every completion was cut off and left out
+    return {
+        "sampling/logp_difference/mean": total.sum() / n_known.sum().clamp(min=1),
+        "sampling/logp_difference/max": largest.amax(),
+        "sampling/importance_ratio/min": torch.where(nothing, 0.0, least.amin()),
+        "sampling/importance_ratio/mean": weights.sum() / n.clamp(min=1),
+        "sampling/importance_ratio/max": torch.where(nothing, 0.0, most.amax()),
+        "sampling/masked": masked.sum() / n.clamp(min=1),
+    }

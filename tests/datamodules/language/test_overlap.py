@@ -1,0 +1,253 @@
+"""Rewards while rows are written, and generations that are written while earlier ones train."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from datamodules.language.ahead import WrittenAhead
+from datamodules.language.early_rewards import EarlyRewards
+from datamodules.language.reward_calls import RewardFunctions
+from rl_modules.common.errors import UsageError
+from rl_modules.language.rlhf_ppo import RLHFPPO
+from rl_modules.language.sampling import Completions
+from rl_modules.language.sampling.engine import NativeEngine
+from rl_modules.language.sampling.protocol import replaced
+from tests.rl_modules.language.sampler_cases import running_server
+from tests.rl_modules.language.test_grpo import TINY, Spy, addition, spy, weights_of
+from tests.training import assert_resumes_exactly, fit
+
+HERE = "tests.datamodules.language.test_overlap"
+
+
+def slow_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """Sleeps 50 ms per completion."""
+    time.sleep(0.05 * len(completions))
+    return [sum(map(ord, text)) % 5 / 4 for text in completions]
+
+
+def raises_on_some(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    if any(sum(map(ord, text)) % 3 == 0 for text in completions):
+        raise ValueError("no")
+    return [float(len(text)) for text in completions]
+
+
+# ---------------------------------------------------------------- rewards of early rows
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("reward", ["digit_reward", "raises_on_some"])
+def test_early_rewards_are_those_of_the_whole_batch(reward: str, workers: int) -> None:
+    name = f"{HERE}:raises_on_some" if reward == "raises_on_some" else None
+    arguments: dict[str, Any] = {} if name is None else {"reward_funcs": [name]}
+    results = []
+    for overlap in (False, True):
+        module = spy()
+        fit(module, addition(**arguments, reward_overlap=overlap, reward_workers=workers), max_steps=2)
+        results.append(module)
+    (one, _), (two, _) = results[0].rollouts[-1], results[1].rollouts[-1]
+    assert torch.equal(one["rewards"].nan_to_num(-7), two["rewards"].nan_to_num(-7))
+    assert one["failed"] == two["failed"]
+    assert torch.equal(weights_of(results[0]), weights_of(results[1]))
+
+
+def test_a_group_is_judged_while_others_are_written() -> None:
+    """The first group's reward has been called before the second group's last row is announced."""
+    called = threading.Event()
+
+    def reward(completions: Any, **columns: Any) -> list[float]:
+        called.set()
+        return [1.0] * len(completions)
+
+    class Tokenizer:
+        def batch_decode(self, ids: Any, skip_special_tokens: bool) -> list[str]:
+            return [str(row) for row in ids]
+
+    records = [{"prompt": "a"}, {"prompt": "b"}]
+    early = EarlyRewards(RewardFunctions([reward]), Tokenizer(), records, 2)
+    early.on_ended(2, [5], True)
+    early.on_ended(1, [6], True)
+    early.on_ended(0, [7], True)
+    assert called.wait(10)
+    early.on_ended(3, [8], False)
+    assert early.result([records[0]] * 2 + [records[1]] * 2, ["t"] * 4).flatten().tolist() == [1.0] * 4
+
+
+def test_overlapped_runs_resume_exactly(tmp_path: Path) -> None:
+    assert_resumes_exactly(
+        lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0),
+        lambda: addition(steps_per_generation=2, reward_overlap=True, reward_workers=2), tmp_path, 3,
+    )  # fmt: skip
+
+
+def test_an_error_of_a_reward_ends_the_run_under_overlap_too() -> None:
+    with pytest.raises(UsageError, match="raised ZeroDivisionError"):
+        fit(spy(), addition(reward_funcs=[f"{HERE}:broken"], reward_overlap=True), max_steps=1)
+
+
+def broken(completions: Any, **columns: Any) -> list[float]:
+    return [1 / 0 for _ in completions]
+
+
+# ---------------------------------------------------------------- the queue of rounds
+
+
+def written(value: int) -> Completions:
+    one = torch.full((2, 1), value, dtype=torch.int64)
+    return Completions(one, one.float(), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), one[:, 0])
+
+
+def test_rounds_come_in_order_and_survive_a_restart_once_each() -> None:
+    gate, asked = threading.Event(), []
+
+    def write(first: int) -> Completions:
+        asked.append(first)
+        if first == 8:
+            gate.wait(10)
+        return written(first)
+
+    queue = WrittenAhead(write)
+    for first in (0, 4, 8, 12):
+        queue.ask(first)
+    assert queue.take()[0] == 0
+    while len(asked) < 3:
+        time.sleep(0.01)
+    state = queue.state_dict()
+    assert [(saved["first"], saved["written"] is not None) for saved in state] == [(4, True), (8, False), (12, False)]
+    gate.set()
+    again: list[int] = []
+    other = WrittenAhead(lambda first: again.append(first) or written(first))  # type: ignore[func-returns-value]
+    other.load_state_dict(state, "cpu")
+    other.start()
+    taken = [other.take() for _ in range(3)]
+    assert [first for first, _ in taken] == [4, 8, 12]
+    assert [int(completions.tokens[0, 0]) for _, completions in taken] == [4, 8, 12]
+    assert again == [8, 12]  # the finished round was kept
+    queue.close()
+    other.close()
+
+
+def test_rows_are_replaced_in_place() -> None:
+    long = Completions(torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.zeros((2, 3), dtype=torch.float32),
+                       torch.tensor([3, 1]), torch.tensor([True, False]), torch.tensor([0, 0]))  # fmt: skip
+    short = Completions(torch.tensor([[9]]), torch.ones((1, 1), dtype=torch.float32), torch.tensor([1]),
+                        torch.tensor([True]), torch.tensor([5]))  # fmt: skip
+    found = replaced(long, [0], short, 0)
+    assert found.tokens.tolist() == [[9], [4]] and found.length.tolist() == [1, 1]
+    assert found.version is not None and found.version.tolist() == [5, 0] and found.finished.tolist() == [True, False]
+
+
+# ---------------------------------------------------------------- runs
+
+
+def asynchronous(address: str, k: int = 2, **arguments: Any) -> tuple[Spy, Any]:
+    module = spy(sampler="vllm_server", sampler_options={"addresses": [address], "retries": 20, "retry_wait_s": 0.05},
+                 learning_rate=1e-2, **arguments)  # fmt: skip
+    return module, addition(async_generations=k)
+
+
+def prompts_of(module: Spy) -> list[str]:
+    return [record["prompt"] for rollout, _ in module.rollouts for record in rollout["records"][::4]]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_generations_are_written_by_weights_at_most_k_updates_old(k: int) -> None:
+    versions: list[Any] = []
+
+    class Noting(Spy):
+        def prepare(self, rollout: Any) -> Any:
+            versions.append((self.trainer.global_step, rollout["version"]))
+            return super().prepare(rollout)
+
+    with running_server() as (_, address):
+        module, data = asynchronous(address, k)
+        module.__class__ = Noting
+        fit(module, data, max_steps=8)
+        native = spy(learning_rate=1e-2)
+        fit(native, addition(), max_steps=8)
+    assert prompts_of(module) == prompts_of(native)  # the same prompts in the same order
+    behind = torch.stack([step - version.max() for step, version in versions])
+    assert int(behind.min()) >= 0 and int(max(step - int(v.min()) for step, v in versions)) <= k
+    assert int(behind.max()) >= 1  # it did write ahead
+    assert module.latest_metrics["sampling/steps_behind"] > 0
+
+
+def test_rows_of_older_weights_are_written_again() -> None:
+    """A server whose weights stay behind: its rows are asked again after an update."""
+    with running_server() as (service, address):
+        module, data = asynchronous(address, 1)
+        load = service.weights
+        service.weights = lambda body, version, last: load(body, 0 if version == 3 else version, last)  # type: ignore[method-assign]
+        generations = []
+        again = data._without_stale
+
+        def noting(records: Any, seeds: Any, rows: Completions) -> Completions:
+            fresh = again(records, seeds, rows)
+            generations.append((rows.version.clone(), fresh.version.clone()))
+            return fresh
+
+        data._without_stale = noting  # type: ignore[method-assign]
+        fit(module, data, max_steps=7)
+    changed = [(old, new) for old, new in generations if not torch.equal(old, new)]
+    assert changed and all((new > old).all() for old, new in changed)
+
+
+class Flaky(NativeEngine):
+    """Fails at some of its calls, as a server that is killed and started again: it then lacks its weights."""
+
+    calls = 0
+
+    def generate(self, *arguments: Any) -> Any:
+        Flaky.calls += 1
+        if Flaky.calls % 3 == 2:
+            raise RuntimeError("killed")
+        return super().generate(*arguments)
+
+
+def test_a_server_that_fails_is_asked_again_and_no_prompt_is_lost() -> None:
+    with running_server(Flaky) as (_, address):
+        module, data = asynchronous(address, 1)
+        fit(module, data, max_steps=6)
+    native = spy(learning_rate=1e-2)
+    fit(native, addition(), max_steps=6)
+    assert prompts_of(module) == prompts_of(native)
+
+
+def test_another_server_takes_over() -> None:
+    with running_server() as (_, one), running_server(Flaky) as (_, two):
+        module = spy(sampler="vllm_server", sampler_options={"addresses": [two, one, "127.0.0.1:9"], "retries": 3,
+                                                             "retry_wait_s": 0.01})  # fmt: skip
+        fit(module, addition(), max_steps=3)
+    native = spy()
+    fit(native, addition(), max_steps=3)
+    for (ours, _), (theirs, _) in zip(module.rollouts, native.rollouts, strict=True):
+        assert torch.equal(ours["tokens"], theirs["tokens"])
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None:
+    with running_server() as (_, address):
+        whole, data = asynchronous(address)
+        fit(whole, data, max_steps=8)
+        first, data = asynchronous(address)
+        trainer = fit(first, data, max_steps=stop)
+        trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+        second, data = asynchronous(address)
+        fit(second, data, tmp_path / "stopped.ckpt", max_steps=8)
+    assert prompts_of(first) + prompts_of(second) == prompts_of(whole)
+
+
+def test_without_any_server_the_run_says_so() -> None:
+    with pytest.raises(UsageError, match="none of 127.0.0.1:9 answers; start `rl serve` there"):
+        fit(spy(sampler="vllm_server", sampler_options={"addresses": ["127.0.0.1:9"]}), addition(), max_steps=1)
+
+
+def test_async_needs_a_sampler_elsewhere_and_a_correction() -> None:
+    with pytest.raises(UsageError, match="async_generations=1 needs a sampler that writes while"):
+        fit(spy(), addition(async_generations=1), max_steps=1)
+    module = RLHFPPO(model_config=TINY, sampler="vllm_server", sampler_options={"addresses": ["127.0.0.1:9"]})
+    with pytest.raises(UsageError, match="which RLHFPPO does not correct for"):
+        fit(module, addition(async_generations=1), max_steps=1)
