@@ -146,8 +146,9 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
     checkpoint = resume.read(Path(ckpt_path))
     algorithm = checkpoint.get("algorithm")
-    if algorithm is None:
-        raise UsageError(f"{ckpt_path} holds no language model; only those are exported")
+    if algorithm is None or "observation_space" in (checkpoint.get("hyper_parameters") or {}):
+        raise UsageError(f"{ckpt_path} holds {algorithm or 'no algorithm'}, which is no language model; only those are "
+                         "exported as Hugging Face directories")  # fmt: skip
     if model is None and algorithm not in rl_modules.__all__:
         raise UsageError(f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
                          f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}")  # fmt: skip

@@ -11,6 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.masks import ActionMasks
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.extras import install
 
 #: Which extra of this project brings what an environment's import asks for.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
@@ -196,6 +197,5 @@ def _missing_extra(who: str, message: str) -> str:
     folded = message.lower()
     for mark, extra in EXTRAS.items():
         if mark in folded:
-            install = f"pip install 'lightning-rl-recipes[{extra}]'"
-            return f"{who} needs a package that is not installed: {install}"
+            return f"{who} needs a package that is not installed: {install(extra)}"
     return f"{who} needs a package that is not installed: {message}"

@@ -20,7 +20,7 @@ from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.rank_agreement import RankAgreement
 from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
 FIRST_AFTER_S = 4.0
@@ -92,6 +92,8 @@ class Checkpoints(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self._trainer not in (None, trainer):
             self._forget_run()
+        if stage == "fit" and self._chosen:
+            require_metric(str(self.monitor), pl_module)
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         own = getattr(pl_module, "best_metric", None)
@@ -258,3 +260,16 @@ class Checkpoints(ModelCheckpoint):
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:
     # Tabular agents take no optimizer steps: the epoch and the batch change where `global_step` does not.
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
+
+
+def require_metric(monitor: str, module: Any) -> None:
+    """Refuses a metric that an algorithm of this project never logs; a user's own class may log any.
+
+    Raises:
+        UsageError: names the metrics that it evaluates.
+    """
+    known = getattr(module, "evaluation_metrics", None)
+    own = type(module).__module__.partition(".")[0] == "rl_modules"
+    if own and known is not None and monitor not in known:
+        raise UsageError(f"checkpoint.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
+                         f"{', '.join(known)}{did_you_mean(monitor, known)}")  # fmt: skip
