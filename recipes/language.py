@@ -24,9 +24,16 @@ class StepProgressBar(TransitionProgressBar):
         refresh_s: seconds between two redraws.
     """
 
+    unit = "steps"
+    _started = 0.0, 0
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._started = time.monotonic(), trainer.global_step
+        self.start(trainer)
         super().on_train_start(trainer, pl_module)
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Begins to measure the speed."""
+        self._started = time.monotonic(), trainer.global_step
 
     def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
         """Returns the optimizer steps so far and their total; a total of None means that the run has no end."""

@@ -169,6 +169,9 @@ def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
         raise UsageError(f"env_id={env_id!r} names the module {module!r}, which can't be imported: {error}") from error
     if found is None and attribute not in gym.registry:
         raise UsageError(f"env_id={env_id!r}: the module {module!r} has no {attribute!r}")
+    if found is not None and not callable(found):
+        raise UsageError(f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
+                         "such as its class")  # fmt: skip
     return found
 
 

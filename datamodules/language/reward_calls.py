@@ -109,9 +109,9 @@ class RewardFunctions:
         rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
         for call in calls:
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
-        self._require_some(rewards)
         for j, name in enumerate(self.names):
             self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
+        self._require_some(rewards)
         return rewards
 
     def take_failures(self) -> dict[str, int]:

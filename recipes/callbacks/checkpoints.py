@@ -17,6 +17,7 @@ from recipes.callbacks import curves
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.finite_check import FiniteCheck
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
+from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.rank_agreement import RankAgreement
 from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
@@ -73,6 +74,8 @@ class Checkpoints(ModelCheckpoint):
         self.observers: list[Callable[[L.Trainer], None]] = []
         self.last_path: Path | None = None
         self.requests = StopRequests()
+        #: Prints lines where there is no terminal; the command line sets it.
+        self.progress: ProgressLines | None = None
         self._finite: FiniteCheck | None = FiniteCheck()
         self._ranks = RankAgreement()
         self._trainer: L.Trainer | None = None
@@ -124,6 +127,8 @@ class Checkpoints(ModelCheckpoint):
         if self._saved_settings is not None:
             apply_changes(trainer, self._saved_settings, self._settings)
             self._saved_settings = None
+        if self.progress is not None:
+            self.progress.start(trainer)
         self._pause_s = min(FIRST_AFTER_S, self.interval_s)
         self._due_s = time.monotonic() + self._pause_s
         self._saved_at = _position(trainer)
@@ -183,7 +188,10 @@ class Checkpoints(ModelCheckpoint):
         """
         for observe in self.observers:
             observe(trainer)
-        is_due = time.monotonic() >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        now_s = time.monotonic()
+        if self.progress is not None:
+            self.progress.tick(trainer, now_s)
+        is_due = now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
         if not (stop or is_due) or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
             return

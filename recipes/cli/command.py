@@ -4,6 +4,7 @@ import errno
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from recipes import configs
 from recipes.callbacks.signals import Stopped
@@ -96,6 +97,13 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
                          f"{did_you_mean(command, known)}")  # fmt: skip
 
 
+def _announce(command: str, args: list[str]) -> None:
+    """Prints what is about to start: the libraries take seconds to import."""
+    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+        what = " ".join(Path(arg).name if Path(arg).is_absolute() else arg for arg in args[:4])
+        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", file=sys.stderr, flush=True)
+
+
 def _export(args: list[str]) -> None:
     given: dict[str, str] = {}
     pending = iter(args)
@@ -144,7 +152,16 @@ def _with_configs_found(args: list[str], default_config: str | None) -> list[str
 
 def _run(command: str, args: list[str]) -> None:
     add_working_directory()
+    wants_help = bool({"-h", "--help"} & set(args))
+    if wants_help and "all" not in args:
+        from recipes.cli.classes import chosen_classes
+        from recipes.cli.short_help import short_help
+
+        show(short_help(command, chosen) if (chosen := chosen_classes(args)) else HELP)
+        return
+    if not wants_help and not any(arg.startswith("--print_config") for arg in args):
+        _announce(command, args)
     from recipes.cli.lightning_cli import RLCLI
 
     quiet()  # after the import, which sets the loggers' levels itself
-    RLCLI(command, args)
+    RLCLI(command, [arg for arg in args if not (wants_help and arg == "all")])

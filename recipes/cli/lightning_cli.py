@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.progress import TransitionProgressBar
+from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
 from recipes.cli import resume, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes
@@ -150,6 +152,7 @@ class RLCLI(LightningCLI):
             assert model.max_length  # loads the tokenizer and the model's config, and compares them
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
+        shows = config.get("enable_progress_bar")
         if self.command == "fit":
             record_every = self._get(self.config, "record_every")
             callbacks += trainer_settings.settings_for_fit(config, record_every, self._controls)
@@ -162,6 +165,10 @@ class RLCLI(LightningCLI):
             output = self._get(self.config, "output")
             callbacks.append(trainer_settings.prediction_writer(output, self._controls))
         trainer = super()._instantiate_trainer(config, callbacks)
+        if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
+            trainer.checkpoint_callback.progress = ProgressLines(
+                TransitionProgressBar() if self._controls else language.StepProgressBar()
+            )
         precision = str(config.get("precision"))
         if precision in ("16", "16-mixed") and trainer.precision != "16-mixed":
             # Lightning would warn and run in another precision.
@@ -208,6 +215,7 @@ class RLCLI(LightningCLI):
         final, interrupted = self._evaluate()
         if self._controls:
             rows = summary.control_rows(trainer, model, data, final, measured)
+            rows.update(summary.exact_row(model, data))
         else:
             rows = language.summary(model, data, final, step, seconds)
         summary.record_final(trainer, model, data, final, step)

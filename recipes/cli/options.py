@@ -30,6 +30,9 @@ MEANT = {
     "output_dir": "trainer.default_root_dir", "logdir": "trainer.default_root_dir", "wandb": "trainer.logger",
 }  # fmt: skip
 
+#: Options of other algorithms, and what does the same here.
+ELSEWHERE = {"total_timesteps": "trainer.max_steps", "max_steps": "data.total_timesteps"}
+
 
 def refuse_word(word: str) -> str:
     """The sentence for a word that is no option and belongs to none."""
@@ -55,9 +58,11 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     if not rest or group not in GROUPS:
         return f"unknown option --{name}{_meant(name)}; `rl fit --help` lists all"
     known = of_group(group, chosen)
-    if near := did_you_mean(rest, known):
-        return f"unknown option '{name}'{near}"
     places = [place for place in places_of(rest, chosen) if not place.startswith(f"{group}.")]
+    if not places and rest in ELSEWHERE and rest not in known:
+        places = [ELSEWHERE[rest]]
+    if not places and (near := did_you_mean(rest, known)):
+        return f"unknown option '{name}'{near}"
     if not places and rest in MEANT:
         places = [MEANT[rest]]
     if places:

@@ -37,6 +37,10 @@ class RLParser(LightningArgumentParser):
         group = found.group(1) if found else inner.group if inner else ""
         raise ParserError(inner.text if inner else message, group, self.chosen) from ex
 
+    def format_help(self) -> str:
+        """Argparse's help, with the names of classes in place of their representations."""
+        return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", super().format_help())
+
 
 def add_arguments(parser: LightningArgumentParser, command: str, records: bool) -> None:
     """Adds the arguments of ``rl`` to those of Lightning's CLI.
