@@ -20,11 +20,14 @@ from datamodules.evaluation import run_episodes
 from datamodules.loader import LazyLoader
 from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
 from datamodules.resume import gather_ranks, state_of_rank
+from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checks import at_least, make_plain, unit_interval
 from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.pairing import check_pairing
+from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays
+from rl_modules.common.spaces import observation_arrays, space_to_dict
 
 Batch = dict[str, Any]
 
@@ -57,7 +60,7 @@ class EnvironmentArguments(TypedDict, total=False):
     stats_window_size: int
 
 
-class ControlDataModule(L.LightningDataModule):
+class ControlDataModule(CheckedCall, L.LightningDataModule):
     """Base of the control datamodules; one of them adds ``train_dataloader`` and what it stores.
 
     Args:
@@ -98,6 +101,7 @@ class ControlDataModule(L.LightningDataModule):
 
     #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
     kind = "rollouts"
+    called_elsewhere = "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer"
 
     def __init__(
         self,
@@ -129,6 +133,7 @@ class ControlDataModule(L.LightningDataModule):
         self.env_name = environment_name(env_id)
         self.save_hyperparameters(ignore=["env_id"], logger=False)
         make_plain(self.hparams)
+        check_ranges(self.hparams)
         self.hparams["env_id"] = self.env_name
         self.n_envs = env_id.num_envs if isinstance(env_id, VectorEnv) else at_least("n_envs", n_envs)
         self.total_timesteps = at_least("total_timesteps", total_timesteps)
@@ -168,12 +173,19 @@ class ControlDataModule(L.LightningDataModule):
     # ---------------------------------------------------------------- the run
 
     def setup(self, stage: str) -> None:
+        if self.trainer is not None:
+            check_pairing(self.trainer.lightning_module, self)
         if self._example is None:
             self._example = make_env(self.env_id, self.env_kwargs, self.wrappers)
+            for name in ("observation_space", "action_space"):
+                if not isinstance(getattr(self, name, None), gym.Space):
+                    raise UsageError(f"the environment {self.env_name} has no {name}; set it to a space of "
+                                     "gymnasium.spaces")  # fmt: skip
             if self.action_masks and not isinstance(self._example, VectorEnv):
                 self._mask_source = mask_source(self._example)
                 if self._mask_source is not None:
                     self._example = ActionMasks(self._example, self._mask_source)
+            space_to_dict(self.observation_space)
             observation_arrays(self.observation_space, self.observation_space.sample())
             if isinstance(self._example, VectorEnv):
                 self.n_envs = self._example.num_envs
@@ -190,11 +202,7 @@ class ControlDataModule(L.LightningDataModule):
         Raises:
             UsageError: the algorithm learns from another kind of experience.
         """
-        wanted = self.learner.experience.kind if self.has_learner else self.kind
-        if wanted != self.kind:
-            name = type(self.learner).__name__
-            fitting = {"rollouts": "RolloutDataModule", "replay": "ReplayDataModule"}[wanted]
-            raise UsageError(f"{name} learns from {wanted}, {type(self).__name__} makes {self.kind}; use {fitting}")
+        check_pairing(self.learner if self.has_learner else None, self)
 
     def on_exception(self, exception: BaseException) -> None:
         # The module's `on_fit_end`, which resets this for the whole process, is not called then.

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 from typing_extensions import Unpack
 
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
+from datamodules.buffers import available_bytes
 from datamodules.envs.vector import EnvId
 from datamodules.loader import LazyLoader
 from datamodules.memory import Memory
@@ -19,7 +21,7 @@ from rl_modules.common.contract import MINIBATCHES, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
 
 #: What a step of the environments and an update take, in ms, and how long an epoch should last at least, so that
 #: Lightning's two or three ms per epoch are a few per cent of it.
@@ -104,6 +106,7 @@ class RolloutDataModule(ControlDataModule):
         else:
             self.batch_size = size if given.batch_size is None else int(given.batch_size)
         self._check_batch_size(self.batch_size, size)
+        self._check_memory(size)
         if wanted.whole_rollouts and (self.n_epochs != 1 or self.batch_size != size):
             raise UsageError(f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
                              f"n_epochs={self.n_epochs} and batch_size={self.batch_size}: leave both out, or give "
@@ -128,6 +131,17 @@ class RolloutDataModule(ControlDataModule):
         if size % batch_size:
             raise UsageError(f"batch_size={batch_size} does not divide n_envs*n_steps={size}; "
                              f"{_nearest_divisor(size, batch_size)} is the nearest that does")  # fmt: skip
+
+    def _check_memory(self, size: int) -> None:
+        """Raises for a rollout that memory can't hold: observations and their successors, as they are stored."""
+        if self._example is None:
+            return
+        arrays = observation_arrays(self.observation_space, self.observation_space.sample())
+        needed = 2 * size * sum(np.asarray(leaf).nbytes for leaf in tree_leaves(arrays))
+        if needed > (free := available_bytes()):
+            raise UsageError(f"a rollout of n_steps={self.n_steps} in n_envs={self.n_envs} environments takes "
+                             f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give smaller "
+                             "n_steps or n_envs")  # fmt: skip
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -244,7 +258,11 @@ class RolloutDataModule(ControlDataModule):
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
+    """The divisor of ``size`` that is nearest to ``wanted``, the smaller of two equally near."""
+    # A divisor beyond `limit` is farther away than 1 or, where `wanted` is larger, than `size` itself.
+    limit = min(size, 2 * wanted)
+    near = [d for d in range(1, limit + 1) if size % d == 0] or [1]
+    return min(near, key=lambda d: abs(d - wanted))
 
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Finds, lists and copies the installed configs. Imports nothing heavy."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -24,8 +25,22 @@ def find(name: str) -> Path:
     for candidate in (name, f"{name}.yaml"):
         if (CONFIGS / candidate).is_file():
             return CONFIGS / candidate
-    raise UsageError(f"config {name!r} is neither a file nor an installed config{did_you_mean(name, names())} "
-                     "(`rl list` shows all)")  # fmt: skip
+    if (CONFIGS / name.lower()).is_dir() and name.strip("./"):
+        known = [other for other in names() if other.startswith(f"{name.lower().rstrip('/')}/")]
+        raise UsageError(f"config {name!r} names an algorithm; its configs are {', '.join(known)}")
+    if Path(name).is_dir():
+        raise UsageError(f"config {name!r} is a folder; give one of the files in it, or an installed config (`rl list` "
+                         "shows all)")  # fmt: skip
+    raise UsageError(f"config {name!r} is neither a file nor an installed config{_near(name)} (`rl list` shows all)")
+
+
+def _near(name: str) -> str:
+    """The configs that a name may mean: of that task, or of nearly that name."""
+    task = re.sub(r"\W|v\d+$|yaml$", "", name.rpartition("/")[2].lower().removesuffix(".yaml"))
+    same = [other for other in names() if re.sub(r"\W|_", "", Path(other).stem) == re.sub(r"_", "", task)]
+    if "/" not in name and same:
+        return f"; did you mean {' or '.join(sorted(same, key=lambda other: not other.startswith('ppo/'))[:3])}?"
+    return did_you_mean(name, names())
 
 
 def describe(name: str) -> str:

@@ -24,9 +24,16 @@ class StepProgressBar(TransitionProgressBar):
         refresh_s: seconds between two redraws.
     """
 
+    unit = "steps"
+    _started = 0.0, 0
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._started = time.monotonic(), trainer.global_step
+        self.start(trainer)
         super().on_train_start(trainer, pl_module)
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Begins to measure the speed."""
+        self._started = time.monotonic(), trainer.global_step
 
     def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
         """Returns the optimizer steps so far and their total; a total of None means that the run has no end."""
@@ -146,8 +153,9 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
     checkpoint = resume.read(Path(ckpt_path))
     algorithm = checkpoint.get("algorithm")
-    if algorithm is None:
-        raise UsageError(f"{ckpt_path} holds no language model; only those are exported")
+    if algorithm is None or "observation_space" in (checkpoint.get("hyper_parameters") or {}):
+        raise UsageError(f"{ckpt_path} holds {algorithm or 'no algorithm'}, which is no language model; only those are "
+                         "exported as Hugging Face directories")  # fmt: skip
     if model is None and algorithm not in rl_modules.__all__:
         raise UsageError(f"{ckpt_path} holds {algorithm}, which is none of rl_modules; give its class with --model "
                          f"package.module.{algorithm}{did_you_mean(algorithm, rl_modules.__all__)}")  # fmt: skip

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
+from rl_modules.common.calls import CheckedCall
+from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.checks import at_least, make_plain, plain
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask, split_space
 from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import (
     check_same_space,
@@ -35,7 +38,7 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class ControlModule(CheckpointMixin):
+class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
     """Base of the control algorithms; an algorithm adds ``build_network``, ``act``, ``prepare``, ``training_step``.
 
     Args:
@@ -52,6 +55,11 @@ class ControlModule(CheckpointMixin):
             anew. None: new weights.
     """
 
+    #: Said of arguments that belong to the datamodule or the Trainer.
+    called_elsewhere = (
+        "environments belong to a datamodule: data = RolloutDataModule('CartPole-v1') (or ReplayDataModule), model = "
+        "PPO(), and lightning.Trainer(max_epochs=-1).fit(model, datamodule=data)"
+    )
     #: Gymnasium action spaces that the algorithm can act in.
     supported_action_spaces: tuple[type[spaces.Space], ...] = (
         spaces.Discrete,
@@ -61,6 +69,10 @@ class ControlModule(CheckpointMixin):
     )
     #: How the algorithm wants its experience; the datamodule's defaults follow from it.
     experience: Experience = MINIBATCHES
+    #: What a checkpoint can be the best in: metrics that are there after every evaluation.
+    evaluation_metrics: tuple[str, ...] = (
+        "eval/mean_reward", "eval/std_reward", "eval/mean_ep_length", "rollout/ep_rew_mean",
+    )  # fmt: skip
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
     # Set by `configure_model`, which knows the spaces.
@@ -85,6 +97,8 @@ class ControlModule(CheckpointMixin):
         # Callables are code, which a checkpoint must not hold.
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
         make_plain(self.hparams)
+        check_ranges(self.hparams)
+        check_widths(self.hparams.get("net_arch"))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
         #: As given, so that Lightning's ``Tuner.lr_find`` can set it.
@@ -138,6 +152,8 @@ class ControlModule(CheckpointMixin):
         self._check_trainer()
         if self._trainer is not None and getattr(self._trainer, "datamodule", None) is not None:
             self._take_spaces(self.source)
+        if self.is_fitting:
+            self.source  # noqa: B018 - raises where the Trainer was given no datamodule
         if not self.is_built:
             self._build()
         if self.is_fitting:
@@ -260,10 +276,17 @@ class ControlModule(CheckpointMixin):
         """
         if not self.is_built:
             self.configure_model()
-        observation, mask = split_mask(observation)
-        if isinstance(observation, dict) and not isinstance(self.observation_space, spaces.Dict | spaces.Tuple):
-            observation = observation[OBSERVED]
-        arrays = observation_arrays(self.observation_space, observation)
+        try:
+            observation, mask = split_mask(observation)
+            if isinstance(observation, dict) and not isinstance(self.observation_space, spaces.Dict | spaces.Tuple):
+                observation = observation[OBSERVED]
+            arrays = observation_arrays(self.observation_space, observation)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            pair = isinstance(observation, tuple) and len(observation) == 2
+            hint = "; it looks like the pair that reset returns, of which the observation is the first" if pair else ""
+            shown = f"{str(observation)[:80]!r} (type {type(observation).__name__})"
+            space = self.observation_space
+            raise UsageError(f"the observation {shown} does not fit the space {space}{hint}") from error
         single = require_observation(self.observation_space, arrays)
         if single:
             arrays = tree_map(lambda x: np.asarray(x)[None], arrays)
@@ -302,6 +325,15 @@ class ControlModule(CheckpointMixin):
         if not np.logical_or.reduceat(rows, first, axis=1).all():
             raise UsageError("action_masks allows no action in some row; allow one for each choice")
         return rows
+
+    def learn(self, *args: Any, **arguments: Any) -> None:
+        """Stable-Baselines3's name for training, which here is the Trainer's ``fit``.
+
+        Raises:
+            UsageError: always; says how.
+        """
+        raise UsageError(f"{type(self).__name__} has no learn; train with lightning.Trainer(max_epochs=-1).fit(model, "
+                         "datamodule=data)")  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         # Generators can't be pickled; the next `predict` makes a new one.

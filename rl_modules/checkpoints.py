@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 
+from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
@@ -47,10 +48,7 @@ class CheckpointMixin(MetricsMixin):
         Raises:
             UsageError: another algorithm's checkpoint, or one of other spaces or another network.
         """
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise UsageError(f"init_from={path!r} can't be read: {error.strerror or error}") from error
+        checkpoint = read_checkpoint(path, "init_from")
         if checkpoint.get("algorithm") not in [cls.__name__ for cls in type(self).__mro__]:
             self._check_algorithm(checkpoint)
         for name in ("observation_space", "action_space"):

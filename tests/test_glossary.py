@@ -9,7 +9,19 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import (
-    A2C, DDPG, DQN, PPO, QRDQN, REINFORCE, SAC, SARSA, TD3, TQC, TRPO, RecurrentA2C, RecurrentPPO,
+    A2C,
+    DDPG,
+    DQN,
+    PPO,
+    QRDQN,
+    REINFORCE,
+    SAC,
+    SARSA,
+    TD3,
+    TQC,
+    TRPO,
+    RecurrentA2C,
+    RecurrentPPO,
 )  # fmt: skip
 
 CONTROL = Path(__file__).parents[1].joinpath("docs/metrics.md").read_text(encoding="utf-8").split("\n# Language")[0]

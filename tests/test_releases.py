@@ -19,7 +19,7 @@ def test_one_version_everywhere():
     version = re.search(r'^version = "(.+)"', PROJECT, re.MULTILINE)[1]
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
-    assert [heading for heading in headings if heading != "Unreleased"][0] == version
+    assert next(heading for heading in headings if heading != "Unreleased") == version
 
 
 def test_the_lower_bounds_are_those_of_the_project():

@@ -6,6 +6,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rl_modules.common.errors import UsageError
+
 
 def episode_seed(stream: int, episode: int) -> int:
     """The seed of one episode: a function of its environment's stream and its number, nothing else."""
@@ -37,7 +39,15 @@ class SeededEpisodes(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self._actions.append(action)
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        returned = self.env.step(action)
+        try:
+            observation, reward, terminated, truncated, info = returned
+        except (TypeError, ValueError) as error:
+            raise UsageError(_old_step(returned, self.unwrapped)) from error
+        if reward is None or isinstance(reward, str) or not isinstance(info, dict):
+            wrong = "info" if not isinstance(info, dict) else "reward"
+            value, kind = (info, "a dictionary") if wrong == "info" else (reward, "a number")
+            raise UsageError(f"step of {_name(self.unwrapped)} returned {wrong}={value!r}; it must be {kind}")
         if terminated or truncated:
             # An environment that returns one buffer each time overwrites it in the reset that follows.
             observation = copy.deepcopy(observation)
@@ -50,7 +60,17 @@ class SeededEpisodes(gym.Wrapper):
         # Some environments draw from their spaces, which a reset does not seed.
         self.unwrapped.action_space.seed(seed)
         self.unwrapped.observation_space.seed(seed)
-        observation, info = self.env.reset(seed=seed, options=options)
+        try:
+            returned = self.env.reset(seed=seed, options=options)
+        except TypeError as error:
+            if "unexpected keyword" not in str(error):
+                raise
+            raise UsageError(f"reset of {_name(self.unwrapped)} must take the keywords seed and options, as Gymnasium "
+                             f"calls it: {error}") from error  # fmt: skip
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+            raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
+                             "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
+        observation, info = returned
         self._last_observation = observation
         return observation, info
 
@@ -70,3 +90,16 @@ class SeededEpisodes(gym.Wrapper):
     def last_observation(self) -> Any:
         """What the environment returned last."""
         return self._last_observation
+
+
+def _name(env: gym.Env) -> str:
+    return f"{type(env).__module__}:{type(env).__name__}"
+
+
+def _kind(returned: object) -> str:
+    return f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+
+
+def _old_step(returned: object, env: gym.Env) -> str:
+    return (f"step of {_name(env)} returned {_kind(returned)}; Gymnasium's step returns 5: observation, reward, "
+            "terminated, truncated, info (the old Gym returned done in place of the two)")  # fmt: skip

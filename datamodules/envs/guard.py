@@ -28,6 +28,10 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
         _end(envs, processes)
         raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from the last "
                          "checkpoint with --resume") from error  # fmt: skip
+    if (shapes := _wrong_shape(envs)) is not None:
+        _end(envs, processes)
+        raise UsageError(f"the environment {name} returned an observation of shape {shapes[0]}, and its "
+                         f"observation_space has {shapes[1]}; make them agree") from error  # fmt: skip
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{place.filename}:{place.lineno}"
     if processes:
@@ -35,6 +39,16 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
         _end(envs, processes)
     raise UsageError(f"the environment {name} raised {type(error).__name__}: {error} ({where}); mend it, then resume "
                      "from the last checkpoint with --resume") from error  # fmt: skip
+
+
+def _wrong_shape(envs: VectorEnv) -> tuple[Any, Any] | None:
+    """Shapes of an observation and of its space where they differ; None where they agree or are not known."""
+    space = envs.single_observation_space
+    for env in getattr(envs, "envs", []):
+        observation = getattr(env, "last_observation", None)
+        if observation is not None and space.shape is not None and np.shape(observation) != space.shape:
+            return np.shape(observation), space.shape
+    return None
 
 
 def _end(envs: VectorEnv, processes: list[Any]) -> None:

@@ -11,6 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.masks import ActionMasks
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.extras import install
 
 #: Which extra of this project brings what an environment's import asks for.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
@@ -168,6 +169,9 @@ def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
         raise UsageError(f"env_id={env_id!r} names the module {module!r}, which can't be imported: {error}") from error
     if found is None and attribute not in gym.registry:
         raise UsageError(f"env_id={env_id!r}: the module {module!r} has no {attribute!r}")
+    if found is not None and not callable(found):
+        raise UsageError(f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
+                         "such as its class")  # fmt: skip
     return found
 
 
@@ -196,6 +200,5 @@ def _missing_extra(who: str, message: str) -> str:
     folded = message.lower()
     for mark, extra in EXTRAS.items():
         if mark in folded:
-            install = f"pip install 'lightning-rl-recipes[{extra}]'"
-            return f"{who} needs a package that is not installed: {install}"
+            return f"{who} needs a package that is not installed: {install(extra)}"
     return f"{who} needs a package that is not installed: {message}"

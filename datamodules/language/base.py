@@ -15,7 +15,10 @@ from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
+from rl_modules.common.calls import CheckedCall
 from rl_modules.common.errors import UsageError
+from rl_modules.common.pairing import check_pairing
+from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.hyperparameters import make_plain
 
@@ -23,7 +26,7 @@ Record = dict[str, Any]
 Batch = dict[str, Any]
 
 
-class LanguageDataModule(L.LightningDataModule):
+class LanguageDataModule(CheckedCall, L.LightningDataModule):
     """Base of the language datamodules; one of them adds ``train_dataloader``.
 
     Records come from exactly one of ``task`` (made here), ``path`` (a JSONL file) and ``dataset`` (a hub name, or a
@@ -55,7 +58,7 @@ class LanguageDataModule(L.LightningDataModule):
         n_eval: held-out records per evaluation, over all ranks; 0: none.
         batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
-        reward_funcs: names or import paths of reward functions (TRL's signature), with settings as
+        reward_funcs: one or several names or import paths of reward functions (TRL's signature), with settings as
             ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one tells
             whether a completion is right: it is where it reaches ``correct_threshold``.
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
@@ -78,6 +81,7 @@ class LanguageDataModule(L.LightningDataModule):
 
     #: Columns that training records must have, and held-out ones.
     required: tuple[str, ...] = ("prompt",)
+    called_elsewhere = "the model and its learning rate belong to the module, steps and devices to lightning.Trainer"
     eval_required: tuple[str, ...] = ("prompt",)
 
     def __init__(
@@ -101,7 +105,7 @@ class LanguageDataModule(L.LightningDataModule):
         n_train: int | None = None,
         n_eval: int = 256,
         batch_size: int = 64,
-        reward_funcs: list[str | dict[str, Any]] | None = None,
+        reward_funcs: list[str | dict[str, Any]] | str | dict[str, Any] | None = None,
         reward_time_limit_s: float | None = None,
         reward_workers: int = 1,
         reward_overlap: bool = False,
@@ -122,6 +126,9 @@ class LanguageDataModule(L.LightningDataModule):
             self.dataset_object, self.hparams["dataset"] = dataset, describe_dataset(dataset)
         make_plain(self)
         hp: Any = self.hparams
+        # Functions are code, which a checkpoint must not hold: their names stand for them.
+        hp["reward_funcs"] = _named_functions(hp.reward_funcs)
+        check_ranges(self.hparams)
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
             raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
@@ -141,7 +148,9 @@ class LanguageDataModule(L.LightningDataModule):
         if overlong not in ("error", "drop"):
             raise UsageError(f"overlong={overlong!r} must be error or drop")
         self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
-        specs: list[Any] = list(hp.reward_funcs or (self.task.reward_funcs if self.task is not None else []))
+        single = isinstance(reward_funcs, str | dict) or callable(reward_funcs)
+        given_funcs: Any = [reward_funcs] if single else reward_funcs
+        specs: list[Any] = list(given_funcs or (self.task.reward_funcs if self.task is not None else []))
         funcs = [load_reward_func(spec, self.task) for spec in specs]
         self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
         self.rewards.trainer_state = TrainerState()
@@ -156,6 +165,8 @@ class LanguageDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         hp: Any = self.hparams
+        if self.trainer is not None:
+            check_pairing(self.trainer.lightning_module, self)
         if stage == "fit" and hp.streaming:
             self.stream = self.open_stream()
         elif stage == "fit" and not self.train_records:
@@ -412,3 +423,13 @@ class LanguageDataModule(L.LightningDataModule):
 
 def _as_text(prompt: str | list[dict[str, Any]]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
+
+
+def _named_functions(value: Any) -> Any:
+    """Reward functions as a checkpoint may hold them: a function by its import path."""
+    if isinstance(value, list | tuple):
+        return [_named_functions(part) for part in value]
+    if callable(value):
+        target = getattr(value, "func", value)  # functools.partial
+        return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
+    return value

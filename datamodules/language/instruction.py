@@ -47,6 +47,7 @@ class InstructionDataModule(LanguageDataModule):
         UsageError: an argument or a record that can't be used, in one sentence.
     """
 
+    kind = "demonstrations"
     required = ("prompt", "completion")
 
     def __init__(

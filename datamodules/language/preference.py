@@ -64,6 +64,7 @@ class PreferenceDataModule(LanguageDataModule):
         UsageError: an argument or a record that can't be used, in one sentence.
     """
 
+    kind = "preferences"
     required: tuple[str, ...] = ("prompt", "chosen", "rejected")
     eval_required: tuple[str, ...] = ("prompt", "chosen", "rejected")
 

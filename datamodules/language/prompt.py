@@ -44,6 +44,8 @@ class PromptDataModule(LanguageDataModule):
         UsageError: an argument or a record that can't be used, in one sentence.
     """
 
+    kind = "prompts"
+
     def __init__(
         self,
         task: str | None = None,

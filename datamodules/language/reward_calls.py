@@ -57,6 +57,7 @@ class RewardFunctions:
         self.names = _distinct([function_name(func) for func in self.funcs])
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
+        self._has_scored = False
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -164,6 +165,7 @@ class RewardFunctions:
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
         for j, name in enumerate(self.names):
             self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
+        self._require_some(rewards)
         return rewards
 
     def take_failures(self) -> dict[str, int]:
@@ -206,6 +208,22 @@ class RewardFunctions:
         if len(values) != n:
             raise UsageError(f"reward function {name!r} returned {len(values)} values for {n} completions")
         return [_number(value, name, start + i, given) for i, value in enumerate(values)]
+
+    def _require_some(self, rewards: Tensor) -> None:
+        """Raises where not one completion of the first batch got a reward: nothing could be learned from it.
+
+        Raises:
+            UsageError: names the functions.
+        """
+        if (
+            not self._has_scored
+            and rewards.numel()
+            and not sum(self._failures.values())
+            and bool(rewards.isnan().all())
+        ):
+            raise UsageError(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all "
+                             f"{len(rewards)} completions of the first batch; return a number")  # fmt: skip
+        self._has_scored = True
 
     def _report(self, name: str, failures: list[tuple[int, BaseException]], given: dict[str, Any]) -> None:
         """Count the samples that a function failed on; say so the first time.

@@ -125,7 +125,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line:
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:
             raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}") from error
         except (ValueError, RecursionError) as error:
@@ -133,6 +133,11 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise UsageError(f'{place}: a {type(row).__name__}, where an object such as {{"prompt": "…"}} should be')
         yield place, row
+
+
+def _refuse_constant(text: str) -> Any:
+    """NaN and Infinity are Python's own, no JSON, and would become text or a reward that poisons the loss."""
+    raise ValueError(f"{text}, which is no JSON and no value that a prompt, an answer or a completion can have")
 
 
 def _lines(path: str | Path) -> Iterator[bytes]:
@@ -297,7 +302,8 @@ def as_record(
         record = reshape(record, place)
     for name in dict.fromkeys(("prompt", *required)):
         if record.get(name) is None:
-            raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}"
+            raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}; "
+                             f"columns maps one to it, as in {{{name}: {next(iter(record), 'column')}}}"
                              if name not in record else f"{place}: {name!r} is null")  # fmt: skip
     record["prompt"] = _prompt(record["prompt"], place)
     for name in TEXTS:

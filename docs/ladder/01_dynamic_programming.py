@@ -22,7 +22,6 @@ import gymnasium as gym
 import torch
 from helpers import show
 
-import datamodules  # registers Maze-v0
 from datamodules.envs.model import transition_model
 from recipes.grid_pictures import draw_values
 from rl_modules import functional as F

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # TRPO
 #
-# A gradient says in which direction, not how far. TRPO takes the largest step that keeps the new policy close to the old
-# one (Schulman et al. 2015):
+# A gradient says in which direction, not how far. TRPO takes the largest step that keeps the new policy close to the
+# old one (Schulman et al. 2015):
 #
 # ```
 # maximize  mean ρ A    subject to  mean KL(π_old || π) ≤ δ,         ρ = π(a|s) / π_old(a|s)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # RLHF
 #
-# The reward model takes the environment's place. A policy writes, the model scores, PPO improves the policy, and a price
-# on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al. 2022):
+# The reward model takes the environment's place. A policy writes, the model scores, PPO improves the policy, and a
+# price on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al. 2022):
 #
 # ```
 # r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last token] score
@@ -18,7 +18,7 @@ import torch
 from helpers import fit, plot
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from rl_modules import SFT, RewardModel, RLHFPPO
+from rl_modules import RLHFPPO, SFT, RewardModel
 from rl_modules import functional as F
 
 mask = torch.tensor([[True, True, True]])

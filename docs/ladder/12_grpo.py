@@ -25,8 +25,8 @@ reward = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
 print(F.group_advantages(reward, num_generations=4))
 
 # %% [markdown]
-# The second group has no spread: it teaches nothing. Sums of one digit: a few demonstrations first, so that some answers
-# are right, then the reward alone.
+# The second group has no spread: it teaches nothing. Sums of one digit: a few demonstrations first, so that some
+# answers are right, then the reward alone.
 
 # %%
 folder = Path(tempfile.mkdtemp())

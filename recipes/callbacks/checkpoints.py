@@ -17,10 +17,11 @@ from recipes.callbacks import curves
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.finite_check import FiniteCheck
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
+from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.rank_agreement import RankAgreement
 from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
@@ -74,6 +75,8 @@ class Checkpoints(ModelCheckpoint):
         self.observers: list[Callable[[L.Trainer], None]] = []
         self.last_path: Path | None = None
         self.requests = StopRequests()
+        #: Prints lines where there is no terminal; the command line sets it.
+        self.progress: ProgressLines | None = None
         self._finite: FiniteCheck | None = FiniteCheck()
         self._ranks = RankAgreement()
         self._trainer: L.Trainer | None = None
@@ -93,6 +96,8 @@ class Checkpoints(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self._trainer not in (None, trainer):
             self._forget_run()
+        if stage == "fit" and self._chosen:
+            require_metric(str(self.monitor), pl_module)
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
         own = getattr(pl_module, "best_metric", None)
@@ -123,6 +128,8 @@ class Checkpoints(ModelCheckpoint):
         if self._saved_settings is not None:
             apply_changes(trainer, self._saved_settings, self._settings)
             self._saved_settings = None
+        if self.progress is not None:
+            self.progress.start(trainer)
         self._pause_s = min(FIRST_AFTER_S, self.interval_s)
         self._due_s = time.monotonic() + self._pause_s
         self._saved_at = _position(trainer)
@@ -182,7 +189,10 @@ class Checkpoints(ModelCheckpoint):
         """
         for observe in self.observers:
             observe(trainer)
-        is_due = time.monotonic() >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        now_s = time.monotonic()
+        if self.progress is not None:
+            self.progress.tick(trainer, now_s)
+        is_due = now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
         if not (stop or is_due) or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -260,3 +270,16 @@ class Checkpoints(ModelCheckpoint):
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:
     # Tabular agents take no optimizer steps: the epoch and the batch change where `global_step` does not.
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
+
+
+def require_metric(monitor: str, module: Any) -> None:
+    """Refuses a metric that an algorithm of this project never logs; a user's own class may log any.
+
+    Raises:
+        UsageError: names the metrics that it evaluates.
+    """
+    known = getattr(module, "evaluation_metrics", None)
+    own = type(module).__module__.partition(".")[0] == "rl_modules"
+    if own and known is not None and monitor not in known:
+        raise UsageError(f"checkpoint.monitor={monitor!r} is no metric of {type(module).__name__}; it has "
+                         f"{', '.join(known)}{did_you_mean(monitor, known)}")  # fmt: skip

@@ -18,6 +18,9 @@ class TransitionProgressBar(ProgressBar):
         refresh_s: seconds between two redraws.
     """
 
+    #: What the counts count.
+    unit = "transitions"
+
     def __init__(self, refresh_s: float = 0.25) -> None:
         super().__init__()
         self.refresh_s = refresh_s
@@ -50,6 +53,9 @@ class TransitionProgressBar(ProgressBar):
         done, total = self.counts(trainer)
         self._task = self._progress.add_task(type(pl_module).__name__, total=total, completed=done, fps="", result="")
         self._progress.start()
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Called at the start of a run; the datamodule measures the speed of transitions itself."""
 
     def counts(self, trainer: L.Trainer) -> tuple[int, int | None]:
         """Returns the transitions so far and their total; a total of None means that the run has no end."""

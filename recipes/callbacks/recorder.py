@@ -16,6 +16,7 @@ from datamodules.envs.episodes import episode_seed
 from datamodules.envs.vector import make_env
 from datamodules.evaluation import Predicts
 from rl_modules.common.errors import UsageError
+from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
 
 
@@ -38,7 +39,7 @@ def record_episodes(
         UsageError: moviepy is not installed, or the environment can't render frames.
     """
     if importlib.util.find_spec("moviepy") is None:
-        raise UsageError("recording needs moviepy: pip install 'lightning-rl-recipes[video]'")
+        raise UsageError(f"recording needs moviepy, which is not installed: {install('video')}")
     if n_episodes < 1:
         raise UsageError(f"n_episodes={n_episodes} must be at least 1")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display

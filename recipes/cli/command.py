@@ -4,15 +4,20 @@ import errno
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from recipes import configs
 from recipes.callbacks.signals import Stopped
+from recipes.cli import completion, config_files, information
 from recipes.cli.help_text import HELP
+from recipes.cli.options import refuse_keys
 from recipes.cli.terminal import quiet, show
 from recipes.cli.user_modules import add_working_directory
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 
 COMMANDS = ("fit", "validate", "test", "predict", "record")
+#: Commands that start no run.
+OTHERS = ("export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
 
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:
@@ -65,8 +70,13 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
     if command in ("--help", "-h", "help"):
         show(HELP)
     elif command == "list":
-        width = max(len(name) for name in configs.names())
-        show("\n".join(f"{name:{width}}  {configs.describe(name)}" for name in configs.names()))
+        show(information.listing(rest))
+    elif command in ("--version", "-V", "version"):
+        show(information.version(rest))
+    elif command == "doctor":
+        show(information.doctor(rest))
+    elif command == "completion":
+        show(completion.script(rest))
     elif command == "copy":
         if len(rest) != 2:
             raise UsageError(
@@ -83,9 +93,19 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         _recompute(command, rest)
     elif command in COMMANDS:
         _run(command, _with_configs_found(rest, default_config))
+    elif command.startswith("-"):
+        raise UsageError(f"{command!r} comes before the command; write it after one, as in `rl fit {command} …`")
     else:
-        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(COMMANDS)}, export, serve, "
-                         "replay, verify, list and copy")  # fmt: skip
+        known = (*COMMANDS, *OTHERS)
+        raise UsageError(f"unknown command {command!r}; the commands are {', '.join(known)}"
+                         f"{did_you_mean(command, known)}")  # fmt: skip
+
+
+def _announce(command: str, args: list[str]) -> None:
+    """Prints what is about to start: the libraries take seconds to import."""
+    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+        what = " ".join(Path(arg).name if Path(arg).is_absolute() else arg for arg in args[:4])
+        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", file=sys.stderr, flush=True)
 
 
 def _export(args: list[str]) -> None:
@@ -113,18 +133,19 @@ def _recompute(command: str, args: list[str]) -> None:
 
 
 def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:
-    """Replaces every ``--config NAME`` by the path of its file."""
+    """Replaces every ``--config NAME`` by the path of its file, which is checked."""
     found, given = [], False
     pending = iter(args)
     for arg in pending:
-        if arg in ("--config", "-c"):
-            value = next(pending, None)
-            if value is None:
-                raise UsageError("--config needs a file or the name of an installed config")
-            found += ["--config", str(configs.find(value))]
-            given = True
-        elif arg.startswith("--config="):
-            found += ["--config", str(configs.find(arg.removeprefix("--config=")))]
+        name, equals, value = arg.partition("=")
+        if name in ("--config", "-c"):
+            value = value if equals else next(pending, "")
+            if not value:
+                raise UsageError("--config needs a file or the name of an installed config, as in --config "
+                                 "ppo/cartpole.yaml")  # fmt: skip
+            path = configs.find(value)
+            refuse_keys(path, config_files.check(path))
+            found += ["--config", str(path)]
             given = True
         else:
             found.append(arg)
@@ -135,7 +156,16 @@ def _with_configs_found(args: list[str], default_config: str | None) -> list[str
 
 def _run(command: str, args: list[str]) -> None:
     add_working_directory()
+    wants_help = bool({"-h", "--help"} & set(args))
+    if wants_help and "all" not in args:
+        from recipes.cli.classes import chosen_classes
+        from recipes.cli.short_help import short_help
+
+        show(short_help(command, chosen) if (chosen := chosen_classes(args)) else HELP)
+        return
+    if not wants_help and not any(arg.startswith("--print_config") for arg in args):
+        _announce(command, args)
     from recipes.cli.lightning_cli import RLCLI
 
     quiet()  # after the import, which sets the loggers' levels itself
-    RLCLI(command, args)
+    RLCLI(command, [arg for arg in args if not (wants_help and arg == "all")])

@@ -16,8 +16,10 @@ commands:
   replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
   verify     recompute a run from a checkpoint to the next and compare: rl verify logs/PPO-CartPole-v1/version_0
   serve      write completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
-  list       list every installed config with its one-line description
+  list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
+  doctor     versions, device, and how to install what is missing
+  completion bash|zsh: completion for the shell: eval "$(rl completion bash)"
 
 options of fit, validate, test, predict and record:
   --config NAME            a YAML file, or the name of an installed config; repeated, later files override earlier ones
@@ -31,7 +33,8 @@ options of fit, validate, test, predict and record:
                            a checkpoint, or one of the newest run's
   --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
   --print_config           print the complete resolved config and stop
-  --help                   list every option; --model.help PPO explains the options of one class
+  --help                   with --config or --model: the arguments of these classes; --help all: every option
+  --version                print the version: rl --version
 
 Every algorithm also has a short program in Python, which starts with its default config if it gets a command:
 python -m recipes.ppo, python -m recipes.ppo fit

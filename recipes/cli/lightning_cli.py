@@ -13,12 +13,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.progress import TransitionProgressBar
+from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
 from recipes.cli import resume, runs, summary, trainer_settings
-from recipes.cli.parser import RLParser, accepts, add_arguments, import_named
+from recipes.cli.classes import accepts, chosen_classes
+from recipes.cli.parser import RLParser, add_arguments
 from recipes.cli.sentences import which_class
+from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
+from rl_modules.common.pairing import check_pairing
 
 
 class RLCLI(LightningCLI):
@@ -34,7 +39,8 @@ class RLCLI(LightningCLI):
         # Lightning's subcommands are methods of the Trainer; `record` takes the arguments of `predict`.
         self.records = command == "record"
         self.command = command = "predict" if self.records else command
-        import_named(args)
+        RLParser.chosen = chosen_classes(args)
+        args = accept_whole_floats(args, RLParser.chosen.values())
         language.hide_transformers_bars()
         self.started_s = time.monotonic()
         self.arguments = args
@@ -75,6 +81,8 @@ class RLCLI(LightningCLI):
         if seed is False or seed is None:
             return
         seed = int(torch.seed() % 2**31) if seed is True else int(seed)
+        if not 0 <= seed < 2**32:
+            raise UsageError(f"seed_everything={seed} must lie in [0, {2**32 - 1}], as NumPy takes it")
         L.seed_everything(seed, workers=True, verbose=False)
         if config.get("data") is not None and accepts(config["data"]["class_path"], "seed"):
             config["data"]["init_args"]["seed"] = seed
@@ -83,9 +91,23 @@ class RLCLI(LightningCLI):
         config = self.config[self.command]
         if config.get("model") is None or config.get("data") is None:
             raise UsageError(which_class("model" if config.get("model") is None else "data"))
+        if config["threads"] < 1:
+            raise UsageError(f"threads={config['threads']} must be at least 1")
         torch.set_num_threads(config["threads"])
+        trainer_settings.check(config["trainer"])
         runs.set_folder(config)
+        self._require_weights(config)
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
+
+    def _require_weights(self, config: Any) -> None:
+        """Raises where a command would evaluate random weights."""
+        settings = config["model"].get("init_args") or {}
+        given = [settings.get(name) for name in ("model_name_or_path", "init_from")]
+        if self.command != "fit" and config.get("ckpt_path") is None and not any(given):
+            name = "record" if self.records else self.command
+            other = ", or --model.model_name_or_path PATH" if "model_name_or_path" in settings else ""
+            raise UsageError(f"{name} needs --ckpt_path PATH (or last, best), the checkpoint of the weights{other}; "
+                             "without it they would be random")  # fmt: skip
 
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
@@ -99,14 +121,14 @@ class RLCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except (ValueError, TypeError, MisconfigurationException) as error:
             # The parser wraps a class's UsageError into its own error about the types it tried.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, UsageError):
                 cause = cause.__cause__ or cause.__context__
-            raise cause or UsageError(" ".join(str(error).split())) from error
-        except MisconfigurationException as error:
-            raise UsageError(" ".join(str(error).split())) from error
+            if cause is None and isinstance(error, TypeError) and not _is_lightnings(error):
+                raise
+            raise cause or UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
         self._take_description()
         self._check_environment()
 
@@ -120,6 +142,7 @@ class RLCLI(LightningCLI):
     def _check_environment(self) -> None:
         """Raises for environments, spaces and model names that can't work, before anything is written."""
         data, model = self.datamodule, self.model
+        check_pairing(model, data)
         if isinstance(data, ControlDataModule) and isinstance(model, ControlModule):
             data.setup("check")
             model.observation_space, model.action_space = data.observation_space, data.action_space
@@ -129,6 +152,7 @@ class RLCLI(LightningCLI):
             assert model.max_length  # loads the tokenizer and the model's config, and compares them
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
+        shows = config.get("enable_progress_bar")
         if self.command == "fit":
             record_every = self._get(self.config, "record_every")
             callbacks += trainer_settings.settings_for_fit(config, record_every, self._controls)
@@ -141,6 +165,11 @@ class RLCLI(LightningCLI):
             output = self._get(self.config, "output")
             callbacks.append(trainer_settings.prediction_writer(output, self._controls))
         trainer = super()._instantiate_trainer(config, callbacks)
+        if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
+            checkpoints: Any = trainer.checkpoint_callback
+            checkpoints.progress = ProgressLines(
+                TransitionProgressBar() if self._controls else language.StepProgressBar()
+            )
         precision = str(config.get("precision"))
         if precision in ("16", "16-mixed") and trainer.precision != "16-mixed":
             # Lightning would warn and run in another precision.
@@ -160,14 +189,19 @@ class RLCLI(LightningCLI):
         if not self.records:
             try:
                 super()._run_subcommand(subcommand)
+            except RuntimeError as error:
+                if "Error(s) in loading state_dict" not in str(error):
+                    raise
+                path = self._get(self.config, "ckpt_path")
+                raise UsageError(f"ckpt_path={path} holds the weights of another network; give the model the "
+                                 f"checkpoint's arguments, such as net_arch: {' '.join(str(error).split())[:300]}"
+                                 ) from error  # fmt: skip
             except (MisconfigurationException, ValueError) as error:
                 if isinstance(error, UsageError) or not _is_lightnings(error):
                     raise
-                raise UsageError(" ".join(str(error).split())) from error
+                raise UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
             return
         checkpoint = self._get(self.config, "ckpt_path")
-        if checkpoint is None:
-            raise UsageError("record needs --ckpt_path, the checkpoint of the policy to film")
         policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu")
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
         for file in record_episodes(policy, self.datamodule, folder, episodes):
@@ -182,6 +216,7 @@ class RLCLI(LightningCLI):
         final, interrupted = self._evaluate()
         if self._controls:
             rows = summary.control_rows(trainer, model, data, final, measured)
+            rows.update(summary.exact_row(model, data))
         else:
             rows = language.summary(model, data, final, step, seconds)
         summary.record_final(trainer, model, data, final, step)

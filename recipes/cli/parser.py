@@ -1,26 +1,45 @@
-"""The argument parser, and the classes that its short names mean."""
+"""The argument parser of ``rl``."""
 
 import re
-from importlib import import_module
-from inspect import signature
-from pathlib import Path
+from typing import Any, ClassVar
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-import datamodules
-import rl_modules
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli.sentences import one_sentence
 from rl_modules.common.errors import UsageError
 
 
+class ParserError(UsageError):
+    """A parser's own error, as a sentence. Parsers of classes are nested: the outer one adds the group."""
+
+    def __init__(self, text: str, group: str, chosen: dict[str, type]) -> None:
+        super().__init__(one_sentence(text, chosen, group))
+        self.text, self.group = text, group
+
+
 class RLParser(LightningArgumentParser):
     """Lightning's parser with errors in one sentence, which offers the nearest known name."""
 
+    #: The run's classes, ``model`` and ``data``, whose options a misspelled one is compared with.
+    chosen: ClassVar[dict[str, type]] = {}
+
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-        """Raises the parser's message as a UsageError."""
-        argument = getattr(ex, "argument_name", None)
-        raise UsageError(f"{argument}: {one_sentence(message)}" if argument else one_sentence(message)) from ex
+        """Raises the parser's message as a UsageError; an error of a class's own is raised as it is."""
+        inner: ParserError | None = None
+        cause: BaseException | None = ex
+        while cause is not None:
+            if isinstance(cause, UsageError) and not isinstance(cause, ParserError):
+                raise cause
+            inner = cause if isinstance(cause, ParserError) else inner
+            cause = cause.__cause__ or cause.__context__
+        found = re.search(r'Parser key "(?:\w+\.)*?(model|data|trainer|checkpoint)\b', message)
+        group = found.group(1) if found else inner.group if inner else ""
+        raise ParserError(inner.text if inner else message, group, self.chosen) from ex
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Argparse's help, with the names of classes in place of their representations."""
+        return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", super().format_help(*args, **kwargs))
 
 
 def add_arguments(parser: LightningArgumentParser, command: str, records: bool) -> None:
@@ -49,33 +68,3 @@ def add_arguments(parser: LightningArgumentParser, command: str, records: bool) 
             "--record_every", type=int, default=0, help="Transitions between two recorded episodes; 0: none."
         )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; 1 is fastest for small networks.")
-
-
-def import_named(args: list[str]) -> None:
-    """Imports the classes that the arguments or their config files name.
-
-    The parser finds short names (``--model PPO``) among the imported classes, and the help lists all of them. The other
-    classes are not imported, so that a control task imports no language model.
-
-    Raises:
-        UsageError: a class needs a package that is not installed.
-    """
-    files = [Path(arg.rpartition("=")[2]) for arg in args]
-    texts = [file.read_text("utf-8") for file in files if file.suffix in (".yaml", ".yml", ".json") and file.is_file()]
-    words = set(re.findall(r"\w+", " ".join([*args, *texts])))
-    for package in (rl_modules, datamodules):
-        for name in package.__all__:
-            if name in words or not {"-h", "--help"}.isdisjoint(args):
-                try:
-                    getattr(package, name)
-                except ModuleNotFoundError as error:
-                    if name in words:
-                        raise UsageError(f"{name} needs {error.name}, which is not installed: pip install "
-                                         "'lightning-rl-recipes[language]'") from error  # fmt: skip
-
-
-def accepts(class_path: str, name: str) -> bool:
-    """Whether a class or one of its bases takes an argument of that name."""
-    module, _, class_name = class_path.rpartition(".")
-    bases = getattr(import_module(module), class_name).__mro__
-    return any(name in signature(base.__init__).parameters for base in bases if "__init__" in vars(base))

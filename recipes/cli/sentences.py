@@ -1,45 +1,56 @@
 """Turns jsonargparse's error messages into one sentence: what was given, where, and the nearest known name."""
 
-import contextlib
-import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from lightning import Trainer
-
-import datamodules
-import rl_modules
+from recipes.cli.options import GROUPS, refuse_word, unknown_option
 from rl_modules.common.errors import did_you_mean
 
+#: Types as a person calls them.
+_TYPES = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null",
+    "list": "a list", "dict": "a mapping such as {name: value}",
+}  # fmt: skip
+#: The names that Lightning's Trainer knows for an argument.
+_WORDS = {
+    "precision": ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"),
+    "gradient_clip_algorithm": ("norm", "value"),
+}
 
-def one_sentence(message: str) -> str:
-    """Returns a parser's message as one sentence that names the argument, its value and what would be right."""
+
+def one_sentence(message: str, chosen: Mapping[str, type] | None = None, group: str = "") -> str:
+    """Returns a parser's message as one sentence that names the argument, its value and what would be right.
+
+    Args:
+        message: the parser's.
+        chosen: the run's classes by group.
+        group: ``model``, ``data`` or ``trainer``, where the message is about an argument of a class.
+    """
     text = " ".join(message.split())
+    chosen = dict(chosen or {})
     if missing := re.search(r"arguments are required: (?:\w+\.)?(model|data)\b", text):
         return which_class(missing.group(1))
-    group = re.search(r'Parser key "(?:\w+\.)*?(model|data|trainer)\b', text)
-    where = group.group(1) if group else ""
-    # The type of a class argument is a union with None; only the message about the class helps.
-    union = re.search(r"Errors: - (.+?) (?:- Expected a <class 'NoneType'>|Given value type)", text)
-    if union and not union.group(1).startswith("Expected a dot import path"):
-        return _class_argument(text, union.group(1), where)
-    unknown = (
-        re.search(r"Option '([\w.]+)' is not accepted", text)
-        or re.search(r"[Uu]nrecognized arguments: (?:--)?([\w.]+)", text)
-        or re.search(r"does not accept option '([\w.]+)'", text)
-    )
-    if unknown:
-        first, _, rest = unknown.group(1).partition(".")
-        known = _known_options(first) if rest else {"model", "data", "trainer", "seed_everything", "ckpt_path"}
-        return f"unknown option {unknown.group(1)!r}{did_you_mean(rest or first, known)}"
-    if klass := re.search(r"Expected a dot import path string: (\S+)", text):
-        classes = rl_modules.__all__ if where == "model" else datamodules.__all__
-        name = klass.group(1).rpartition(".")[2]
-        return f"{where} class {name!r} is unknown; known are {', '.join(classes)}{did_you_mean(name, classes)}"
-    if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\.? Got value: (.+?)(?: - |$)', text):
-        key, expected, got = wrong.groups()
-        return f"{key}={got!r} can't be used; it must be of type {_plain_types(expected)}"
-    return text
+    key, value = _key_and_value(text)
+    if key is not None and group and key.partition(".")[0] not in GROUPS:
+        key = f"{group}.{key}"
+    if own := _unknown(text, key or group, chosen):
+        return own
+    if package := re.search(r"Requirement '([\w.-]+)[^']*' not met", text):
+        path = re.search(r"class_path '[\w.]*?(\w+)'", text)
+        who = path.group(1) if path else key
+        return f"{who} needs the package {package.group(1)}, which is not installed: pip install {package.group(1)}"
+    if key is None:
+        return text
+    name = key.rpartition(".")[2]
+    if name in _WORDS and key.startswith("trainer."):
+        near = {"fp16": "16-mixed", "half": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}.get(str(value))
+        hint = f"; did you mean {near}?" if near else did_you_mean(str(value), _WORDS[name])
+        return f"{key}={value!r} is not known; it must be one of {', '.join(_WORDS[name])}{hint}"
+    if (known := _class_names(key)) and (given := _given_class(text, value)):
+        return _class_sentence(key, given, known)
+    wanted = _wanted(text)
+    return f"{key}={value!r} can't be used; it must be {wanted}" if wanted else f"{key}={value!r} can't be used: {text}"
 
 
 def which_class(what: str) -> str:
@@ -47,35 +58,84 @@ def which_class(what: str) -> str:
     return f"no {what} is given; name one with --config (`rl list` shows the installed ones) or --{what} CLASS"
 
 
-def _class_argument(text: str, inner: str, where: str) -> str:
-    """Returns the sentence for a message about an argument of the model's or the datamodule's class."""
-    plain = re.search(r'Parser key "([\w.]+)".*?Errors: - Expected an? (.+?) - Expected.*Given value: (\S+)$', text)
-    if plain and inner.startswith("Expected a"):
-        key, expected, got = plain.groups()
-        return f"{key}={got!r} can't be used; it must be of type {_plain_types(expected)}"
-    if own := re.search(r"(?:unknown option '|^)([\w.]+)(?:'|=\S+ can't be used)", inner):
-        name = own.group(1)
-        if "unknown option" in inner and name in _known_options(where):
-            return f"{where}.{name} is given without a class; name the class with --{where} CLASS or --config"
-        if "unknown option" in inner:
-            return f"unknown option '{where}.{name}'{did_you_mean(name, _known_options(where))}"
-        return f"{where}.{inner}"
-    return inner
+def _key_and_value(text: str) -> tuple[str | None, Any]:
+    """The innermost argument that a message is about, as ``model.gamma``, and its value."""
+    keys = re.findall(r'Parser key "([\w.]+)"', text)
+    if not keys:
+        return None, None
+    first, last = (re.sub(r"^(fit|validate|test|predict)\.", "", key) for key in (keys[0], keys[-1]))
+    key = first if len(keys) == 1 or last == first else f"{first.partition('.')[0]}.{last}"
+    key = key.replace(".init_args.", ".")
+    found = re.findall(r"(?:Got value|Given value|given value|value): (.+?)(?= -|$| Given value| Expected)", text)
+    value = re.findall(r"Got value: (.+?)(?= - | Given value|$)", text) or found
+    return key, value[-1].strip("'\" ") if value else ""
 
 
-def _plain_types(text: str) -> str:
-    return re.sub(r"<class '([\w.]+)'>", r"\1", text)
+def _unknown(text: str, key: str | None, chosen: dict[str, type]) -> str | None:
+    """The sentence for an option that does not exist; None where the message is about something else."""
+    unknown = (
+        re.search(r"Option '([\w.-]+)' is not accepted", text)
+        or re.search(r"[Uu]nrecognized arguments: (-{0,2}[\w./:-]+)", text)
+        or re.search(r"does not accept (?:nested )?(?:option|key) '([\w.-]+)'", text)
+        or re.search(r"Key '([\w.-]+)' is not expected", text)
+        or re.search(r"unknown option '([\w.]+)'", text)
+    )
+    if unknown is None:
+        return None
+    given = unknown.group(1)
+    if not given.startswith("-") and "nrecognized arguments" in text:
+        return refuse_word(given)
+    name = re.sub(r"^(fit|validate|test|predict)\.", "", given.lstrip("-"))
+    group = (key or "").partition(".")[0]
+    if group in ("model", "data", "trainer") and not name.startswith(f"{group}."):
+        name = f"{group}.{name}"
+    group = name.partition(".")[0]
+    if group in ("model", "data") and group not in chosen and "." in name:
+        return f"{name} is given without a class; name the class with --{group} CLASS or --config"
+    return unknown_option(name, chosen)
 
 
-def _known_options(where: str) -> set[str]:
-    """Returns every option of the classes of a group."""
-    classes: list[Any] = [Trainer] if where == "trainer" else []
-    for package, group in ((rl_modules, "model"), (datamodules, "data")):
-        if where in (group, ""):
-            for name in package.__all__:
-                # A language class whose libraries are not installed has no options to offer.
-                with contextlib.suppress(ModuleNotFoundError):
-                    classes.append(getattr(package, name))
-    bases = {base for cls in classes for base in cls.__mro__ if "__init__" in vars(base)}
-    names = {name for base in bases for name in inspect.signature(base.__init__).parameters}
-    return names - {"self", "args", "kwargs"}
+def _class_names(key: str) -> list[str]:
+    """Names of the classes that an argument may name."""
+    name = key.rpartition(".")[2]
+    if name == "logger":
+        from lightning.pytorch import loggers
+
+        return sorted(loggers.__all__)
+    if name == "callbacks":
+        from lightning.pytorch import callbacks
+
+        from recipes import callbacks as ours
+
+        return sorted({*callbacks.__all__, *(name for name in ours.__all__ if name[0].isupper())})
+    if name in ("optimizer", "lr_scheduler"):
+        import torch
+
+        space: Any = torch.optim if name == "optimizer" else torch.optim.lr_scheduler
+        base: Any = torch.optim.Optimizer if name == "optimizer" else torch.optim.lr_scheduler.LRScheduler
+        return sorted(word for word, cls in vars(space).items() if isinstance(cls, type) and issubclass(cls, base)
+                      and not word.startswith("_"))  # fmt: skip
+    if key == "trainer.profiler":
+        return ["simple", "advanced", "pytorch"]
+    return []
+
+
+def _given_class(text: str, value: Any) -> str:
+    """The class that a message is about."""
+    path = re.search(r"class_path'?:? '?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
+    return (path.group(1) if path else str(value)).strip("'\"[]{} ")
+
+
+def _class_sentence(key: str, given: str, known: list[str]) -> str:
+    """The sentence for a name that is none of the classes that fit."""
+    name = given.rpartition(".")[2]
+    near = did_you_mean(name, known)
+    return f"{key}={given!r} names no class that fits{near or '; known are ' + ', '.join(known)}"
+
+
+def _wanted(text: str) -> str:
+    """The types that an argument takes, in words."""
+    found = re.findall(r"[Ee]xpected (?:an? )?(?:<class '([\w.]+)'>|(?:type )?(typing\.\w+\[[^\]]*\]|\w+))", text)
+    names = [first or second for first, second in found]
+    words = [_TYPES.get(name, "") for name in names]
+    return " or ".join(dict.fromkeys(word for word in words if word))

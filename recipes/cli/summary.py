@@ -49,6 +49,30 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
     return rows
 
 
+def exact_row(model: Any, data: Any) -> dict[str, str]:
+    """Returns the exact expected return of a tabular agent's greedy policy, where the environment tells its table."""
+    if not hasattr(model, "greedy_policy"):
+        return {}
+    data.setup("check")
+    try:
+        table = data.transition_model()
+    finally:
+        data.teardown("check")
+    if table is None:
+        return {}
+    achieved, best = table.expected_return(model.greedy_policy()), table.optimal_return()
+    return {"exact expected return": f"{achieved:.6g} of the greedy policy; {best:.6g} is the best possible"}
+
+
+def files_of(trainer: Trainer) -> dict[str, str]:
+    """Returns where the pictures and videos of a run are, for those that it has."""
+    if trainer.log_dir is None:
+        return {}
+    folder = Path(trainer.log_dir)
+    found = {"value maps": sorted(folder.glob("values_*.png")), "videos": sorted(folder.glob("videos/*.mp4"))}
+    return {name: ", ".join(_relative(str(path)) for path in paths) for name, paths in found.items() if paths}
+
+
 def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float], step: int) -> None:
     """Writes the hyperparameters and the final metrics to every logger."""
     settings = {**_flat(model.hparams), **_flat(data.hparams)}
@@ -84,6 +108,7 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
         "last checkpoint": str(checkpoints.last_path),
         "best checkpoint": _relative(best) if best else "none (no evaluation)",
         "curves": curves_of(trainer),
+        **files_of(trainer),
     }
     if exports:
         path = _relative(best) if best else str(checkpoints.last_path)

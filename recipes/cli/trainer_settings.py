@@ -1,6 +1,7 @@
 """The Trainer's settings that follow from the command: loggers, progress bar and the command's own callbacks."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
@@ -9,7 +10,14 @@ from recipes import language
 from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder
+from recipes.cli.sentences import one_sentence
 from rl_modules.common.errors import UsageError
+
+#: Least values of the Trainer's numbers.
+LEAST = {
+    "accumulate_grad_batches": 1, "num_nodes": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0,
+    "gradient_clip_val": 0, "max_steps": -1, "max_epochs": -1,
+}  # fmt: skip
 
 
 def settings_for_fit(trainer: Any, record_every: int, is_control: bool) -> list:
@@ -48,3 +56,50 @@ def prediction_writer(output: str | None, is_control: bool) -> Any:
     if is_control:
         return EpisodeWriter(output or "episodes.csv")
     return language.CompletionWriter(output or "completions.csv")
+
+
+def check(trainer: Any) -> None:
+    """Refuses values of the Trainer's arguments that Lightning would answer with a traceback, or not at all.
+
+    Args:
+        trainer: the Trainer's part of the config.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    if not hasattr(trainer, "get"):
+        raise UsageError(
+            f"trainer={trainer!r} must be a mapping of the Trainer's arguments, such as {{max_steps: 100}}"
+        )
+    for name, least in LEAST.items():
+        value = trainer.get(name)
+        if value is not None and value < least:
+            raise UsageError(f"trainer.{name}={value} must be at least {least}")
+    if trainer.get("max_steps") == 0:
+        raise UsageError("trainer.max_steps=0 trains nothing; give the number of optimizer steps, or -1 for no limit")
+    root = trainer.get("default_root_dir")
+    logger = trainer.get("logger")
+    folders = [root, getattr(getattr(logger, "init_args", None), "save_dir", None)]
+    for folder in folders:
+        parts = [] if folder is None else [Path(folder), *Path(folder).parents]
+        if blocked := next((part for part in parts if part.is_file()), None):
+            raise UsageError(f"the logs would go into the folder {folder}, but {blocked} is a file; give another with "
+                             "--trainer.default_root_dir")  # fmt: skip
+
+
+def sentence(error: BaseException, config: Any) -> str:
+    """What Lightning says about the Trainer's arguments, with the argument's name and the remedy."""
+    text = one_sentence(str(error))
+    trainer = config["trainer"]
+    if "backend found" in text or "No supported gpu" in text:
+        return f"trainer.accelerator={trainer.get('accelerator')} finds no such device here; give auto or cpu"
+    if "requires a GPU accelerator" in text:
+        return f"trainer.strategy={trainer.get('strategy')} needs GPUs; on CPUs give ddp, or leave it out"
+    for name in ("profiler", "accelerator", "strategy", "devices", "precision", "gradient_clip_algorithm", "max_time"):
+        if name in text and trainer.get(name) is not None:
+            return f"trainer.{name}={trainer.get(name)!r} can't be used: {text}"
+    if "is not a valid duration" in text:
+        return f"trainer.max_time={trainer.get('max_time')!r} must be DD:HH:MM:SS, such as 00:01:30:00"
+    if "`mode` can be" in text:
+        return f"checkpoint.mode={config['checkpoint'].get('mode')!r} must be min or max"
+    return text

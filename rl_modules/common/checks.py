@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.ranges import real_number, whole_number
 
 
 def unit_interval(name: str, value: float, open_at_zero: bool = False) -> float:
@@ -13,20 +14,18 @@ def unit_interval(name: str, value: float, open_at_zero: bool = False) -> float:
     Raises:
         UsageError: it lies outside [0, 1], or outside (0, 1] with ``open_at_zero``.
     """
-    if not 0 <= value <= 1 or (value == 0 and open_at_zero):
+    if not 0 <= real_number(name, value) <= 1 or (value == 0 and open_at_zero):
         raise UsageError(f"{name}={value} must lie in {'(' if open_at_zero else '['}0, 1]")
     return float(value)
 
 
 def at_least(name: str, value: int, least: int = 1, unit: str = "") -> int:
-    """``value`` as an int.
+    """``value`` as an int; a float such as 1e6 counts where it is whole.
 
     Raises:
-        UsageError: it is smaller than ``least``.
+        UsageError: it is no whole number, or smaller than ``least``.
     """
-    if value < least:
-        raise UsageError(f"{name}={value} must be at least {least}{f' {unit}' if unit else ''}")
-    return int(value)
+    return whole_number(name, value, least, unit)
 
 
 def plain(value: Any) -> Any:

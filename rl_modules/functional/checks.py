@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 
+def require_tensors(**named: object) -> None:
+    """Refuse lists, arrays and numbers where a tensor is needed, by the argument's name."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor converts it.")
+
+
 def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) -> None:
     """Refuse a tensor that would broadcast silently, such as (B, 1) against (B,).
 
@@ -24,6 +31,8 @@ def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) ->
     Raises:
         ValueError: the shapes differ.
     """
+    if not isinstance(tensor, Tensor):
+        require_tensors(**{name: tensor})
     if tensor.shape != expected:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}, the shape of {like}.")
 
@@ -36,7 +45,7 @@ def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
 
 def require_in(name: str, value: float, low: float, high: float) -> None:
     """Refuse a number outside the closed interval [low, high], and NaN with it."""
-    if not low <= value <= high:
+    if isinstance(value, str) or not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}.")
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_nonnegative, require_positive, require_shape
+from rl_modules.functional.checks import (
+    as_constant,
+    as_float,
+    require_nonnegative,
+    require_positive,
+    require_shape,
+    require_tensors,
+)
 from rl_modules.functional.reductions import masked_mean
 
 
@@ -53,6 +60,7 @@ def ppo_clip_loss(
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7, sign flipped.
     """
+    require_tensors(log_prob=log_prob)
     require_nonnegative("clip_range", clip_range)
     ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
     surrogate = ratio * advantage

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, require_in, require_shape
+from rl_modules.functional.checks import as_constant, require_in, require_shape, require_tensors
 
 # Shorter recurrences run as a plain loop: below this length its one kernel per step beats the scan's bookkeeping.
 _LOOP_LENGTH = 16
@@ -131,6 +131,7 @@ def gae(
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
     _check_rollout(reward, next_value, terminated, truncated, gamma)
+    require_tensors(value=value)
     require_shape("value", value, reward.shape, "reward")
     require_in("gae_lambda", gae_lambda, 0.0, 1.0)
     reward, value, next_value = as_constant(reward), as_constant(value), as_constant(next_value)
@@ -140,6 +141,7 @@ def gae(
 
 
 def _check_rollout(reward: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, gamma: float) -> None:
+    require_tensors(reward=reward, next_value=next_value, terminated=terminated, truncated=truncated)
     if reward.ndim == 0:
         raise ValueError("reward has no dimensions, expected time first: [T] or [T, N].")
     require_shape("next_value", next_value, reward.shape, "reward")

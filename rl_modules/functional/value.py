@@ -13,6 +13,7 @@ from rl_modules.functional.checks import (
     require_in,
     require_nonnegative,
     require_shape,
+    require_tensors,
 )
 from rl_modules.functional.reductions import masked_mean
 
@@ -45,6 +46,7 @@ def value_loss(
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9 (L^VF); the clipped form is that of OpenAI Baselines' PPO2,
         Engstrom et al. 2020, arXiv:2005.12729, section 3.
     """
+    require_tensors(value=value)
     require_shape("returns", returns, value.shape, "value")
     if clip_range is not None and old_value is None:
         raise ValueError("old_value is None although clip_range is given; clipping is around the old value.")

@@ -12,7 +12,10 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from transformers.trainer_utils import SchedulerType
 
 from rl_modules import functional as F
+from rl_modules.common.calls import CheckedCall
+from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.ranges import check_ranges
 from rl_modules.language.frozen_weights import (
     Sources,
     check_sources,
@@ -51,7 +54,7 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class LanguageModule(L.LightningModule):
+class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     """Base of the language algorithms; an algorithm adds ``training_step`` and what its batches need.
 
     Args:
@@ -84,6 +87,10 @@ class LanguageModule(L.LightningModule):
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
     head = "causal"
+    called_elsewhere = (
+        "reward functions, prompts and generations belong to the datamodule, such as PromptDataModule; the model is "
+        "named by model_name_or_path"
+    )
     #: Whether the loss of a mixture of experts is added to the algorithm's own.
     balances_experts = False
     #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
@@ -117,6 +124,7 @@ class LanguageModule(L.LightningModule):
         # Callables are code, which a checkpoint must not hold.
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
         make_plain(self)
+        check_ranges(self.hparams)
         hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip

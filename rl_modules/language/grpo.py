@@ -99,6 +99,8 @@ class GRPO(JudgedPolicy):
         UsageError: an argument out of range, a reward model or reference that does not fit the policy.
     """
 
+    learns_from = "prompts"
+
     def __init__(
         self,
         model_name_or_path: str | None = None,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
@@ -158,7 +159,7 @@ def make_model(
             model = _HEADS[head].from_config(config, **options)
         else:
             model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UsageError(_unreadable(model_name_or_path or config.model_type, error)) from error
     freeze_unread_parts(model)
     checkpoint_activations(model, gradient_checkpointing)

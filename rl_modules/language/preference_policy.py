@@ -31,6 +31,7 @@ class PreferencePolicy(JudgedPolicy):
         UsageError: an argument out of range, or a reference that does not fit the policy.
     """
 
+    learns_from = "preferences"
     temperature = 1.0
     top_k = None
     top_p = None

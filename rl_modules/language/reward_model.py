@@ -40,6 +40,7 @@ class RewardModel(LanguageModule):
         UsageError: an argument that can't be used, or a model without a ``score`` head.
     """
 
+    learns_from = "preferences"
     head = "score"
 
     def __init__(

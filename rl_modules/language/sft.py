@@ -33,6 +33,7 @@ class SFT(LanguagePolicy):
             ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
     """
 
+    learns_from = "demonstrations"
     balances_experts = True
     #: A model's own dropout stays on; what it drops follows from the batch's seed.
     dropout = True

@@ -169,7 +169,7 @@ def test_missing_extra_names_the_pip_command(monkeypatch):
         raise gym.error.DependencyNotInstalled("Box2D is not installed, run pip install swig")
 
     monkeypatch.setattr(gym, "make", fail)
-    with pytest.raises(UsageError, match=r"LunarLander-v3 needs .* pip install 'lightning-rl-recipes\[box2d\]'"):
+    with pytest.raises(UsageError, match=r"LunarLander-v3 needs .* pip install 'gymnasium\[box2d\]'"):
         make_env("LunarLander-v3")
 
 

@@ -78,11 +78,11 @@ class Task:
 
     def questions(self) -> Iterator[Question]:
         """Every question once, in a fixed order. Needed where ``size`` is set."""
-        raise NotImplementedError(f"{type(self).__name__} sets size, so it needs questions()")
+        raise UsageError(f"{type(self).__name__} sets size, so it needs questions()")
 
     def draw(self, rng: random.Random) -> Question:
         """One question at random. Needed where ``size`` is None or beyond a hundred thousand."""
-        raise NotImplementedError(f"{type(self).__name__} lists no questions, so it needs draw(rng)")
+        raise UsageError(f"{type(self).__name__} lists no questions, so it needs draw(rng)")
 
     def key(self, question: Question) -> str:
         """What the splits must not share: equal keys are on the same side. The default is the whole question."""
@@ -95,7 +95,7 @@ class Task:
             question: its fields.
             rng: for demonstrations that are drawn.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs solve(question, rng)")
+        raise UsageError(f"{type(self).__name__} needs solve(question, rng)")
 
     def reasoning(self, question: Question, columns: Record) -> str:
         """What a demonstration thinks under ``think_format``."""

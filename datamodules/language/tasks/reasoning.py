@@ -10,6 +10,7 @@ from typing import Any
 
 from datamodules.language.tasks.base import Question, Record, Task
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
 
 #: What an answer may hold that SymPy's parser is shown, which evaluates it: sums, products and small powers of numbers
@@ -67,7 +68,7 @@ class ReasoningGym(Task):
             from reasoning_gym.factory import DATASETS, create_dataset
         except ModuleNotFoundError as error:
             raise UsageError(f"the task reasoning_gym:{dataset} needs a package that is not installed, {error.name}: "
-                             "pip install 'lightning-rl-recipes[language]'") from error  # fmt: skip
+                             f"{install('language')}") from error  # fmt: skip
 
         if dataset not in DATASETS:
             raise UsageError(f"reasoning-gym has no dataset {dataset!r}{did_you_mean(dataset, DATASETS)}")

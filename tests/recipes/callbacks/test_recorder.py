@@ -45,5 +45,5 @@ def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
 
 def test_missing_moviepy_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'lightning-rl-recipes\[video\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'moviepy>=2.1' 'gymnasium\[classic-control\]'"):
         record_episodes(OneAction(), RolloutDataModule("CartPole-v1"), tmp_path)

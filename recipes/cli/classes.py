@@ -1,0 +1,113 @@
+"""The model's and the datamodule's class that a command line or its configs name."""
+
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from inspect import isclass, signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+import yaml
+
+import datamodules
+import rl_modules
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.extras import install
+
+#: Package and base class of what each group names.
+PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
+BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
+
+
+def chosen_classes(args: Sequence[str]) -> dict[str, type]:
+    """Imports the classes that the arguments or their config files name; the last one of each group counts.
+
+    The parser finds short names (``--model PPO``) among the imported classes. The others are not imported, so that a
+    control task imports no language model.
+
+    Args:
+        args: the words after the command; each config is the path of a file.
+
+    Returns:
+        The class of ``model`` and of ``data``, where they are named.
+
+    Raises:
+        UsageError: an unknown class, a module that can't be imported, or a class of another kind.
+    """
+    found: dict[str, type] = {}
+    for group, path in _named(args):
+        found[group] = _resolve(group, path)
+    return found
+
+
+def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    pending = iter(args)
+    for arg in pending:
+        name, equals, value = arg.partition("=")
+        if name == "--config":
+            for group, node in yaml.safe_load(Path(value if equals else next(pending)).read_text("utf-8")).items():
+                path = node.get("class_path") if isinstance(node, dict) else node
+                if group in PACKAGES and isinstance(path, str):
+                    yield group, path
+        elif name in ("--model", "--data", "--model.class_path", "--data.class_path"):
+            value = value if equals else next(pending, "")
+            if value and not value.startswith(("-", "{")):
+                yield name[2:].partition(".")[0], value
+
+
+def _resolve(group: str, path: str) -> type:
+    package = PACKAGES[group]
+    module, _, name = path.rpartition(".")
+    if not module or module == package.__name__:
+        if name not in package.__all__:
+            imported = {cls.__name__: cls for cls in _subclasses(BASES[group])}
+            if not module and name in imported:
+                return imported[name]
+            raise UsageError(f"{group} class {name!r} is unknown; known are {', '.join(package.__all__)}"
+                             f"{did_you_mean(name, package.__all__)}")  # fmt: skip
+        try:
+            return getattr(package, name)
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{name} needs {error.name}, which is not installed: {install('language')}") from error
+    found = getattr(import_user_module(module, f"--{group} {path}"), name, None)
+    if found is None:
+        near = did_you_mean(name, vars(sys.modules[module]))
+        raise UsageError(f"--{group} {path}: the module {module!r} has no {name!r}{near}")
+    if not isclass(found) or not issubclass(found, BASES[group]):
+        raise UsageError(f"--{group} {path} is no {BASES[group].__name__}; give a class such as "
+                         f"{package.__name__}.{package.__all__[0]}")  # fmt: skip
+    return found
+
+
+def import_user_module(module: str, what: str) -> ModuleType:
+    """Imports a module of the user's.
+
+    Raises:
+        UsageError: there is no such module, or its code fails; names the file and line.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{what}: the module {module!r} can't be imported: {error}") from error
+    except SyntaxError as error:
+        raise UsageError(f"{what}: {error.filename}:{error.lineno}: syntax error, {error.msg}") from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(f"{what}: {place.filename}:{place.lineno} raised {type(error).__name__}: {error}") from error
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    sub: type
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+def accepts(class_path: str, name: str) -> bool:
+    """Whether a class or one of its bases takes an argument of that name."""
+    module, _, class_name = class_path.rpartition(".")
+    bases: tuple[Any, ...] = getattr(import_module(module), class_name).__mro__
+    return any(name in signature(base.__init__).parameters for base in bases if "__init__" in vars(base))

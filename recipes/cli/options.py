@@ -1,0 +1,142 @@
+"""Names of options: what a word that is none of them was probably meant to be."""
+
+import contextlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from recipes import configs
+from rl_modules.common.errors import UsageError, did_you_mean
+
+#: Options without a group, of ``fit`` and of the commands that play or write.
+GROUPS = ("model", "data", "trainer", "checkpoint")
+ALONE = ("seed_everything", "ckpt_path", "threads", "resume", "record_every", "print_config", "config", "help",
+         "output", "episodes")  # fmt: skip
+#: What the shell completes after a dash.
+COMMON = (
+    "--config", "--model", "--data", "--resume", "--ckpt_path", "--seed_everything", "--print_config", "--help",
+    "--threads", "--record_every", "--output", "--episodes", "--model.init_from", "--model.learning_rate",
+    "--data.env_id", "--data.n_envs", "--data.total_timesteps", "--trainer.accelerator", "--trainer.devices",
+    "--trainer.logger", "--trainer.max_steps", "--trainer.precision",
+)  # fmt: skip
+#: Names by which other programs and libraries call an option.
+MEANT = {
+    "lr": "model.learning_rate", "env": "data.env_id", "env_name": "data.env_id", "environment": "data.env_id",
+    "timesteps": "data.total_timesteps", "steps": "data.total_timesteps", "num_envs": "data.n_envs",
+    "epochs": "trainer.max_epochs", "seed": "seed_everything", "device": "trainer.devices", "gpus": "trainer.devices",
+    "gpu": "trainer.devices", "ckpt": "ckpt_path", "checkpoint_path": "ckpt_path", "load": "ckpt_path",
+    "algo": "model", "algorithm": "model", "policy": "model", "optimizer": "model.optimizer", "hidden_sizes":
+    "model.net_arch", "max_grad_norm": "model.max_grad_norm", "save_dir": "trainer.default_root_dir",
+    "output_dir": "trainer.default_root_dir", "logdir": "trainer.default_root_dir", "wandb": "trainer.logger",
+}  # fmt: skip
+
+#: Options of other algorithms, and what does the same here.
+ELSEWHERE = {"total_timesteps": "trainer.max_steps", "max_steps": "data.total_timesteps"}
+
+
+def refuse_word(word: str) -> str:
+    """The sentence for a word that is no option and belongs to none."""
+    import rl_modules
+
+    if word in rl_modules.__all__:
+        return f"{word!r} is not an option; a class is given as --model {word}"
+    name = word if word in configs.names() else f"{word}.yaml"
+    if name in configs.names() or Path(word).suffix in (".yaml", ".yml"):
+        return f"{word!r} is not an option; a config is given as --config {word}"
+    return f"{word!r} is not an option; options begin with --, and their value follows after a space"
+
+
+def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
+    """The sentence for an option that does not exist.
+
+    Args:
+        name: as given, without dashes: ``lr``, ``model.gama``.
+        chosen: the classes of the run by group, where they are known.
+    """
+    group, _, rest = name.partition(".")
+    rest = rest.removeprefix("init_args.")
+    if not rest or group not in GROUPS:
+        return f"unknown option --{name}{_meant(name)}; `rl fit --help` lists all"
+    known = of_group(group, chosen)
+    places = [place for place in places_of(rest, chosen) if not place.startswith(f"{group}.")]
+    if not places and rest in ELSEWHERE and rest not in known:
+        places = [ELSEWHERE[rest]]
+    if not places and (near := did_you_mean(rest, known)):
+        return f"unknown option '{name}'{near}"
+    if not places and rest in MEANT:
+        places = [MEANT[rest]]
+    if places:
+        return f"unknown option '{name}'; did you mean --{' or --'.join(places)}?"
+    owner = getattr((chosen or {}).get(group), "__name__", group)
+    return f"unknown option '{name}': {owner} has no {rest!r}; it takes {', '.join(sorted(known)[:40])}"
+
+
+def _meant(name: str) -> str:
+    """The clause that says what an option without a group was probably meant to be."""
+    if name in MEANT:
+        return f"; did you mean --{MEANT[name]}?"
+    near = did_you_mean(name, [*ALONE, *GROUPS])
+    if places := places_of(name):
+        return f"; did you mean --{' or --'.join(places)}?"
+    return near.replace("did you mean ", "did you mean --").replace(" or ", " or --")
+
+
+def places_of(name: str, chosen: dict[str, Any] | None = None) -> list[str]:
+    """The full names of the options whose last part is ``name``."""
+    return [f"{group}.{name}" for group in GROUPS if name in of_group(group, chosen)]
+
+
+def of_group(group: str, chosen: dict[str, Any] | None = None) -> set[str]:
+    """Returns every option of the chosen class of a group; of all its classes where none is chosen."""
+    if chosen is not None and chosen.get(group) is not None:
+        return arguments_of(chosen[group])
+    if group == "trainer":
+        from lightning import Trainer
+
+        return arguments_of(Trainer)
+    if group == "checkpoint":
+        from recipes.callbacks.checkpoints import Checkpoints
+
+        return arguments_of(Checkpoints)
+    import datamodules
+    import rl_modules
+
+    package: Any = {"model": rl_modules, "data": datamodules}.get(group)
+    names: set[str] = set()
+    for name in package.__all__ if package is not None else ():
+        # A language class whose libraries are not installed has no options to offer.
+        with contextlib.suppress(ModuleNotFoundError):
+            names |= arguments_of(getattr(package, name))
+    return names
+
+
+def arguments_of(cls: type) -> set[str]:
+    """Names of the arguments of a class and its bases, which take what the class passes on as ``**arguments``."""
+    bases = [base for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
+    names: set[str] = set()
+    for base in bases:
+        parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+        names |= {name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return names - {"self"}
+
+
+def refuse_keys(path: Path, keys: set[str]) -> None:
+    """Refuses keys of a config file's first level that mean nothing there.
+
+    Raises:
+        UsageError: names the file, the key, and where it belongs.
+    """
+    for key in sorted(keys - {*GROUPS, *ALONE}):
+        if near := did_you_mean(key, GROUPS):
+            raise UsageError(f"{path}: the key {key!r} means nothing{near}")
+        places = [MEANT[key]] if key in MEANT else places_of(key)
+        where = f"; it belongs under {' or '.join(_as_yaml(place) for place in places)}" if places else (
+            f"; a config has {', '.join(GROUPS[:3])} and {', '.join(ALONE[:5])}")  # fmt: skip
+        raise UsageError(f"{path}: the key {key!r} means nothing at the first level{where}")
+
+
+def _as_yaml(place: str) -> str:
+    group, _, rest = place.partition(".")
+    return f"{group}.init_args.{rest}" if group in ("model", "data") and rest else place

@@ -1,0 +1,79 @@
+"""Reads checkpoint files that may be of another program, cut off, or no checkpoints at all."""
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_modules.common.errors import UsageError
+
+#: What Lightning needs of a checkpoint to build a module from it.
+PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
+
+
+def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
+    """Loads a checkpoint without running code; its tensors stay on the disk until they are used.
+
+    Args:
+        path: of the file.
+        what: the argument that named it.
+
+    Raises:
+        UsageError: no file, a folder, a cut or foreign file, or one that holds code.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise UsageError(f"{what}={str(path)!r} is a folder; give the .ckpt file in it")
+    if not file.is_file():
+        raise UsageError(f"{what}={str(path)!r} is not a file, so it can't be read; give the path of a .ckpt file")
+    if not zipfile.is_zipfile(file):
+        raise UsageError(f"{what}={str(path)!r} is cut off or damaged, or no checkpoint at all; give a .ckpt file that "
+                         "`rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+    try:
+        checkpoint = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"{what}={str(path)!r} holds code, which is never run; only checkpoints of tensors, numbers, "
+                         "strings, lists and dictionaries load") from error  # fmt: skip
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UsageError(f"{what}={str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
+    missing = [part for part in PARTS if not isinstance(checkpoint, dict) or part not in checkpoint]
+    if missing:
+        raise UsageError(f"{what}={str(path)!r} is no checkpoint of this project: it has no {', '.join(missing)}; give "
+                         "one that `rl fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
+    return checkpoint
+
+
+class LoadsCheckpoints:
+    """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
+    ) -> Any:
+        """Builds the module of a checkpoint, see ``lightning.LightningModule.load_from_checkpoint``.
+
+        Args:
+            checkpoint_path: the file.
+            *args: ``map_location``, ``hparams_file`` and ``strict`` as Lightning takes them.
+            weights_only: load without running code; on by default.
+            **kwargs: hyperparameters that differ from the checkpoint's.
+
+        Raises:
+            UsageError: a file that is no checkpoint of this class, or weights of another network.
+        """
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            saved = read_checkpoint(checkpoint_path)
+            algorithm = saved.get("algorithm")
+            if algorithm != cls.__name__:
+                raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
+                                 f", not {cls.__name__}; load it with that class")  # fmt: skip
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            detail = " ".join(str(error).split())[:300]
+            raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
+                             f"hyperparameters describe: {detail}") from error  # fmt: skip

@@ -1,0 +1,18 @@
+"""What the optional parts of the project need, as a command that installs it."""
+
+import shlex
+
+#: Packages of each extra in pyproject.toml. They are installed by their own names, which every package index has,
+#: whether this project was installed from a checkout or from a wheel.
+PACKAGES = {
+    "box2d": ("gymnasium[box2d]",),
+    "mujoco": ("gymnasium[mujoco]",),
+    "atari": ("ale-py>=0.10", "opencv-python-headless>=4.8"),
+    "video": ("moviepy>=2.1", "gymnasium[classic-control]"),
+    "language": ("transformers>=5", "peft>=0.17", "datasets>=4", "reasoning-gym>=0.1.20", "math-verify>=0.7"),
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra's packages."""
+    return f"pip install {shlex.join(PACKAGES[extra])}"

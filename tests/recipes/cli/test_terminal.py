@@ -1,0 +1,168 @@
+"""What ``rl`` prints before, during and after a run, and the commands that start none."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import recipes.callbacks.progress_lines as lines
+from recipes import configs
+from recipes.callbacks.progress import TransitionProgressBar
+from recipes.cli import completion, information, main
+from rl_modules.common import extras
+from rl_modules.common.errors import UsageError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def rl(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        code = 0
+        try:
+            main(list(args))
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_the_first_line_comes_before_the_libraries():
+    script = (
+        "import sys, recipes.cli.command as c\n"
+        "c._announce('fit', ['--config', 'ppo/cartpole.yaml'])\n"
+        "assert not {'torch', 'lightning', 'gymnasium'} & set(sys.modules), 'heavy import'"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "rl fit --config ppo/cartpole.yaml: starting\n")
+
+
+class Counted(TransitionProgressBar):
+    def __init__(self):
+        super().__init__()
+        self.done = 1000
+
+    def counts(self, trainer):
+        return self.done, 5000
+
+    def notes(self, trainer):
+        return "50/s", "mean return 9.0"
+
+
+def test_without_a_terminal_a_line_says_how_far_the_run_is(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(lines.time, "monotonic", lambda: now[0])
+    bar = Counted()
+    progress = lines.ProgressLines(bar, every_s=30)
+    progress.start(None)
+    progress.tick(None, 120.0)
+    assert capsys.readouterr().err == ""
+    bar.done = 2000
+    progress.tick(None, 140.0)
+    # A thousand in 40 s, three thousand to go.
+    assert capsys.readouterr().err == "0:40  2,000 of 5,000 transitions (40%), 50/s, 2:00 left  mean return 9.0\n"
+    progress.tick(None, 150.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_in_a_log_file_prints_lines(rl, monkeypatch):
+    monkeypatch.setattr(lines.ProgressLines.__init__, "__defaults__", (0.0,))
+    code, _, err = rl("fit", "--config", "q_learning/maze.yaml", "--data.total_timesteps", "300")
+    assert code == 0, err
+    assert re.search(r"of 300 transitions \(\d+%\), [\d,]+/s", err), err
+
+
+def test_a_tabular_summary_has_the_exact_return_and_the_pictures(rl):
+    code, out, err = rl("fit", "--config", "q_learning/maze.yaml")
+    assert code == 0, err
+    row = next(line for line in out.splitlines() if line.startswith("exact expected return"))
+    achieved, best = (float(number) for number in re.findall(r"-?[\d.]+(?= of| is)", row))
+    assert achieved == pytest.approx(best)
+    pictures = next(line for line in out.splitlines() if line.startswith("value maps")).split(None, 2)[2].split(", ")
+    assert all(Path(path).is_file() for path in pictures)
+
+
+@pytest.mark.parametrize("config", ["ppo/cartpole.yaml", "dqn/cartpole.yaml", "q_learning/maze.yaml"])
+def test_help_shows_the_chosen_classes_on_one_screen(rl, config):
+    code, out, _ = rl("fit", "--config", config, "--help")
+    assert code == 0
+    rows = out.splitlines()
+    assert len(rows) <= 60
+    assert max(map(len, rows)) <= 120
+    assert "--model.gamma" in rows[4] or any("--model.gamma" in row for row in rows[:12])
+    for name in ("--data.env_id", "--data.total_timesteps", "--trainer.accelerator"):
+        assert name in out
+    assert "<class" not in out
+
+
+def test_help_all_lists_every_option(rl):
+    code, out, _ = rl("fit", "--config", "ppo/cartpole.yaml", "--help", "all")
+    assert code == 0
+    assert "<class" not in out
+    assert "--trainer.limit_val_batches" in out
+
+
+def test_list_takes_a_word(rl):
+    code, out, _ = rl("list", "MAZE")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [
+        name for name in configs.names() if "maze" in f"{name} {configs.describe(name)}".lower()
+    ]
+
+
+def test_version_is_that_of_the_project(rl):
+    assert rl("--version")[:2] == (0, "lightning-rl-recipes 0.1.0\n")
+    assert information._of_checkout() == "0.1.0"
+
+
+def test_doctor_names_what_is_missing_and_how_to_install_it(rl, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("mujoco", "pygame") else find(name))
+    code, out, _ = rl("doctor")
+    assert code == 0
+    assert re.search(r"^torch +\d", out, re.MULTILINE)
+    assert re.search(r"^device +(CPU|Apple|NVIDIA|\w)", out, re.MULTILINE)
+    assert "no (mujoco missing): pip install 'gymnasium[mujoco]'" in out
+    assert "no (pygame missing): pip install 'moviepy>=2.1' 'gymnasium[classic-control]'" in out
+
+
+def test_extras_are_those_of_the_project():
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    for extra, packages in extras.PACKAGES.items():
+        given = re.search(rf"^{extra} = \[(.*?)\]$", text, re.MULTILINE)[1]
+        assert tuple(re.findall(r'"([^"]+)"', given)) == packages
+
+
+def test_completion_is_a_script_that_bash_takes(rl, tmp_path):
+    code, out, _ = rl("completion", "bash")
+    assert code == 0
+    (tmp_path / "rl.sh").write_text(f'rl() {{ echo "ppo/cartpole.yaml  x"; }}\n{out}\n'
+                                    'COMP_WORDS=(rl fit --config ppo/c); COMP_CWORD=3; _rl; echo "${COMPREPLY[@]}"\n'
+                                    'COMP_WORDS=(rl do); COMP_CWORD=1; _rl; echo "${COMPREPLY[@]}"\n')  # fmt: skip
+    done = subprocess.run(["bash", "rl.sh"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["ppo/cartpole.yaml", "doctor"]
+    with pytest.raises(UsageError, match="bash or zsh"):
+        completion.script(["fish"])
+
+
+@pytest.mark.slow
+def test_the_first_line_and_the_first_update_come_soon(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    began = time.monotonic()
+    words = ["fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=256", "--data.n_test_episodes=1"]
+    with subprocess.Popen([sys.executable, "-m", "recipes", *words], cwd=tmp_path, env=environment, text=True,
+                          stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
+        assert process.stderr.readline().endswith(": starting\n")
+        first = time.monotonic() - began
+        process.communicate()
+        assert process.returncode == 0
+    assert first < 0.5 * (time.monotonic() - began)
