@@ -14,6 +14,12 @@ def names() -> list[str]:
     return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("*/*.yaml"))
 
 
+def short_name(argument: str) -> str:
+    """An argument for display: an installed config's path as its name, anything else as it is."""
+    path = Path(argument)
+    return path.relative_to(CONFIGS).as_posix() if path.is_relative_to(CONFIGS) else argument
+
+
 def find(name: str) -> Path:
     """Returns the file that ``--config name`` means: a path, or an installed config.
 

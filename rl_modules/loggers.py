@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from rl_modules.language.tables import markdown_table
+from rl_modules.common.tables import markdown_table
 
 Columns = Mapping[str, Sequence[Any]]
 #: Bars of a histogram in a CSV file.

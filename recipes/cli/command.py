@@ -4,7 +4,6 @@ import errno
 import os
 import shlex
 import sys
-from pathlib import Path
 
 from recipes import configs
 from recipes.callbacks.signals import Stopped
@@ -104,8 +103,8 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
 def _announce(command: str, args: list[str]) -> None:
     """Prints what is about to start: the libraries take seconds to import."""
     if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
-        what = " ".join(Path(arg).name if Path(arg).is_absolute() else arg for arg in args[:4])
-        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", file=sys.stderr, flush=True)
+        what = " ".join(configs.short_name(arg) for arg in args[:4])
+        print(f"rl {command} {what}{' …' if len(args) > 4 else ''}: starting", flush=True)
 
 
 def _export(args: list[str]) -> None:

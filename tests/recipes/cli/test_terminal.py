@@ -43,7 +43,7 @@ def test_the_first_line_comes_before_the_libraries():
         "assert not {'torch', 'lightning', 'gymnasium'} & set(sys.modules), 'heavy import'"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "rl fit --config ppo/cartpole.yaml: starting\n")
+    assert (done.returncode, done.stdout) == (0, "rl fit --config ppo/cartpole.yaml: starting\n"), done.stderr
 
 
 class Counted(TransitionProgressBar):
@@ -120,8 +120,9 @@ def test_list_takes_a_word(rl):
 
 
 def test_version_is_that_of_the_project(rl):
-    assert rl("--version")[:2] == (0, "lightning-rl-recipes 0.1.0\n")
-    assert information._of_checkout() == "0.1.0"
+    assert rl("--version")[:2] == (0, f"lightning-rl-recipes {information._of_checkout()}\n")
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert f'\nversion = "{information._of_checkout()}"\n' in project
 
 
 def test_doctor_names_what_is_missing_and_how_to_install_it(rl, monkeypatch):

@@ -183,7 +183,7 @@ def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start:
         text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("MyPPO on CartPole-v1")
+    assert "\nMyPPO on CartPole-v1" in done.stdout
     note = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert len(note) == 1 and str(tmp_path / "datamodules") in note[0]
     # A folder without Python files, such as one of YAML configs, hides nothing.
@@ -222,7 +222,7 @@ def test_ctrl_c_in_the_final_evaluation_is_answered(rl: Any, tmp_path: Path, mon
     assert code == 130
     assert "Traceback" not in err
     assert re_line(err, "Ctrl-C stopped the final evaluation", "rl test", str(last.relative_to(tmp_path)))
-    assert out.startswith("PPO on CartPole-v1")
+    assert "\nPPO on CartPole-v1" in out
     assert "not evaluated" in out
     assert torch.load(last, weights_only=True)["RolloutDataModule"]["num_timesteps"] == 1024
     events = EventAccumulator(str(last.parents[1])).Reload()
