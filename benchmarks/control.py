@@ -3,8 +3,10 @@
     python -m benchmarks.control --algorithm ppo --pairs 5 --json ppo.json
 
 Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings (``dqn_defaults``: with those of
-Stable-Baselines3 itself, an update per four transitions of one environment); evaluation and progress bars are off,
-logging is each library's default. Ratios are taken within a round and their median is reported, for machines are noisy.
+Stable-Baselines3 itself, an update per four transitions of one environment; ``sac`` and ``td3``: on Pendulum-v1 with
+its defaults and two hidden layers of 256, an update with 256 transitions per step); evaluation and progress bars are
+off, logging is each library's default. Ratios are taken within a round and their median is reported, for machines are
+noisy.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -107,6 +110,24 @@ def sb3_dqn_defaults(total_timesteps: int) -> None:
     envs.close()
 
 
+def _ours_on_pendulum(name: str, total_timesteps: int) -> None:
+    import rl_modules
+    from datamodules import ReplayDataModule
+
+    data = ReplayDataModule("Pendulum-v1", total_timesteps=total_timesteps, eval_freq=0)
+    _fit(getattr(rl_modules, name)(net_arch=[256, 256]), data)
+
+
+def _sb3_on_pendulum(name: str, total_timesteps: int) -> None:
+    import stable_baselines3
+    from stable_baselines3.common.env_util import make_vec_env
+
+    envs = make_vec_env("Pendulum-v1", n_envs=1, seed=0)
+    algorithm = getattr(stable_baselines3, name)
+    algorithm("MlpPolicy", envs, policy_kwargs={"net_arch": [256, 256]}, device="cpu").learn(total_timesteps)
+    envs.close()
+
+
 def _fit(model: object, data: object) -> None:
     import lightning as L
 
@@ -123,8 +144,12 @@ CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "a2c": {"ours": ours_a2c, "stable-baselines3": sb3_a2c},
     "dqn": {"ours": ours_dqn, "stable-baselines3": sb3_dqn},
     "dqn_defaults": {"ours": ours_dqn_defaults, "stable-baselines3": sb3_dqn_defaults},
+    **{
+        name.lower(): {"ours": partial(_ours_on_pendulum, name), "stable-baselines3": partial(_sb3_on_pendulum, name)}
+        for name in ("SAC", "TD3")
+    },
 }
-TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240, "dqn_defaults": 20_480}
+TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240, "dqn_defaults": 20_480, "sac": 2_000, "td3": 3_000}
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -135,7 +160,7 @@ def measure(algorithm: str, pairs: int, total_timesteps: int, clock: str = "wall
     now = CLOCKS[clock]
     contestants = CONTESTANTS[algorithm]
     for run in contestants.values():
-        run(2_048)  # imports, allocator, first-call costs
+        run(min(2_048, total_timesteps))  # imports, allocator, first-call costs
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(pairs):
         for name, run in contestants.items():

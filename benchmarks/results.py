@@ -219,7 +219,7 @@ def report(where: str) -> None:
         lines += ["", f"## Pipeline {pipeline.stem}", "", *pipeline.read_text(encoding="utf-8").splitlines(), ""]
         lines += [f"![curves of {pipeline.stem}](plots/pipeline_{pipeline.stem}.png)"]
     (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for page in sorted((DOCS / "algorithms").glob("*.md")):
+    for page in sorted(DOCS / "algorithms" / f"{name}.md" for name in set(PAGES.values())):
         write_page(page, {row: runs for row, runs in stored.items() if PAGES.get(row.algorithm) == page.stem})
 
 

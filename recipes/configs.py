@@ -53,7 +53,8 @@ def describe(name: str) -> str:
     """Returns a config's one-line description, its first comment line; says so where nobody ran it to the end."""
     lines = header(name)
     description = lines[0].lstrip("# ").rstrip()
-    is_experimental = any(line.startswith("# Expect   experimental:") for line in lines)
+    unknown = ("experimental", "not run", "not measured")
+    is_experimental = any(line.removeprefix("# Expect").strip().startswith(unknown) for line in lines)
     return f"[experimental] {description}" if is_experimental else description
 
 
