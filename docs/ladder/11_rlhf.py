@@ -34,10 +34,10 @@ config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "
           "num_key_value_heads": 2}  # fmt: skip
 sft = SFT(model_config=config, learning_rate=3e-3, warmup_steps=10, max_completion_length=16)
 fit(sft, InstructionDataModule("paths", batch_size=64, eval_steps=0), max_steps=150)
-sft.export(folder / "sft")
+_ = sft.export(folder / "sft")
 judge = RewardModel(model_name_or_path=str(folder / "sft"), learning_rate=1e-3, warmup_steps=10)
 fit(judge, PreferenceDataModule("paths", batch_size=64, eval_steps=0), max_steps=150)
-judge.export(folder / "judge")
+_ = judge.export(folder / "judge")
 
 # %%
 policy = RLHFPPO(
