@@ -2,7 +2,8 @@
 # # RLHF
 #
 # The reward model takes the environment's place. A policy writes, the model scores, PPO improves the policy, and a
-# price on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al. 2022):
+# price on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al.
+# 2022):
 #
 # ```
 # r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last token] score
