@@ -32,6 +32,16 @@ def test_every_function_of_the_core_has_its_place():
     assert [name for name in F.__all__ if f".{name}\n" not in page + "\n"] == []
 
 
+def test_every_page_and_algorithm_can_be_found():
+    import rl_modules
+
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in nav] == []
+    reference = "".join((ROOT / f"docs/reference/{name}.md").read_text("utf-8") for name in ("algorithms", "language"))
+    assert [name for name in rl_modules.__all__ if f".{name}\n" not in reference] == []
+
+
 def test_links_to_source_files_become_pages():
     assert site_hooks.outside("algorithms/ppo.md", "../../rl_modules/ppo.py") == ROOT / "rl_modules/ppo.py"
     assert site_hooks.outside("algorithms/ppo.md", "../results.md") is None
