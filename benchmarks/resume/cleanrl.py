@@ -30,7 +30,7 @@ class CleanRLStyle:
     """PPO on CartPole-v1 in one script."""
 
     name = "CleanRL-style PPO script"
-    version = "page of 2024"
+    version = "page at 24f64e0"
     unit = "transitions"
     way = "`torch.save(agent.state_dict())` every few updates; `starting_update = summary['charts/update'] + 1`"
     quote = "The first step is to save models periodically. […] torch.save(agent.state_dict(), …)"

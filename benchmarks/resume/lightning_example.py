@@ -51,8 +51,8 @@ class Lightning:
     version = L.__version__
     unit = "examples"
     quote = (
-        "Path/URL of the checkpoint from which training is resumed. Could also be one of two special keywords "
-        '"last" and "hpc".'
+        "Path/URL of the checkpoint from which training is resumed. Could also be one of three special keywords "
+        '"last", "hpc" and "registry".'
     )
     link = "https://lightning.ai/docs/pytorch/stable/common/trainer.html#fit"
 

@@ -8,8 +8,8 @@
 # L = -mean log π(a|s) A + c_v (V(s) - R)² - c_e entropy
 # ```
 #
-# `functional.gae`, `functional.policy_gradient_loss`, `functional.value_loss`. With a critic five steps are enough for
-# an update; no episode has to end.
+# `functional.gae`, `functional.policy_gradient_loss`, `functional.value_loss`. With a critic five steps are enough
+# for an update; no episode has to end.
 
 # %%
 import torch

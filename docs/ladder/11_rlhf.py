@@ -2,7 +2,8 @@
 # # RLHF
 #
 # The reward model takes the environment's place. A policy writes, the model scores, PPO improves the policy, and a
-# price on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al. 2022):
+# price on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al.
+# 2022):
 #
 # ```
 # r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last token] score
@@ -34,10 +35,10 @@ config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "
           "num_key_value_heads": 2}  # fmt: skip
 sft = SFT(model_config=config, learning_rate=3e-3, warmup_steps=10, max_completion_length=16)
 fit(sft, InstructionDataModule("paths", batch_size=64, eval_steps=0), max_steps=150)
-sft.export(folder / "sft")
+_ = sft.export(folder / "sft")
 judge = RewardModel(model_name_or_path=str(folder / "sft"), learning_rate=1e-3, warmup_steps=10)
 fit(judge, PreferenceDataModule("paths", batch_size=64, eval_steps=0), max_steps=150)
-judge.export(folder / "judge")
+_ = judge.export(folder / "judge")
 
 # %%
 policy = RLHFPPO(

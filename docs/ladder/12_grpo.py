@@ -35,7 +35,7 @@ config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "
 sums = {"task": "addition", "task_kwargs": {"n_digits": 1}, "eval_steps": 0}
 sft = SFT(model_config=config, learning_rate=3e-3, warmup_steps=10, max_completion_length=4)
 fit(sft, InstructionDataModule(**sums, batch_size=32), max_steps=120)
-sft.export(folder / "sft")
+_ = sft.export(folder / "sft")
 
 # %%
 policy = GRPO(model_name_or_path=str(folder / "sft"), learning_rate=1e-3, max_completion_length=4, logging_steps=2)
