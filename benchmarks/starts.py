@@ -63,6 +63,7 @@ VARIANTS: dict[str, Variant] = {
     "two steps, clip .2 and .28": Variant(
         options={**PLAIN, "data.steps_per_generation": 2, "model.epsilon_high": 0.28}
     ),
+    "warm-up 200": Variant(options={**PLAIN, "model.warmup_steps": 200}),
     "learning rate 1e-4": Variant(options={**PLAIN, "model.learning_rate": 1e-4}),
     "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
                              "model.epsilon_high": 4e-4}),
@@ -162,12 +163,16 @@ def measure(model: Path) -> dict[str, float]:
 
 def report() -> None:
     """Writes the table between its two marks on the page."""
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    before, found, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    if not found:
+        raise SystemExit(f"{PAGE} has no line {BEGIN.strip()}, behind which the table goes")
     PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
 def table() -> str:
-    """One row per variant that has results, one column per start."""
+    """One row per variant that has results, one column per start; a sentence where there is none."""
+    if not any(result_path(name, start).exists() for name in VARIANTS for start in STARTS):
+        return "No run of 1,000 steps is recorded yet.\n"
     lines = [f"| variant | {' | '.join(STARTS)} | worst |", f"|{'---|' * (len(STARTS) + 2)}"]
     for name in VARIANTS:
         paths = {start: result_path(name, start) for start in STARTS}
