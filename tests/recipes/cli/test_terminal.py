@@ -162,7 +162,7 @@ def test_the_first_line_and_the_first_update_come_soon(tmp_path):
     words = ["fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=256", "--data.n_test_episodes=1"]
     with subprocess.Popen([sys.executable, "-m", "recipes", *words], cwd=tmp_path, env=environment, text=True,
                           stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
-        assert process.stderr.readline().endswith(": starting\n")
+        assert process.stdout.readline().endswith(": starting\n")
         first = time.monotonic() - began
         process.communicate()
         assert process.returncode == 0
