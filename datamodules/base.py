@@ -70,8 +70,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         total_timesteps: transitions, over all environments and ranks, after which training ends; the last rollout is
             finished.
         seed: the source of every stream of randomness: environments, actions, minibatches, weights.
-        vectorization_mode: ``sync``, ``async`` (a process per environment) or ``vector_entry_point`` (the
-            environment's own engine).
+        vectorization_mode: ``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the
+            environment's own engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium).
         autoreset_mode: ``same_step``, ``next_step`` or ``disabled``; the valid transitions are the same.
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
