@@ -14,7 +14,7 @@ class EnvPoolVector(VectorEnv):
     """N environments of one of EnvPool's engines, written in C++.
 
     EnvPool resets in the step after an episode's end, whose action and reward count for nothing; the final observation
-    is what the last step of the episode returned. Its seeds are fixed when the engine is made: ``reset(seed=...)`` makes
+    is what the last step of the episode returned. Its seeds are fixed when the engine is made: ``reset(seed=…)`` makes
     a new one. The running episodes can't be read from it, nor restored.
 
     Args:
