@@ -431,6 +431,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if episodes.returns:
             metrics["rollout/ep_rew_mean"] = float(np.mean(episodes.returns))
             metrics["rollout/ep_len_mean"] = float(np.mean(episodes.lengths))
+        if episodes.successes:
+            metrics["rollout/success_rate"] = float(np.mean(episodes.successes))
         return metrics
 
     def metrics_over_ranks(self) -> dict[str, float]:
@@ -438,10 +440,13 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         metrics = self.metrics()
         if self._world_size > 1:
             episodes, device = self.collector.episodes, self.learner_trainer.strategy.root_device
-            own = [sum(episodes.returns), sum(episodes.lengths), len(episodes.returns)]
+            own = [sum(episodes.returns), sum(episodes.lengths), len(episodes.returns), sum(episodes.successes),
+                   len(episodes.successes)]  # fmt: skip
             sums = torch.tensor(own, dtype=torch.float64, device=device)
             torch.distributed.all_reduce(sums)
-            reward, length, count = sums.tolist()
+            reward, length, count, successes, known = sums.tolist()
+            if known:
+                metrics["rollout/success_rate"] = successes / known
             if count:
                 metrics["rollout/ep_rew_mean"], metrics["rollout/ep_len_mean"] = reward / count, length / count
         return metrics
