@@ -70,8 +70,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         total_timesteps: transitions, over all environments and ranks, after which training ends; the last rollout is
             finished.
         seed: the source of every stream of randomness: environments, actions, minibatches, weights.
-        vectorization_mode: ``sync``, ``async`` (a process per environment) or ``vector_entry_point`` (the
-            environment's own engine).
+        vectorization_mode: ``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the
+            environment's own engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium).
         autoreset_mode: ``same_step``, ``next_step`` or ``disabled``; the valid transitions are the same.
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
@@ -431,6 +431,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if episodes.returns:
             metrics["rollout/ep_rew_mean"] = float(np.mean(episodes.returns))
             metrics["rollout/ep_len_mean"] = float(np.mean(episodes.lengths))
+        if episodes.successes:
+            metrics["rollout/success_rate"] = float(np.mean(episodes.successes))
         return metrics
 
     def metrics_over_ranks(self) -> dict[str, float]:
@@ -438,10 +440,13 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         metrics = self.metrics()
         if self._world_size > 1:
             episodes, device = self.collector.episodes, self.learner_trainer.strategy.root_device
-            own = [sum(episodes.returns), sum(episodes.lengths), len(episodes.returns)]
+            own = [sum(episodes.returns), sum(episodes.lengths), len(episodes.returns), sum(episodes.successes),
+                   len(episodes.successes)]  # fmt: skip
             sums = torch.tensor(own, dtype=torch.float64, device=device)
             torch.distributed.all_reduce(sums)
-            reward, length, count = sums.tolist()
+            reward, length, count, successes, known = sums.tolist()
+            if known:
+                metrics["rollout/success_rate"] = successes / known
             if count:
                 metrics["rollout/ep_rew_mean"], metrics["rollout/ep_len_mean"] = reward / count, length / count
         return metrics

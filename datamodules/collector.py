@@ -109,9 +109,12 @@ class Collector:
             if self.mode == AutoresetMode.NEXT_STEP:
                 valid[t] = ~self._resets_next
                 self.episode_start, self._resets_next = self._resets_next, done
+                if done.any():
+                    self.episodes.note_successes(done, info)
             else:
                 self.episode_start = done
             if self.mode != AutoresetMode.NEXT_STEP and done.any():
+                self.episodes.note_successes(done, info)
                 # The statistics of this moment: those of the next include the observation after the reset.
                 new = [(t, int(i), self.normalizers.observation(final)) for i, final in self._finals(done, raw, info)]
                 finals += new

@@ -20,6 +20,8 @@ class EpisodeStatistics:
         self.running_length = np.zeros(n_envs, np.int64)
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
+        #: 1 or 0 for the last episodes whose end came with ``is_success``.
+        self.successes: deque[float] = deque(maxlen=window)
 
     def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
         """Add a rollout.
@@ -44,6 +46,14 @@ class EpisodeStatistics:
                 self.lengths.append(int(self.running_length[i]))
                 self.running_return[i], self.running_length[i] = 0.0, 0
 
+    def note_successes(self, done: np.ndarray, info: dict[str, Any]) -> None:
+        """Read ``is_success`` from a vector's infos of a step in which episodes ended, [N]."""
+        info = info.get("final_info", info)
+        if "is_success" not in info:
+            return
+        for i in np.flatnonzero(done & np.asarray(info.get("_is_success", done), bool)):
+            self.successes.append(float(info["is_success"][i]))
+
     def forget(self, which: np.ndarray) -> None:
         """Begin new episodes in the environments chosen by a mask, [N]."""
         self.running_return[which], self.running_length[which] = 0.0, 0
@@ -54,6 +64,7 @@ class EpisodeStatistics:
             "running_length": torch.from_numpy(self.running_length.copy()),
             "returns": list(self.returns),
             "lengths": list(self.lengths),
+            "successes": list(self.successes),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,3 +72,4 @@ class EpisodeStatistics:
         self.running_length = state["running_length"].numpy().copy()
         self.returns.extend(state["returns"])
         self.lengths.extend(state["lengths"])
+        self.successes.extend(state.get("successes", []))

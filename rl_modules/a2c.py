@@ -10,6 +10,7 @@ from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import SHORT_ROLLOUTS, Rollout
+from rl_modules.common.schedules import parse_schedule
 from rl_modules.distributions import Distribution
 
 
@@ -29,7 +30,7 @@ class A2C(ActorCriticModule):
     Args:
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1]; 1: n-step returns.
-        ent_coef: weight of the entropy bonus, in units of advantage per nat.
+        ent_coef: weight of the entropy bonus, in units of advantage per nat; a number or a schedule.
         vf_coef: weight of the mean squared value error.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
@@ -57,7 +58,7 @@ class A2C(ActorCriticModule):
         self,
         gamma: float = 0.99,
         gae_lambda: float = 1.0,
-        ent_coef: float = 0.0,
+        ent_coef: float | str = 0.0,
         vf_coef: float = 0.5,
         max_grad_norm: float | None = 0.5,
         normalize_advantage: bool = False,
@@ -79,7 +80,8 @@ class A2C(ActorCriticModule):
             gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,
             observation_space, action_space, init_from,
         )  # fmt: skip
-        self.ent_coef = float(ent_coef)
+        self.ent_schedule = parse_schedule(ent_coef, "ent_coef")
+        self.ent_coef = self.ent_schedule.initial
         self.vf_coef = float(vf_coef)
         self.use_rms_prop = use_rms_prop
         self.rms_prop_eps = float(rms_prop_eps)

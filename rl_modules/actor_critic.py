@@ -11,6 +11,7 @@ from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import unit_interval
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
+from rl_modules.common.schedules import Schedule, schedule_value
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
 
@@ -22,6 +23,9 @@ class ActorCriticModule(ControlModule):
     """
 
     network: ActorCritic
+    #: Of ``ent_coef``, where the algorithm has one.
+    ent_schedule = Schedule(0.0, False)
+    ent_coef: float
 
     def __init__(
         self,
@@ -47,6 +51,12 @@ class ActorCriticModule(ControlModule):
     def begin_run(self) -> None:
         super().begin_run()
         self._whitened = None
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        super().update_schedules(progress_remaining)
+        if self.ent_schedule.decays:
+            self.ent_coef = schedule_value(self.ent_schedule, progress_remaining)
+            self.record_now(ent_coef=self.ent_coef)
 
     def build_network(self) -> None:
         self.network = self.make_network()

@@ -107,8 +107,6 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         if decays and lr_scheduler:
             raise UsageError(f"learning_rate={learning_rate!r} and lr_scheduler both change the learning rate; give "
                              "one")  # fmt: skip
-        #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
-        self.grad_norm: Tensor | None = None
         self._scheduled_at = -1
         self._predict_generator: torch.Generator | None = None
 

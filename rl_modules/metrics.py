@@ -89,6 +89,8 @@ class MetricsMixin(L.LightningModule):
         self.logs_this_epoch = True
         self._sums = MetricSums()
         self._latest: dict[str, float] = {}
+        #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
+        self.grad_norm: Tensor | None = None
 
     def record(self, **metrics: Tensor | float) -> None:
         """Add scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
@@ -162,6 +164,8 @@ class MetricsMixin(L.LightningModule):
         if self.logs_this_epoch:
             if self.trainer.optimizers:
                 self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
+            if self.grad_norm is not None:
+                self.record_now(grad_norm=float(self.grad_norm))
             self.write_metrics(rollout, source.num_timesteps)
 
     def require_finite_weights(self) -> None:
@@ -201,9 +205,12 @@ class MetricsMixin(L.LightningModule):
 
     def metrics_state(self) -> dict[str, Any]:
         """What is recorded and not written yet, for a checkpoint."""
-        return {"sums": self._sums.state_dict(), "latest": dict(self._latest)}
+        norm = None if self.grad_norm is None else float(self.grad_norm)
+        return {"sums": self._sums.state_dict(), "latest": dict(self._latest), "grad_norm": norm}
 
     def load_metrics_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`metrics_state`."""
         self._sums.load_state_dict(state["sums"], self.device)
         self._latest = dict(state["latest"])
+        norm = state.get("grad_norm")
+        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float32, device=self.device)

@@ -40,7 +40,7 @@ class PPO(ActorCriticModule):
         clip_range: ε, how far the ratio may move from 1; a number or ``lin_<number>``.
         clip_range_vf: the same for the value, in units of return; None: no value clipping.
         normalize_advantage: whiten advantages within each minibatch, over all ranks.
-        ent_coef: weight of the entropy bonus, in units of advantage per nat.
+        ent_coef: weight of the entropy bonus, in units of advantage per nat; a number or a schedule.
         vf_coef: weight of the mean squared value error.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
@@ -71,7 +71,7 @@ class PPO(ActorCriticModule):
         clip_range: float | str = 0.2,
         clip_range_vf: float | str | None = None,
         normalize_advantage: bool = True,
-        ent_coef: float = 0.0,
+        ent_coef: float | str = 0.0,
         vf_coef: float = 0.5,
         max_grad_norm: float | None = 0.5,
         target_kl: float | None = None,
@@ -97,7 +97,8 @@ class PPO(ActorCriticModule):
         self.clip_range = self.clip_schedule[0]
         self.clip_vf_schedule = None if clip_range_vf is None else parse_schedule(clip_range_vf, "clip_range_vf")
         self.clip_range_vf = None if self.clip_vf_schedule is None else self.clip_vf_schedule[0]
-        self.ent_coef = float(ent_coef)
+        self.ent_schedule = parse_schedule(ent_coef, "ent_coef")
+        self.ent_coef = self.ent_schedule.initial
         self.vf_coef = float(vf_coef)
         if policy_objective not in ("clip", "penalty"):
             raise UsageError(f"policy_objective={policy_objective!r} must be clip or penalty")

@@ -25,7 +25,7 @@ class RecurrentA2C(RecurrentMixin, A2C):
             0: the state is the one of the policy that acted.
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1]; 1: n-step returns.
-        ent_coef: weight of the entropy bonus, in units of advantage per nat.
+        ent_coef: weight of the entropy bonus, in units of advantage per nat; a number or a schedule.
         vf_coef: weight of the mean squared value error.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
@@ -58,7 +58,7 @@ class RecurrentA2C(RecurrentMixin, A2C):
         burn_in: int = 0,
         gamma: float = 0.99,
         gae_lambda: float = 1.0,
-        ent_coef: float = 0.0,
+        ent_coef: float | str = 0.0,
         vf_coef: float = 0.5,
         max_grad_norm: float | None = 0.5,
         normalize_advantage: bool = False,

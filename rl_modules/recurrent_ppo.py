@@ -36,7 +36,7 @@ class RecurrentPPO(RecurrentMixin, PPO):
         clip_range: ε, how far the ratio may move from 1; a number or ``lin_<number>``.
         clip_range_vf: the same for the value, in units of return; None: no value clipping.
         normalize_advantage: whiten advantages within each minibatch, over all ranks.
-        ent_coef: weight of the entropy bonus, in units of advantage per nat.
+        ent_coef: weight of the entropy bonus, in units of advantage per nat; a number or a schedule.
         vf_coef: weight of the mean squared value error.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
@@ -70,7 +70,7 @@ class RecurrentPPO(RecurrentMixin, PPO):
         clip_range: float | str = 0.2,
         clip_range_vf: float | str | None = None,
         normalize_advantage: bool = True,
-        ent_coef: float = 0.0,
+        ent_coef: float | str = 0.0,
         vf_coef: float = 0.5,
         max_grad_norm: float | None = 0.5,
         target_kl: float | None = None,

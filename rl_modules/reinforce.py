@@ -10,6 +10,7 @@ from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
+from rl_modules.common.schedules import parse_schedule
 
 PSI = ("return", "reward_to_go", "baseline", "advantage")
 
@@ -41,7 +42,7 @@ class REINFORCE(ActorCriticModule):
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1]; read by ``advantage`` only.
         normalize_advantage: whiten Ψ over each rollout; its mean is then a baseline, though a constant one.
-        ent_coef: weight of the entropy bonus, in units of Ψ per nat.
+        ent_coef: weight of the entropy bonus, in units of Ψ per nat; a number or a schedule.
         vf_coef: weight of the mean squared value error, where there is a V.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
@@ -67,7 +68,7 @@ class REINFORCE(ActorCriticModule):
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
         normalize_advantage: bool = False,
-        ent_coef: float = 0.0,
+        ent_coef: float | str = 0.0,
         vf_coef: float = 0.5,
         max_grad_norm: float | None = None,
         net_arch: list[int] | dict[str, list[int]] | None = None,
@@ -90,7 +91,8 @@ class REINFORCE(ActorCriticModule):
             raise UsageError(f"psi={psi!r} must be one of {', '.join(PSI)}")
         self.psi = psi
         self.has_critic = psi in ("baseline", "advantage")
-        self.ent_coef = float(ent_coef)
+        self.ent_schedule = parse_schedule(ent_coef, "ent_coef")
+        self.ent_coef = self.ent_schedule.initial
         self.vf_coef = float(vf_coef)
 
     def build_network(self) -> None:

@@ -17,7 +17,7 @@ from rl_modules.common.checks import unit_interval
 from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.schedules import exploration_rate, parse_schedule, schedule_value
+from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
 
 
 class ActionValues(torch.nn.Module):
@@ -321,11 +321,11 @@ def _parse_visit_exponent(learning_rate: float | str) -> float | None:
     return exponent if str(learning_rate).startswith("1/n^") and 0.5 < exponent < 1 else None
 
 
-def _parse_step_size(learning_rate: float | str) -> tuple[float, bool]:
+def _parse_step_size(learning_rate: float | str) -> Schedule:
     try:
         schedule = parse_schedule(learning_rate, "learning_rate")
     except UsageError:
-        schedule = (0.0, False)
+        schedule = Schedule(0.0, False)
     if not 0 < schedule[0] <= 1:
         raise UsageError(f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
                          "linear decay to 0, 1/n for the mean of all targets, or 1/n^<w> with w between 0.5 "

@@ -10,6 +10,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.masks import ActionMasks
+from datamodules.envs.pool import EnvPoolVector
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
@@ -21,7 +22,7 @@ AUTORESET = {
     "next_step": AutoresetMode.NEXT_STEP,
     "disabled": AutoresetMode.DISABLED,
 }
-VECTORIZATION = ("sync", "async", "vector_entry_point")
+VECTORIZATION = ("sync", "async", "vector_entry_point", "envpool")
 
 
 #: A Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of them, or a vector.
@@ -89,8 +90,9 @@ def make_vector_env(
     Args:
         env_id: as in :func:`make_env`.
         n_envs: number of environments, ≥ 1.
-        vectorization_mode: ``sync`` (one process), ``async`` (a process each) or ``vector_entry_point`` (the
-            environment's own vectorised engine, which resets in the step after the end and knows no single episodes).
+        vectorization_mode: ``sync`` (one process), ``async`` (a process each), ``vector_entry_point`` (the
+            environment's own vectorised engine) or ``envpool`` (EnvPool's); both engines reset in the step after the
+            end and know no single episodes.
         autoreset_mode: ``same_step``, ``next_step`` or ``disabled``, as Gymnasium defines them; an engine's own mode
             is kept.
         env_kwargs: as in :func:`make_env`.
@@ -100,8 +102,14 @@ def make_vector_env(
     Raises:
         UsageError: as in :func:`make_env`, an unknown mode, or wrappers around a vectorised engine.
     """
-    if vectorization_mode == "vector_entry_point":
-        return _make_engine(env_id, n_envs, env_kwargs or {}, wrappers)
+    if vectorization_mode in ("vector_entry_point", "envpool"):
+        if wrappers or masks is not None:
+            what = "wrappers are" if wrappers else "action masks are"
+            raise UsageError(f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
+                             f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
+        return (_make_engine if vectorization_mode == "vector_entry_point" else _make_pool)(
+            env_id, n_envs, env_kwargs or {}
+        )
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.
@@ -144,10 +152,19 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
 
 
-def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any], wrappers: Sequence[Any]) -> VectorEnv:
-    if wrappers:
-        raise UsageError("wrappers are for single environments; with vectorization_mode='vector_entry_point' leave "
-                         "them out, or use 'sync'")  # fmt: skip
+def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
+    if not isinstance(env_id, str):
+        raise UsageError(f"env_id={environment_name(env_id)!r} is a callable; vectorization_mode='envpool' takes an id "
+                         "that EnvPool knows")  # fmt: skip
+    envs = EnvPoolVector(env_id, n_envs, env_kwargs)
+    # What only the engine understands, such as num_threads, is nothing to Gymnasium.
+    example = gym.make(env_id, disable_env_checker=True)
+    envs.require_spaces(example)
+    example.close()
+    return envs
+
+
+def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
     spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
     if spec is None or spec.vector_entry_point is None:
         with_engine = sorted(name for name, spec in gym.registry.items() if spec.vector_entry_point is not None)
