@@ -78,7 +78,8 @@ def test_a_group_is_judged_while_others_are_written() -> None:
 
 def test_overlapped_runs_resume_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
-        lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0),
+        lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0,
+                    lr_scheduler_type="constant"),
         lambda: addition(steps_per_generation=2, reward_overlap=True, reward_workers=2), tmp_path, 3,
     )  # fmt: skip
 
@@ -126,8 +127,8 @@ def test_rounds_come_in_order_and_survive_a_restart_once_each() -> None:
     assert [first for first, _ in taken] == [4, 8, 12]
     assert [int(completions.tokens[0, 0]) for _, completions in taken] == [4, 8, 12]
     assert again == [8, 12]  # the finished round was kept
-    queue.close()
-    other.close()
+    queue.clear()
+    other.clear()
 
 
 def test_rows_are_replaced_in_place() -> None:
