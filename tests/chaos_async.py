@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,13 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def free_port() -> int:
+    """A port that nobody listens on; the server comes back to it after each kill."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def steps_in(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
 
@@ -72,9 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="of the trainer, and as many of the server")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps; by default 12 per pair of kills")
-    parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    port = free_port()
     steps = options.steps or 12 * options.kills + 12
     random.seed(options.seed)
     with tempfile.TemporaryDirectory() as made:
@@ -84,9 +92,9 @@ def main() -> None:
         subprocess.run(fit_command(folder / "whole", steps, []), env={**os.environ, LOG: str(whole)}, check=True,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         elsewhere = ["--model.sampler=vllm_server", "--data.async_generations=2",
-                     f'--model.sampler_options={{"addresses": ["127.0.0.1:{options.port}"], "retries": 300, '
+                     f'--model.sampler_options={{"addresses": ["127.0.0.1:{port}"], "retries": 300, '
                      '"retry_wait_s": 0.5}']  # fmt: skip
-        server = serve(options.port)
+        server = serve(port)
         environment = {**os.environ, LOG: str(log)}
         command = fit_command(folder / "killed", steps, elsewhere)
         trainer = subprocess.Popen(command, env=environment, **quiet)
@@ -100,7 +108,7 @@ def main() -> None:
                 break
             if number % 2:
                 kill(server)
-                server = serve(options.port)
+                server = serve(port)
                 kills["server"] += 1
             else:
                 kill(trainer)
