@@ -70,26 +70,29 @@ class WrittenAhead:
         found = self._rounds[0].result(self._write)
         return self._rounds.popleft().first, found
 
-    def close(self) -> None:
-        """Forget all rounds; one under way is not waited for."""
+    def stop(self) -> None:
+        """End the thread after the round under way, without waiting for it; the others stay in the queue."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
+
+    def clear(self) -> None:
+        """Forget all rounds."""
+        self.stop()
         self._rounds.clear()
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The rounds as plain data."""
         state = []
         for found in self._rounds:
-            done = found.future is not None and found.future.done() and found.future.exception() is None
-            written = found.written if found.written is not None else found.future.result() if done else None  # type: ignore[union-attr]
+            written = found.written or _finished(found.future)
             tensors = None if written is None else {f.name: _cpu(getattr(written, f.name)) for f in fields(written)}
             state.append({"first": found.first, "written": tensors})
         return state
 
     def load_state_dict(self, state: list[dict[str, Any]], device: Any) -> None:
         """The inverse of :meth:`state_dict`; :meth:`start` has the unfinished rounds written."""
-        self.close()
+        self.clear()
         for saved in state:
             tensors = saved["written"]
             written = None
@@ -97,6 +100,13 @@ class WrittenAhead:
                 moved: dict[str, Any] = {k: None if v is None else v.to(device) for k, v in tensors.items()}
                 written = Completions(**moved)
             self._rounds.append(_Round(saved["first"], written))
+
+
+def _finished(future: "Future[Completions] | None") -> Completions | None:
+    """What a round's thread has written; None where it has not, or has failed."""
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()
 
 
 def _cpu(x: Any) -> Any:

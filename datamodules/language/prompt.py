@@ -109,7 +109,7 @@ class PromptDataModule(LanguageDataModule):
             if self.ptx_batch_size and self.demonstrations is None:
                 self.demonstrations = self._load_demonstrations()
             self._check_async()
-            self._ahead.close()
+            self._ahead.clear()
             self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
             self._fields = self._lengths = None
@@ -261,7 +261,8 @@ class PromptDataModule(LanguageDataModule):
 
         Returns:
             ``tokens`` [B, T] right-padded, ``prompt_length``, ``length`` [B], ``finished`` [B] bool, ``log_prob``
-            [B, L] under the sampler, ``reward`` [B] (NaN: not scored), ``num_generations``, ``generation``,
+            [B, L] under the sampler, ``version`` [B] (the optimizer step of the weights that wrote a row; None: the
+            current ones), ``reward`` [B] (NaN: not scored), ``num_generations``, ``generation``,
             ``records``, and what :meth:`judge` returns.
         """
         first = self._reserve(n_prompts)
@@ -291,6 +292,7 @@ class PromptDataModule(LanguageDataModule):
             **joined_sequences([record["prompt_ids"] for record in records], written, n_each, self._pad_id),
             "finished": written.finished,
             "log_prob": written.log_prob,
+            "version": written.version,
             "records": [record for record in records for _ in range(n_each)],
             "num_generations": n_each,
             "generation": self.generation,
@@ -352,7 +354,7 @@ class PromptDataModule(LanguageDataModule):
 
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
-        self._ahead.close()
+        self._ahead.stop()
 
     def _most_missing(self, missing: int) -> int:
         """The largest number of groups that any rank still has to replace."""

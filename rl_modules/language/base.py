@@ -561,7 +561,7 @@ class LanguagePolicy(LanguageModule):
     An algorithm sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
 
     Args:
-        *args: those of :class:`LanguageModule`.
+        model_name_or_path: directory or hub name of a pretrained model; None: one from scratch.
         sampler: what writes completions: ``native``, the model itself; ``vllm``, an engine in this process that gets
             the weights after every update; ``vllm_server``, servers started by ``rl serve``.
         sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
@@ -581,13 +581,14 @@ class LanguagePolicy(LanguageModule):
 
     def __init__(
         self,
-        *args: Any,
+        model_name_or_path: str | None = None,
+        *,
         sampler: str = "native",
         sampler_options: dict[str, Any] | None = None,
         max_rows_in_flight: int | None = None,
         **model: Any,
     ) -> None:
-        super().__init__(*args, **model)
+        super().__init__(model_name_or_path, **model)
         check_sampler(sampler, sampler_options or {}, max_rows_in_flight)
         self._sampler: Sampler | None = None
 

@@ -47,6 +47,8 @@ class Server:
         self.host, self.port = host, int(port)
         #: Whether it has the latest weights.
         self.current = False
+        #: Whether its log-probabilities have been compared with the model's.
+        self.checked = False
         self.spec = EngineSpec({}, 0, 0, False)
 
     def ask(self, path: str, body: bytes | None = None, timeout_s: float | None = None) -> dict[str, Any]:
@@ -151,7 +153,6 @@ class ServerSampler:
         self._spec_of: Callable[[bool], EngineSpec]
         self._parts: list[bytes] = []
         self._lock = threading.Lock()
-        self._checked = False
         self._greet()
 
     def _greet(self) -> None:
@@ -238,15 +239,23 @@ class ServerSampler:
             self._weights, self.version = found, version
             self._spec_of = functools.partial(EngineSpec.of, model)
             self._parts = parts if self.pushes else []
-            self._to_check = None if self._checked or is_sharded(model) or not self.pushes else model
             for server in self.servers:
                 server.current = False
-        if self._to_check is not None:
+        if self.pushes and not is_sharded(model) and not all(server.checked for server in self.servers):
             self._bring_back()
             for server in self.servers:
-                if server.current:
-                    check_engine(model, server)
-                    self._checked = True
+                self._check(server, model)
+
+    def _check(self, server: Server, model: Any) -> None:
+        """Compare a server's log-probabilities with the model's, once, while both have the same weights."""
+        if server.checked or not server.current:
+            return
+        try:
+            check_engine(model, server)
+            server.checked = True
+        except _UNREACHABLE as error:
+            server.current = False
+            log.warning("%s does not answer (%s)", server.address, error)
 
     def _bring_back(self) -> None:
         """Give the latest weights to the servers that lack them, as far as they answer."""

@@ -13,7 +13,7 @@ from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.reward_calls import RewardFunctions
 from rl_modules.common.errors import UsageError
 from rl_modules.language.rlhf_ppo import RLHFPPO
-from rl_modules.language.sampling import Completions
+from rl_modules.language.sampling import Completions, NativeSampler
 from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.protocol import replaced
 from tests.rl_modules.language.sampler_cases import running_server
@@ -78,7 +78,8 @@ def test_a_group_is_judged_while_others_are_written() -> None:
 
 def test_overlapped_runs_resume_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
-        lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0),
+        lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0,
+                    lr_scheduler_type="constant"),
         lambda: addition(steps_per_generation=2, reward_overlap=True, reward_workers=2), tmp_path, 3,
     )  # fmt: skip
 
@@ -126,8 +127,8 @@ def test_rounds_come_in_order_and_survive_a_restart_once_each() -> None:
     assert [first for first, _ in taken] == [4, 8, 12]
     assert [int(completions.tokens[0, 0]) for _, completions in taken] == [4, 8, 12]
     assert again == [8, 12]  # the finished round was kept
-    queue.close()
-    other.close()
+    queue.clear()
+    other.clear()
 
 
 def test_rows_are_replaced_in_place() -> None:
@@ -251,3 +252,37 @@ def test_async_needs_a_sampler_elsewhere_and_a_correction() -> None:
     module = RLHFPPO(model_config=TINY, sampler="vllm_server", sampler_options={"addresses": ["127.0.0.1:9"]})
     with pytest.raises(UsageError, match="which RLHFPPO does not correct for"):
         fit(module, addition(async_generations=1), max_steps=1)
+
+
+def test_a_reward_that_waits_costs_little_beside_the_writing() -> None:
+    """Writing and judging take .2 s per group each, 8 groups: 1.8 s in place of 3.2."""
+
+    class Slow(NativeSampler):
+        def sample(self, prompts: Any, num_generations: int, seeds: Any, settings: Any, on_ended: Any = None) -> Any:
+            ready = super().sample(prompts, num_generations, seeds, settings)
+            for group in range(len(prompts)):
+                time.sleep(0.05 * num_generations)
+                for row in range(group * num_generations, (group + 1) * num_generations) if on_ended else ():
+                    on_ended(row, ready.tokens[row, : ready.length[row]].tolist(), bool(ready.finished[row]))
+            return ready
+
+    class Timed(Spy):
+        taken = 0.0
+
+        def act(self, *arguments: Any, **options: Any) -> Any:
+            self._sampler = Slow(self.model)
+            self.began = time.perf_counter()
+            return super().act(*arguments, **options)
+
+        def rewards(self, rollout: Any) -> Any:
+            Timed.taken = time.perf_counter() - self.began
+            return super().rewards(rollout)
+
+    seconds = []
+    for overlap in (False, True):
+        module = Timed(model_config=TINY, max_completion_length=5, completions_steps=0, lr_scheduler_type="constant")
+        data = addition(reward_funcs=[f"{HERE}:slow_reward"], batch_size=32, reward_overlap=overlap)
+        fit(module, data, max_steps=1)
+        seconds.append(Timed.taken)
+    print(f"off {seconds[0]:.2f} s, on {seconds[1]:.2f} s: {seconds[1] / seconds[0]:.2f}")
+    assert seconds[1] / seconds[0] < 0.75  # 0.56 on an idle machine

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
+from rl_modules import DPO, GRPO, RLHFPPO, SFT
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.rloo import RLOO
@@ -157,6 +159,14 @@ def test_rloo_weights_whole_completions() -> None:
 def test_refused_arguments(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         grpo(**arguments)
+
+
+@pytest.mark.parametrize("module", [GRPO, RLOO, RLHFPPO, SFT, DPO])
+def test_the_command_line_knows_the_samplers_arguments(module: Any) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(module, "model")
+    known = {action.dest for action in parser._actions}
+    assert {"model.sampler", "model.sampler_options", "model.max_rows_in_flight", "model.lora"} <= known
 
 
 def test_rloo_refuses_weights_per_token() -> None:

@@ -1,0 +1,60 @@
+"""``rl serve``: its options, and a server in a process of its own."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from recipes.cli.serve import parse
+from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling.remote import ServerSampler
+from tests.rl_modules.language.sampler_cases import settings, tiny_model
+
+
+def test_options() -> None:
+    assert parse(["--engine", "native", "--port=0"])["port"] == 0
+    assert parse([])["host"] == "127.0.0.1"
+    assert parse(["--max_rows_in_flight=8"])["max_rows_in_flight"] == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--prot", "1"], "did you mean port"),
+        (["--port", "x"], "--port='x' must be a number"),
+        (["--port", "70000"], "--port=70000 must be in 0 to 65535"),
+        (["--engine=sglang"], "--engine='sglang' must be vllm or native"),
+        (["port"], "got 'port'"),
+    ],
+)
+def test_refused_options(args: list[str], sentence: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        parse(args)
+
+
+@pytest.mark.slow
+def test_a_server_process_writes_and_its_restart_gets_the_weights_again() -> None:
+    command = [sys.executable, "-m", "recipes", "serve", "--engine", "native", "--port"]
+
+    def start(port: int) -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        found = re.match(r"serving on (\S+) with native", process.stdout.readline())
+        assert found is not None
+        return process, found[1]
+
+    process, address = start(0)
+    try:
+        sampler = ServerSampler([address], "cpu", retries=3, retry_wait_s=0.1)
+        sampler.update_weights(tiny_model(), 5)
+        before = sampler.sample([[5, 6, 7]], 4, range(4), settings())
+        process.kill()
+        process.wait()
+        process, _ = start(int(address.rpartition(":")[2]))
+        after = sampler.sample([[5, 6, 7]], 4, range(4), settings())
+    finally:
+        process.kill()
+        process.wait()
+    assert before.tokens.tolist() == after.tokens.tolist()
+    assert after.version is not None and after.version.tolist() == [5] * 4

@@ -1,0 +1,114 @@
+"""Weights on their way to another engine: names, adapters, tied layers, and the check that catches a missing one."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling.engine import NativeEngine
+from rl_modules.language.sampling.factory import make_sampler
+from rl_modules.language.sampling.vllm import check_engine, sampling_params
+from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
+from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, settings, tiny_model
+
+
+def adapted(**options: Any) -> Any:
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    model = get_peft_model(tiny_model(tied=False), lora).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["matrices", "a whole module"])
+def test_adapters_are_merged_as_peft_merges_them(options: dict[str, Any]) -> None:
+    model = adapted(**options)
+    found = dict(named_weights(model, untied=False))
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name].detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_have_the_names_of_a_checkpoint_where_memory_has_others(tmp_path: Any) -> None:
+    """Mixtral holds its experts in one tensor, its checkpoints one by one."""
+    torch.manual_seed(0)
+    config = MixtralConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    expected = load_file(tmp_path / "model.safetensors")
+    found = dict(named_weights(model, untied=False))
+    assert found.keys() == expected.keys() and len(found.keys() - dict(model.named_parameters()).keys()) > 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_tied_output_layer_comes_twice_for_an_engine_that_unties_it() -> None:
+    model = tiny_model(tied=True)
+    names = [name for name, _ in named_weights(model, untied=True)]
+    assert names.count("lm_head.weight") == 1 and len(names) == len(list(model.named_parameters())) + 1
+    assert EngineSpec.of(model, True).config["tie_word_embeddings"] is False
+    assert EngineSpec.of(model, False).config["tie_word_embeddings"] is True
+
+
+def test_the_check_refuses_an_engine_that_lacks_a_weight() -> None:
+    model = tiny_model(tied=False)
+    engine = NativeEngine(EngineSpec.of(model, False))
+    weights = dict(named_weights(model, untied=False))
+    engine.load_weights(weights.items())
+    check_engine(model, engine)
+    weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros_like(weights["model.layers.1.mlp.down_proj.weight"])
+    engine.load_weights(weights.items())
+    with pytest.raises(UsageError, match="sampler=NativeEngine differs from the model by"):
+        check_engine(model, engine)
+
+
+def test_weights_are_sent_when_they_have_changed(monkeypatch: Any) -> None:
+    fake_vllm(monkeypatch)
+    model = tiny_model()
+    sampler: Any = make_sampler("vllm", {}, 7, model)
+    llm = FakeLLM.made[0]
+    assert llm.options["max_num_seqs"] == 7 and llm.options["max_model_len"] == 48
+    for version in (0, 0, 1):
+        sampler.update_weights(model, version)
+    assert llm.calls.count("reload_weights") == 2
+    model.load_state_dict(tiny_model(seed=1).state_dict())  # a checkpoint, at the same step
+    sampler.update_weights(model, 1)
+    assert llm.calls.count("reload_weights") == 3
+    # Cached keys and values are those of the old weights.
+    assert [llm.calls[i + 1] for i, call in enumerate(llm.calls) if call == "reload_weights"] == [
+        "reset_prefix_cache"
+    ] * 3
+    assert fingerprint(model, 1) != fingerprint(tiny_model(), 1)
+
+
+def test_on_cuda_the_engine_sleeps_while_the_module_trains(monkeypatch: Any) -> None:
+    fake_vllm(monkeypatch)
+    model = tiny_model()
+    sampler: Any = make_sampler("vllm", {"gpu_memory_utilization": 0.4}, None, model)
+    sampler.engine.on_cuda = True
+    sampler.update_weights(model, 0)
+    sampler.sleep()
+    sampler.sleep()
+    sampler.update_weights(model, 0)
+    calls = [call for call in FakeLLM.made[0].calls if call != "reset_prefix_cache"]
+    assert calls == ["reload_weights", "sleep 2", "wake_up", "reload_weights"]
+
+
+def test_filters_in_another_order_are_refused(monkeypatch: Any) -> None:
+    fake_vllm(monkeypatch)
+    with pytest.raises(UsageError, match="min_p=0.1 with top_p=0.9: vLLM applies min_p first"):
+        sampling_params(settings(min_p=0.1, top_p=0.9), 0, 4)
+
+
+def test_vllm_beside_other_ranks_is_refused() -> None:
+    with pytest.raises(UsageError, match="sampler=vllm runs in a process without other ranks, and there are 2"):
+        make_sampler("vllm", {}, None, tiny_model(), 0, 2)
