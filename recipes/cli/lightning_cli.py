@@ -149,7 +149,11 @@ class RLCLI(LightningCLI):
             model.check_spaces()
             data.teardown("check")
         if hasattr(model, "tokenizer"):
-            assert model.max_length  # loads the tokenizer and the model's config, and compares them
+            longest = model.max_length  # loads the tokenizer and the model's config, and compares them
+            wanted = model.hparams.get("max_completion_length")
+            if wanted is not None and wanted >= longest:
+                raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes {longest} "
+                                 "tokens, prompt and completion together")  # fmt: skip
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         shows = config.get("enable_progress_bar")
