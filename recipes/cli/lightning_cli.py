@@ -152,8 +152,8 @@ class RLCLI(LightningCLI):
             longest = model.max_length  # loads the tokenizer and the model's config, and compares them
             wanted = model.hparams.get("max_completion_length")
             if wanted is not None and wanted >= longest:
-                raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes {longest} "
-                                 "tokens, prompt and completion together")  # fmt: skip
+                raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes "
+                                 f"{longest} tokens, prompt and completion together")  # fmt: skip
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         shows = config.get("enable_progress_bar")
@@ -213,40 +213,9 @@ class RLCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
-        trainer, model, data = self.trainer, self.model, self.datamodule
         seconds = time.monotonic() - self.started_s
-        step = data.num_timesteps if self._controls else trainer.global_step
-        measured = data.metrics() if self._controls else {}
-        final, interrupted = self._evaluate()
-        if self._controls:
-            rows = summary.control_rows(trainer, model, data, final, measured)
-            rows.update(summary.exact_row(model, data))
-        else:
-            rows = language.summary(model, data, final, step, seconds)
-        summary.record_final(trainer, model, data, final, step)
-        if trainer.is_global_zero:
-            checkpoint = summary.print_summary(trainer, model, rows, exports=not self._controls)
-            if interrupted:
-                print(f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
-                      f"the same model and data and --ckpt_path {checkpoint}", file=sys.stderr)  # fmt: skip
-        if interrupted:
+        if summary.finish(self.trainer, self.model, self.datamodule, seconds):
             raise SystemExit(130)
-
-    def _evaluate(self) -> tuple[dict[str, float], bool]:
-        """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
-        loggers = self.trainer.loggers
-        evaluate = summary.evaluate_policy if self._controls else language.final_metrics
-        try:
-            return evaluate(self.trainer, self.model, self.datamodule), False
-        except KeyboardInterrupt:
-            return {}, True
-        except SystemExit as exit_:
-            # Lightning answers Ctrl-C with `exit(1)`.
-            if not isinstance(exit_.__context__, KeyboardInterrupt):
-                raise
-            return {}, True
-        finally:
-            self.trainer.loggers = loggers
 
 
 def _is_lightnings(error: BaseException) -> bool:
