@@ -154,13 +154,13 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
-        "last checkpoint": str(checkpoints.last_path),
+        "last checkpoint": _relative(str(checkpoints.last_path)),
         "best checkpoint": _relative(best) if best else "none (no evaluation)",
         "curves": curves_of(trainer),
         **files_of(trainer),
     }
     if exports:
-        path = _relative(best) if best else str(checkpoints.last_path)
+        path = _relative(best or str(checkpoints.last_path))
         rows["export"] = f"rl export --ckpt_path {path} --output model"
     # Nothing is wrapped, so that a copied path or command is whole.
     width = max(map(len, rows))
@@ -177,7 +177,7 @@ def curves_of(trainer: Trainer) -> str:
         if isinstance(logger, TensorBoardLogger):
             # TensorBoard names a run by its folder below the given one; the run's own folder would be named ".".
             parent, name = Path(str(folder)).parent, Path(str(folder)).name
-            places.append(f"tensorboard --logdir {shlex.quote(str(parent))} (run {name})")
+            places.append(f"tensorboard --logdir {shlex.quote(_relative(str(parent)))} (run {name})")
         elif isinstance(logger, CSVLogger):
             places.append(str(Path(str(folder)) / "metrics.csv"))
         else:
