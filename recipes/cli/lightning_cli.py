@@ -96,7 +96,6 @@ class RLCLI(LightningCLI):
         torch.set_num_threads(config["threads"])
         trainer_settings.check(config["trainer"])
         runs.set_folder(config)
-        self._require_weights(config)
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
 
     def _require_weights(self, config: Any) -> None:
@@ -129,6 +128,7 @@ class RLCLI(LightningCLI):
             if cause is None and isinstance(error, TypeError) and not _is_lightnings(error):
                 raise
             raise cause or UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
+        self._require_weights(self.config[self.command])
         self._take_description()
         self._check_environment()
 
