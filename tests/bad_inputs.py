@@ -328,7 +328,7 @@ cli("validate a language model with a policy's", "validate --config sft/addition
     "SFT")  # fmt: skip
 cli("validate on another environment", "validate --config ppo/pendulum.yaml --ckpt_path {control}", "CartPole-v1")
 cli("validate with another network", "validate --config ppo/cartpole.yaml --ckpt_path {control} --model.net_arch [8]",
-    "net_arch|network", "8")  # fmt: skip
+    "net_arch", "another network")  # fmt: skip
 cli("validate with text", "validate --config ppo/cartpole.yaml --ckpt_path x.ckpt", "x.ckpt", "damaged", x__ckpt="hi")
 cli("validate with nothing", "validate --config ppo/cartpole.yaml --ckpt_path x.ckpt", "x.ckpt", "damaged", x__ckpt="")
 cli("validate with the config", "validate --config ppo/cartpole.yaml --ckpt_path x.yaml", "x.yaml", x__yaml="a: 1")
