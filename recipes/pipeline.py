@@ -244,12 +244,26 @@ def draw_curves(
             if len(line) > 1:
                 pen.line(line, _INKS[i % len(_INKS)], 2)
             start += length[stage]
+        _ticks(pen, font, length, left, width, y0 + panel)
     x = float(left)
     for i, stage in enumerate(points):
         y = len(shown) * (panel + top) + 4
         pen.text((x, y), stage, _INKS[i % len(_INKS)], font)
         x += pen.textlength(stage, font) + 24
     return image
+
+
+def _ticks(pen: Any, font: Any, length: Mapping[str, int], left: int, width: int, y: int) -> None:
+    """Marks each stage's first and last step below a panel."""
+    total, start = sum(length.values()) or 1, 0
+    for steps in length.values():
+        first, last = (left + (width - left - 10) * at / total for at in (start, start + steps))
+        for x in (first, last):
+            pen.line((x, y - 8, x, y - 4), "#888888")
+        text = f"{steps:,}"
+        if last - first > pen.textlength(text, font) + 8:
+            pen.text((last - pen.textlength(text, font) - 2, y - 5), text, "#888888", font)
+        start += steps
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, load_policy, run_command, stage_options
+from recipes.stages import check_configs, config_text, evaluate, load_policy, run_command, stage_options
 from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
@@ -51,6 +51,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     """All stages, the table and the curves."""
+    check_configs(given.cold_start, given.grpo, *([given.reward_model, given.final] if given.final != "none" else []))
     pipeline = Pipeline(given.folder)
     seed = {"seed_everything": str(given.seed)}
     rows: dict[str, dict[str, float]] = {}

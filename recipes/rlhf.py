@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recipes.pipeline import Pipeline
-from recipes.stages import config_text, evaluate, load_policy, run_command, stage_options
+from recipes.stages import check_configs, config_text, evaluate, load_policy, run_command, stage_options
 from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
@@ -93,6 +93,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     """All stages, the table and the curves."""
+    check_configs(given.sft, given.reward_model, given.ppo)
     pipeline = Pipeline(given.folder)
     seed = {"seed_everything": str(given.seed)}
     sft = pipeline.fit("sft", given.sft, {**seed, **options["sft"]})

@@ -56,6 +56,26 @@ def stage_options(words: Sequence[str], stages: Sequence[str], example: str) -> 
     return options
 
 
+def check_configs(*names: str) -> None:
+    """Checks the configs of all stages before the first one trains.
+
+    Args:
+        names: files, or names of installed configs; ``none`` stands for a stage that is left out.
+
+    Raises:
+        UsageError: one that does not exist or can't be read, or whose classes do not.
+    """
+    from recipes.cli import config_files
+    from recipes.cli.classes import chosen_classes
+    from recipes.cli.options import refuse_keys
+
+    for name in names:
+        if name != "none":
+            path = configs.find(name)
+            refuse_keys(path, config_files.check(path))
+            chosen_classes(["--config", str(path)])
+
+
 def config_text(config: str) -> str:
     """A config without its comments: on what a stage depends."""
     return yaml.safe_dump(yaml.safe_load(configs.find(config).read_text("utf-8")))

@@ -127,7 +127,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         make_plain(self)
         hp: Any = self.hparams
         # Functions are code, which a checkpoint must not hold: their names stand for them.
-        hp["reward_funcs"] = _named_functions(hp.reward_funcs)
+        for settings in (hp, getattr(self, "_hparams_initial", hp)):
+            settings["reward_funcs"] = _named_functions(reward_funcs)
         check_ranges(self.hparams)
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:

@@ -33,7 +33,7 @@ class PreferenceDataModule(LanguageDataModule):
         task_kwargs: the task's own settings.
         path: JSONL, parquet, arrow or csv file of training pairs.
         eval_path: JSONL, parquet, arrow or csv file of held-out pairs.
-        dataset: hub name, directory or file.
+        dataset: hub name, directory or file; in Python also a ``datasets.Dataset`` or ``DatasetDict``.
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
         eval_split: split to evaluate on, or a part of it.

@@ -1,10 +1,12 @@
-"""The resolved config of a run, in TensorBoard's TEXT tab."""
+"""The resolved config of a run, in TensorBoard's TEXT tab, and the layout of its curves."""
 
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+
+from recipes.callbacks.layout import layout_of
 
 
 class ConfigRecord(SaveConfigCallback):
@@ -27,4 +29,5 @@ class ConfigRecord(SaveConfigCallback):
         text = self.parser.dump(self.config)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_custom_scalars(layout_of(pl_module))
                 logger.experiment.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))

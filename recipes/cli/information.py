@@ -45,7 +45,7 @@ def version(words: list[str]) -> str:
     """Name and version of the project, and of what it runs on."""
     if words:
         raise UsageError(f"--version takes no further words; got {' '.join(words)}")
-    return f"lightning-rl-recipes {_version('lightning-rl-recipes') or _of_checkout()}"
+    return f"lightning-rl-recipes {_of_checkout() or _version('lightning-rl-recipes') or 'unknown'}"
 
 
 def doctor(words: list[str]) -> str:
@@ -75,11 +75,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _of_checkout() -> str:
-    """The version in a checkout's pyproject.toml, which runs without being installed."""
+def _of_checkout() -> str | None:
+    """The version in a checkout's pyproject.toml, whatever is installed beside it; None in a wheel."""
     file = Path(__file__).resolve().parents[2] / "pyproject.toml"
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    return next((line.partition('"')[2].rstrip('"') for line in lines if line.startswith("version = ")), "unknown")
+    return next((line.partition('"')[2].rstrip('"') for line in lines if line.startswith("version = ")), None)
 
 
 def _device() -> str:

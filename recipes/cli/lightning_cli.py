@@ -96,7 +96,6 @@ class RLCLI(LightningCLI):
         torch.set_num_threads(config["threads"])
         trainer_settings.check(config["trainer"])
         runs.set_folder(config)
-        self._require_weights(config)
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
 
     def _require_weights(self, config: Any) -> None:
@@ -129,6 +128,7 @@ class RLCLI(LightningCLI):
             if cause is None and isinstance(error, TypeError) and not _is_lightnings(error):
                 raise
             raise cause or UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
+        self._require_weights(self.config[self.command])
         self._take_description()
         self._check_environment()
 
@@ -149,7 +149,11 @@ class RLCLI(LightningCLI):
             model.check_spaces()
             data.teardown("check")
         if hasattr(model, "tokenizer"):
-            assert model.max_length  # loads the tokenizer and the model's config, and compares them
+            longest = model.max_length  # loads the tokenizer and the model's config, and compares them
+            wanted = model.hparams.get("max_completion_length")
+            if wanted is not None and wanted >= longest:
+                raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes "
+                                 f"{longest} tokens, prompt and completion together")  # fmt: skip
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         shows = config.get("enable_progress_bar")
@@ -209,40 +213,9 @@ class RLCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
-        trainer, model, data = self.trainer, self.model, self.datamodule
         seconds = time.monotonic() - self.started_s
-        step = data.num_timesteps if self._controls else trainer.global_step
-        measured = data.metrics() if self._controls else {}
-        final, interrupted = self._evaluate()
-        if self._controls:
-            rows = summary.control_rows(trainer, model, data, final, measured)
-            rows.update(summary.exact_row(model, data))
-        else:
-            rows = language.summary(model, data, final, step, seconds)
-        summary.record_final(trainer, model, data, final, step)
-        if trainer.is_global_zero:
-            checkpoint = summary.print_summary(trainer, model, rows, exports=not self._controls)
-            if interrupted:
-                print(f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
-                      f"the same model and data and --ckpt_path {checkpoint}", file=sys.stderr)  # fmt: skip
-        if interrupted:
+        if summary.finish(self.trainer, self.model, self.datamodule, seconds):
             raise SystemExit(130)
-
-    def _evaluate(self) -> tuple[dict[str, float], bool]:
-        """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
-        loggers = self.trainer.loggers
-        evaluate = summary.evaluate_policy if self._controls else language.final_metrics
-        try:
-            return evaluate(self.trainer, self.model, self.datamodule), False
-        except KeyboardInterrupt:
-            return {}, True
-        except SystemExit as exit_:
-            # Lightning answers Ctrl-C with `exit(1)`.
-            if not isinstance(exit_.__context__, KeyboardInterrupt):
-                raise
-            return {}, True
-        finally:
-            self.trainer.loggers = loggers
 
 
 def _is_lightnings(error: BaseException) -> bool:

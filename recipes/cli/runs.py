@@ -37,6 +37,12 @@ def set_folder(config: Any) -> None:
         logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
+def run_name(algorithm: str, data: Any) -> str:
+    """The name of a run's folder, ``<algorithm>-<task>``."""
+    task = data.hparams.get("env_id") or language.task_name(data.hparams) or type(data).__name__
+    return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+
 def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[dict[str, Any] | None, resume.Run | None]:
     """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written.
 

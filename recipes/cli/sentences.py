@@ -137,5 +137,5 @@ def _wanted(text: str) -> str:
     """The types that an argument takes, in words."""
     found = re.findall(r"[Ee]xpected (?:an? )?(?:<class '([\w.]+)'>|(?:type )?(typing\.\w+\[[^\]]*\]|\w+))", text)
     names = [first or second for first, second in found]
-    words = [_TYPES.get(name, "") for name in names]
-    return " or ".join(dict.fromkeys(word for word in words if word))
+    words = [f"{_TYPES[name]} (type {name})" for name in names if name in _TYPES]
+    return " or ".join(dict.fromkeys(words))

@@ -1,15 +1,64 @@
 """The end of ``rl fit``: the final evaluation, its record in the loggers, and the summary."""
 
+import inspect
 import math
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from datamodules.base import ControlDataModule
+from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli import resume
+
+
+def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
+    """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary.
+
+    Args:
+        trainer: of the run.
+        model: the algorithm.
+        data: its datamodule.
+        seconds: that the run took.
+
+    Returns:
+        Whether Ctrl-C stopped the evaluation.
+    """
+    controls = isinstance(data, ControlDataModule)
+    step = data.num_timesteps if controls else trainer.global_step
+    measured = data.metrics() if controls else {}
+    final, interrupted = _evaluate(trainer, model, data, controls)
+    if controls:
+        rows = {**control_rows(trainer, model, data, final, measured), **exact_row(model, data)}
+    else:
+        rows = language.summary(model, data, final, step, seconds)
+    record_final(trainer, model, data, final, step)
+    if trainer.is_global_zero:
+        checkpoint = print_summary(trainer, model, rows, exports=not controls)
+        if interrupted:
+            print(f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
+                  f"the same model and data and --ckpt_path {checkpoint}", file=sys.stderr)  # fmt: skip
+    return interrupted
+
+
+def _evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
+    """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
+    loggers = trainer.loggers
+    try:
+        return (evaluate_policy if controls else language.final_metrics)(trainer, model, data), False
+    except KeyboardInterrupt:
+        return {}, True
+    except SystemExit as exit_:
+        # Lightning answers Ctrl-C with `exit(1)`.
+        if not isinstance(exit_.__context__, KeyboardInterrupt):
+            raise
+        return {}, True
+    finally:
+        trainer.loggers = loggers
 
 
 def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
@@ -75,7 +124,7 @@ def files_of(trainer: Trainer) -> dict[str, str]:
 
 def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float], step: int) -> None:
     """Writes the hyperparameters and the final metrics to every logger."""
-    settings = {**_flat(model.hparams), **_flat(data.hparams)}
+    settings = _set_first({**_flat(model.hparams), **_flat(data.hparams)}, [model, data])
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(settings, final, step=step)
@@ -105,13 +154,13 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
-        "last checkpoint": str(checkpoints.last_path),
+        "last checkpoint": _relative(str(checkpoints.last_path)),
         "best checkpoint": _relative(best) if best else "none (no evaluation)",
         "curves": curves_of(trainer),
         **files_of(trainer),
     }
     if exports:
-        path = _relative(best) if best else str(checkpoints.last_path)
+        path = _relative(best or str(checkpoints.last_path))
         rows["export"] = f"rl export --ckpt_path {path} --output model"
     # Nothing is wrapped, so that a copied path or command is whole.
     width = max(map(len, rows))
@@ -126,7 +175,9 @@ def curves_of(trainer: Trainer) -> str:
     for logger in trainer.loggers:
         folder = getattr(logger, "log_dir", None) or logger.save_dir
         if isinstance(logger, TensorBoardLogger):
-            places.append(f"tensorboard --logdir {shlex.quote(str(folder))}")
+            # TensorBoard names a run by its folder below the given one; the run's own folder would be named ".".
+            parent, name = Path(str(folder)).parent, Path(str(folder)).name
+            places.append(f"tensorboard --logdir {shlex.quote(_relative(str(parent)))} (run {name})")
         elif isinstance(logger, CSVLogger):
             places.append(str(Path(str(folder)) / "metrics.csv"))
         else:
@@ -139,6 +190,22 @@ def _relative(path: str) -> str:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return path
+
+
+def _set_first(settings: dict[str, Any], owners: list[Any]) -> dict[str, Any]:
+    """Returns the settings with those that differ from their defaults first: TensorBoard's table shows the first."""
+    defaults: dict[str, Any] = {}
+    for owner in owners:
+        for cls in type(owner).__mro__:
+            if "__init__" in vars(cls):
+                for name, p in inspect.signature(cls.__init__).parameters.items():  # type: ignore[misc]
+                    defaults.setdefault(name, p.default)
+    changed = [name for name, value in settings.items() if _differs(value, defaults.get(name.partition(".")[0]))]
+    return {name: settings[name] for name in dict.fromkeys([*changed, *settings])}
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value != default and str(value) != str(default)
 
 
 def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:

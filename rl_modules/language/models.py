@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.sharding import is_sharded, whole
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
@@ -87,6 +87,7 @@ def make_config(
         except ValueError as error:
             raise UsageError(f"model_config has model_type={kind!r}, which transformers does not know") from error
         _complete_text_config(config, fields, special)
+    _check_fields(config, fields)
     if not dropout:
         remove_dropout(config)
     words = text_config(config).vocab_size
@@ -94,6 +95,26 @@ def make_config(
         raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
                          "give the tokenizer that the model was trained with")  # fmt: skip
     return config
+
+
+def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
+    """Refuse fields that the architecture does not have, which transformers would keep and nobody would read.
+
+    Raises:
+        UsageError: names the field, or widths that do not fit together.
+    """
+    try:
+        known: Any = type(config)()
+    except (TypeError, ValueError):  # some composite configs need their parts
+        known = None
+    for name in fields if known is not None else ():
+        if not hasattr(known, name):
+            near = did_you_mean(name, known.to_dict())
+            raise UsageError(f"model_config has no field {name!r} for model_type={config.model_type}{near}")
+    text = text_config(config)
+    width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    if isinstance(width, int) and isinstance(heads, int) and width % heads and "head_dim" not in fields:
+        raise UsageError(f"model_config: hidden_size={width} must be divisible by num_attention_heads={heads}")
 
 
 def text_config(config: PretrainedConfig) -> Any:

@@ -91,7 +91,7 @@ def test_fit_prints_a_summary(rl):
     for mark in ("last checkpoint", "best checkpoint"):
         path = next(line.split()[-1] for line in lines if line.startswith(mark))
         assert Path(path).is_file()
-    assert "tensorboard --logdir logs/SFT-addition/version_0" in out
+    assert "tensorboard --logdir logs/SFT-addition (run version_0)" in out
     command = next(line for line in lines if line.startswith("export")).split(maxsplit=1)[1].split()
     assert "%" not in err
     # What it says how to do can be done.

@@ -70,7 +70,7 @@ def test_default_root_dir_moves_the_whole_run(rl: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
     run = tmp_path / "elsewhere/logs/PPO-CartPole-v1/version_0"
     assert (run / "checkpoints/last.ckpt").is_file() and list(run.glob("events.*"))
-    assert "tensorboard --logdir elsewhere/logs/PPO-CartPole-v1/version_0" in out
+    assert "tensorboard --logdir elsewhere/logs/PPO-CartPole-v1 (run version_0)" in out
     code, out, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere", "--resume")
     assert code == 0, err
     assert "resuming from elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt (1,024 transitions)" in out

@@ -1,0 +1,105 @@
+"""Lightning's Trainer with the settings of ``rl fit``, for three lines of Python."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from datamodules.base import ControlDataModule
+from recipes import language
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.layout import layout_of
+from recipes.callbacks.progress import TransitionProgressBar
+from recipes.callbacks.progress_lines import ProgressLines
+from recipes.callbacks.signals import Stopped
+from recipes.cli import runs, summary
+from recipes.cli.terminal import quiet
+
+
+class Trainer(L.Trainer):
+    """A Trainer that trains, shows and records a run as ``rl fit`` does.
+
+    It trains until the datamodule's ``total_timesteps`` (or ``max_steps``) and shows one progress bar, or lines where
+    there is no terminal. Curves and checkpoints go below ``<default_root_dir>/logs/<algorithm>-<task>``. At the end it
+    evaluates the final policy and prints a summary. Ctrl-C writes a checkpoint and ends ``fit``.
+
+    Args:
+        threads: CPU threads of torch; 1 is fastest for small networks. None: as they are.
+        evaluate: evaluate the final policy after training.
+        **arguments: of ``lightning.Trainer``; they replace what is said above.
+    """
+
+    def __init__(self, threads: int | None = 1, evaluate: bool = True, **arguments: Any) -> None:
+        quiet()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.evaluates = evaluate
+        #: Whether Ctrl-C or SIGTERM ended the last ``fit``.
+        self.was_stopped = False
+        given = arguments.pop("callbacks", None) or []
+        callbacks = list(given) if isinstance(given, list) else [given]
+        if arguments.get("enable_checkpointing") is not False and not any(isinstance(c, Checkpoint) for c in callbacks):
+            callbacks.append(Checkpoints())
+        self._makes_logger = arguments.get("logger") in (None, True)
+        self._shows_bar = arguments.pop("enable_progress_bar", None) is not False
+        defaults = {"max_epochs": -1, "enable_model_summary": False, "enable_progress_bar": False}
+        if self._makes_logger:
+            arguments["logger"] = False
+        super().__init__(callbacks=callbacks, **{**defaults, **arguments})
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = True,
+    ) -> None:
+        """Trains, evaluates and prints a summary; the arguments are those of ``lightning.Trainer.fit``."""
+        data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
+        started_s = time.monotonic()
+        self.was_stopped = False
+        self._prepare(model, data)
+        try:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+        except Stopped as stopped:
+            self.was_stopped = True
+            print(stopped, file=sys.stderr)
+        except SystemExit as exit_:
+            # Lightning answers Ctrl-C with `exit(1)`.
+            if not isinstance(exit_.__context__, KeyboardInterrupt):
+                raise
+            self.was_stopped = True
+            print("stopped by Ctrl-C, without a checkpoint", file=sys.stderr)
+        if (
+            not self.was_stopped
+            and data is not None
+            and self.evaluates
+            and isinstance(self.checkpoint_callback, Checkpoints)
+        ):
+            summary.finish(self, model, data, time.monotonic() - started_s)
+
+    def _prepare(self, model: Any, data: Any) -> None:
+        """Adds the logger and the progress bar of this run."""
+        controls = isinstance(data, ControlDataModule)
+        name = runs.run_name(type(model).__name__, data) if data is not None else type(model).__name__
+        if self._makes_logger:
+            folder = Path(self.default_root_dir) / runs.LOGS
+            logger = TensorBoardLogger(folder, name=name, default_hp_metric=False)
+            self.loggers = [logger]
+            logger.experiment.add_custom_scalars(layout_of(model))
+        if not self._shows_bar or not self.is_global_zero or data is None:
+            return
+        bar = TransitionProgressBar() if controls else language.StepProgressBar()
+        if sys.stderr.isatty():
+            others: list[Any] = [c for c in self.callbacks if not isinstance(c, TransitionProgressBar)]
+            self.callbacks: list[Any] = [*others, bar]
+        elif isinstance(self.checkpoint_callback, Checkpoints):
+            self.checkpoint_callback.progress = ProgressLines(bar)
+        print(f"{name}: starting", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""Three lines of Python leave and print what ``rl fit`` does."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from datamodules import RolloutDataModule
+from recipes import Trainer
+from recipes.callbacks import curves
+from recipes.cli import main
+from rl_modules import PPO
+
+SMALL = {"n_envs": 8, "n_steps": 32, "batch_size": 256, "n_epochs": 2, "total_timesteps": 1024, "eval_freq": 512,
+         "n_eval_episodes": 2, "n_test_episodes": 3}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def without_numbers(text):
+    return [re.sub(r"[-\d.,]+", "#", line) for line in text.splitlines()]
+
+
+def test_three_lines_print_and_leave_what_the_command_does(here, capsys):
+    Trainer(accelerator="cpu").fit(PPO(gamma=0.98, gae_lambda=0.8), RolloutDataModule("CartPole-v1", **SMALL))
+    ours = capsys.readouterr()
+    main(["fit", "--model", "PPO", "--model.gamma=.98", "--model.gae_lambda=.8", "--data", "RolloutDataModule",
+          "--trainer.accelerator=cpu", *(f"--data.{name}={value}" for name, value in SMALL.items())])  # fmt: skip
+    theirs = capsys.readouterr()
+    assert without_numbers(ours.out) == without_numbers(theirs.out)
+    # The same run: the result is the same number.
+    assert ours.out.splitlines()[0] == theirs.out.splitlines()[0]
+    assert [line for line in ours.err.splitlines() if line] == ["PPO-CartPole-v1: starting"]
+    one, other = (curves.points(here / f"logs/PPO-CartPole-v1/version_{i}") for i in (0, 1))
+    assert one.keys() == other.keys()
+    assert one["rollout/ep_rew_mean"] == other["rollout/ep_rew_mean"]
+    assert {path.name for path in here.glob("logs/*/version_0/checkpoints/*")} >= {"best.ckpt", "last.ckpt"}
+
+
+def test_everything_goes_below_default_root_dir(here):
+    Trainer(accelerator="cpu", default_root_dir="elsewhere").fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    assert [path.name for path in here.iterdir()] == ["elsewhere"]
+    assert Path("elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt").is_file()
+
+
+class Interrupt(Callback):
+    """Ctrl-C in the middle of a batch; the second one stops at once."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for _ in range(self.times):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
+    trainer = Trainer(accelerator="cpu", callbacks=[Interrupt(times)])
+    trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    assert trainer.was_stopped
+    assert "stopped by" in capsys.readouterr().err
+    assert bool(list(here.glob("logs/*/version_0/checkpoints/last.ckpt"))) == (times == 1)
