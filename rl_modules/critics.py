@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
-from rl_modules.networks import ParallelLinear, activation, build_encoder, full_precision, hidden_widths, mlp
+from rl_modules.networks import (
+    ParallelLinear,
+    activation,
+    apply_tower,
+    build_encoder,
+    full_precision,
+    hidden_widths,
+    mlp,
+)
 from rl_modules.relu_mlp import is_fast, relu_mlp
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
@@ -33,16 +41,6 @@ def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Sequen
         net_arch = [] if is_image(observation_space) else list(default)
     widths = hidden_widths(net_arch, ("pi", "qf"))
     return (widths["pi"], widths["qf"]) if isinstance(widths, dict) else (widths, widths)
-
-
-def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
-    """The output of hidden layers and a head, float32 at least: [B, in] → [B, out]."""
-    x = features.to(head.weight.dtype)
-    parts: list[Any] = list(trunk)
-    if is_fast(x) and parts and all(isinstance(part, nn.ReLU) for part in parts[1::2]):
-        layers = [*parts[::2], head]
-        return relu_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
-    return full_precision(head(trunk(x)))
 
 
 class ActionBounds(nn.Module):

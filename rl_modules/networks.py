@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.spaces import image_channels, image_shape, is_image, pixel_scale
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
+from rl_modules.relu_mlp import is_fast, relu_mlp
 
 _MINUS_ONE = torch.tensor(-1.0)
 
@@ -76,6 +77,22 @@ def mlp(sizes: Sequence[int], activation_fn: str = "tanh") -> nn.Sequential:
     for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
         layers += [nn.Linear(width_in, width_out), activation(activation_fn)]
     return nn.Sequential(*layers)
+
+
+def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
+    """The output of hidden layers and a head, float32 at least: [B, in] → [B, out].
+
+    ReLU layers without hooks go through :func:`rl_modules.relu_mlp.relu_mlp` where it is faster; it can be
+    differentiated once.
+    """
+    x = features.to(head.weight.dtype)
+    if is_fast(x):
+        parts: list[Any] = [*trunk, head]
+        is_plain = not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        if is_plain and len(parts) > 1 and all(isinstance(part, nn.ReLU) for part in parts[1:-1:2]):
+            layers = parts[::2]
+            return relu_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+    return full_precision(head(trunk(x)))
 
 
 class ParallelLinear(nn.Module):
@@ -413,9 +430,9 @@ class QNetwork(nn.Module):
         self.head = nn.Linear(sizes[-1], n_actions)
 
     def forward(self, observation: Any) -> Tensor:
-        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
         if not self.dueling:
-            return full_precision(self.head(features))
+            return apply_tower(self.trunk, self.head, self.encoder(observation))
+        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
         for_value, for_advantage = self.streams(features)
         advantage = self.head(for_advantage)
         return full_precision(self.value_head(for_value) + advantage - advantage.mean(1, keepdim=True))

@@ -9,10 +9,12 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 
 import lightning as L
 import pytest
+from gymnasium.spaces import Box
 
 import datamodules
 from recipes import configs
@@ -29,9 +31,12 @@ _BLOCK = re.compile(r"(<!-- fragment -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
 def blocks():
-    """Page, number and code of every block that is a program; the one-page PPO is a file, which is tested as such."""
+    """Page, number and code of every block that is a program.
+
+    The one-page PPO is a file and the ladder's pages are executed notebooks, which are tested as such.
+    """
     for page in PAGES:
-        if page == "docs/ppo_in_one_page.md":
+        if page == "docs/ppo_in_one_page.md" or page.startswith("docs/ladder/"):
             continue
         for i, (fragment, code) in enumerate(_BLOCK.findall((ROOT / page).read_text("utf-8"))):
             if not fragment:
@@ -50,6 +55,7 @@ def train(cls):
                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     if issubclass(cls, ControlModule):
         env = "Maze-v0" if issubclass(cls, TabularControl) else "CartPole-v1"
+        env = "Pendulum-v1" if cls.supported_action_spaces == (Box,) else env
         small = {"total_timesteps": 256, "eval_freq": 0}
         if cls.experience.kind == "replay":
             data = datamodules.ReplayDataModule(env, **small)
@@ -64,9 +70,23 @@ def train(cls):
         trainer.fit(cls(model_config=TINY, max_completion_length=4), datamodule=data)
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with the run and the rebuilt update that pages speak of."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=512", "--data.n_test_episodes=1"])
+        main(["replay", "logs/PPO-CartPole-v1/version_0", "--step", "2"])
+    next(folder.rglob("update-2.pt")).rename(folder / "update-100.pt")
+    return folder
+
+
 @pytest.mark.parametrize("code", blocks())
-def test_the_block_runs(code, tmp_path, monkeypatch):
+def test_the_block_runs(code, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    if "logs/PPO-CartPole-v1" in code or "update-100" in code:
+        shutil.copytree(request.getfixturevalue("run"), tmp_path, dirs_exist_ok=True)
     Path("block.py").write_text(shortened(code))
     names = runpy.run_path("block.py", run_name="block")
     for cls in [value for value in names.values() if getattr(value, "__module__", None) == "block"]:

@@ -217,7 +217,7 @@ class RewardFunctions:
         """
         if (
             not self._has_scored
-            and rewards.numel()
+            and rewards.numel() > 1  # a single one may be of a kind that no function judges
             and not sum(self._failures.values())
             and bool(rewards.isnan().all())
         ):

@@ -36,8 +36,8 @@ OPTIONAL = {
     "norm_gamma", "max_grad_norm", "epsilon_high", "min_p", "top_p", "eval_top_p", "reward_time_limit_s", "n_train",
     "top_k", "eval_max_completion_length", "batch_size", "beta",
 }  # fmt: skip
-#: Words that stand for a number.
-WORDS = {"ent_coef": ("auto",), "batch_size": ("auto",)}
+#: Beginnings of words that stand for a number; an entropy coefficient may be a schedule, whose parser checks it.
+WORDS = {"ent_coef": ("",), "batch_size": ("auto",)}
 
 
 def check_ranges(settings: Mapping[str, Any]) -> None:

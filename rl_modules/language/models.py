@@ -1,6 +1,7 @@
 """Transformers: read from a directory or the hub, or built from a config; LoRA; export."""
 
 import copy
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
 from rl_modules.language.sharding import is_sharded, whole
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
@@ -98,7 +99,10 @@ def make_config(
 
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    """Refuse fields that the architecture does not have, which transformers would keep and nobody would read.
+    """Refuse misspelled fields, which transformers would keep and nobody would read.
+
+    A field that resembles none of the architecture's may be one that its code reads where it is there, such as
+    ``head_dim``.
 
     Raises:
         UsageError: names the field, or widths that do not fit together.
@@ -108,12 +112,12 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     except (TypeError, ValueError):  # some composite configs need their parts
         known = None
     for name in fields if known is not None else ():
-        if not hasattr(known, name):
-            near = did_you_mean(name, known.to_dict())
-            raise UsageError(f"model_config has no field {name!r} for model_type={config.model_type}{near}")
+        if not hasattr(known, name) and (near := get_close_matches(name, known.to_dict(), n=1, cutoff=0.85)):
+            raise UsageError(f"model_config has no field {name!r} for model_type={config.model_type}; did you mean "
+                             f"{near[0]}?")  # fmt: skip
     text = text_config(config)
     width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
-    if isinstance(width, int) and isinstance(heads, int) and width % heads and "head_dim" not in fields:
+    if isinstance(width, int) and isinstance(heads, int) and width % heads and not getattr(text, "head_dim", None):
         raise UsageError(f"model_config: hidden_size={width} must be divisible by num_attention_heads={heads}")
 
 

@@ -184,7 +184,7 @@ def test_init_from_takes_the_weights_and_nothing_else(case: Case, tmp_path: Path
     assert not differ(trained, started[0])
     with pytest.raises(UsageError, match="has"):
         fit(case.make_model(init_from=str(tmp_path / "a.ckpt")), case.make_data(case.foreign_env_id))
-    with pytest.raises(UsageError, match="init_from='nowhere.ckpt' can't be read"):
+    with pytest.raises(UsageError, match="init_from='nowhere.ckpt' is not a file"):
         fit(case.make_model(init_from="nowhere.ckpt"), case.make_data())
 
 

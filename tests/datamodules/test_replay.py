@@ -495,7 +495,7 @@ def test_buffer_beyond_memory_is_refused_with_what_would_fit():
     ({"rollouts_per_epoch": 0}, "rollouts_per_epoch=0 must be at least 1"),
     ({"norm_obs": True}, "norm_obs: replayed experience would keep the statistics"),
     ({"norm_reward": True}, "norm_reward: replayed experience would keep the statistics"),
-    ({"prioritized_replay": True, "prioritized_replay_eps": 0.0}, "prioritized_replay needs alpha"),
+    ({"prioritized_replay": True, "prioritized_replay_eps": 0.0}, "prioritized_replay_eps=0.0 must be a finite number"),
 ])  # fmt: skip
 def test_arguments_that_can_not_be_used(arguments, message):
     with pytest.raises(UsageError, match=message):

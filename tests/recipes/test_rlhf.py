@@ -119,11 +119,10 @@ def test_words_that_mean_nothing(words, message):
         rlhf.parse(words)
 
 
-def test_preferences_need_a_task_that_compares(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_preferences_need_a_task_that_compares(chatting, tmp_path):
     with pytest.raises(UsageError, match="addition can't compare completions"):
         rlhf.write_preferences(
-            "rlhf/sft.yaml", {"data.task": "addition", "data.reward_funcs": "null"}, 2, [1.0], 1, tmp_path
+            "rlhf/sft.yaml", {**chatting, "data.task": "addition", "data.reward_funcs": "null"}, 2, [1.0], 1, tmp_path
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
-from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, Tanh, build_encoder
+from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, QNetwork, Tanh, build_encoder
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
 SPACES = {
@@ -179,3 +179,19 @@ def test_a_small_picture_is_flattened_and_scaled():
     encoder = build_encoder(spaces.Box(0, 255, (8, 8), np.uint8))
     pixels = _pixels((8, 8))
     torch.testing.assert_close(encoder(pixels), pixels.flatten(1).float() / 255)
+
+
+def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers():
+    """The fast path is taken from 32 rows on; a hook on an inner layer switches it off and is called."""
+    network = QNetwork(spaces.Box(-1, 1, (6,), np.float32), 3, [48, 40])
+    observation = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    fast = network(observation)
+    found = torch.autograd.grad(fast.square().sum(), list(network.parameters()))
+    called = []
+    handle = network.trunk[0].register_forward_hook(lambda *_: called.append(1))
+    plain = network(observation)
+    handle.remove()
+    assert called == [1]
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(found, torch.autograd.grad(plain.square().sum(), list(network.parameters())), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

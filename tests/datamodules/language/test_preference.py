@@ -357,7 +357,7 @@ PARTING = {
         ({**AB, "rejected": None}, "'rejected' is null"),
         ({**AB, "rejected": {"x": 1}}, "'rejected' is dict"),
         ({**ABC, "margin": "large"}, "margin='large' is not a number"),
-        ({**ABC, "margin": math.nan}, "margin=nan is not a number"),
+        ({**ABC, "margin": math.nan}, "JSON that can't be read \\(NaN"),
         ({**ABC, "margin": True}, "margin=True is not a number"),
         ({**ABC, "chosen": [say("assistant", "b")]}, "one of chosen and rejected is text"),
         (PARTING, "'chosen' has 2 messages behind the 0 that both answers share"),

@@ -170,7 +170,7 @@ def test_what_a_task_refuses(name, settings, message):
 def test_a_task_of_a_package_that_is_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UsageError, match=r"needs a package that is not installed, reasoning_gym.*\[language\]"):
+    with pytest.raises(UsageError, match=r"needs a package that is not installed, reasoning_gym.*reasoning-gym"):
         make_task("reasoning_gym:chain_sum")
 
 
