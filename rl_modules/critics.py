@@ -18,7 +18,7 @@ from rl_modules.networks import (
     hidden_widths,
     mlp,
 )
-from rl_modules.relu_mlp import is_fast, relu_mlp
+from rl_modules.relu_mlp import pays, relu_mlp
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
@@ -200,7 +200,7 @@ class Critics(nn.Module):
             weights, biases = [w[:1] for w in weights], [b[:1] for b in biases]
         if frozen:
             weights, biases = [w.detach() for w in weights], [b.detach() for b in biases]
-        if self.is_relu and is_fast(x):
+        if self.is_relu and pays(x, weights):
             return relu_mlp(x, weights, biases)
         x = x.expand(len(weights[0]), -1, -1)
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):

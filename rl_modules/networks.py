@@ -13,7 +13,7 @@ from torch.nn import functional as nnf
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.spaces import image_channels, image_shape, is_image, pixel_scale
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
-from rl_modules.relu_mlp import is_fast, relu_mlp
+from rl_modules.relu_mlp import is_fast, pays, relu_mlp
 
 _MINUS_ONE = torch.tensor(-1.0)
 
@@ -88,10 +88,13 @@ def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tens
     x = features.to(head.weight.dtype)
     if is_fast(x):
         parts: list[Any] = [*trunk, head]
-        is_plain = not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        if is_plain and len(parts) > 1 and all(isinstance(part, nn.ReLU) for part in parts[1:-1:2]):
-            layers = parts[::2]
-            return relu_mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+        weights = [layer.weight for layer in parts[::2]]
+        if (
+            pays(x, weights)
+            and all(isinstance(part, nn.ReLU) for part in parts[1:-1:2])
+            and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        ):
+            return relu_mlp(x, weights, [layer.bias for layer in parts[::2]])
     return full_precision(head(trunk(x)))
 
 

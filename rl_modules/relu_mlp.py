@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 #: Products with a smaller dimension are not worth oneDNN's call.
 SMALLEST = 32
+#: Multiplications of a forward pass from which the call into Python in the backward pass is worth it.
+WORTHWHILE = 3_000_000
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
@@ -25,6 +27,15 @@ def is_fast(x: Tensor) -> bool:
         x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
         and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
     )  # fmt: skip
+
+
+def pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether :func:`relu_mlp` takes the input and is faster than torch's layers.
+
+    Forward and backward pass, by batch size and width of two hidden layers: 1.55 times as fast at 256 and 256, 1.16 at
+    64 and 256, but .86 at 32 and 256 and .71 at 256 and 64.
+    """
+    return is_fast(x) and len(x) * sum(w.shape[-1] * w.shape[-2] for w in weights) >= WORTHWHILE
 
 
 def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:

@@ -6,10 +6,12 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from rl_modules import relu_mlp
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
 from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, QNetwork, Tanh, build_encoder
+from rl_modules.relu_mlp import pays
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
 SPACES = {
@@ -182,10 +184,12 @@ def test_a_small_picture_is_flattened_and_scaled():
 
 
 def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers():
-    """The fast path is taken from 32 rows on; a hook on an inner layer switches it off and is called."""
-    network = QNetwork(spaces.Box(-1, 1, (6,), np.float32), 3, [48, 40])
-    observation = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    """The fast path is taken where it pays; a hook on an inner layer switches it off and is called."""
+    network = QNetwork(spaces.Box(-1, 1, (6,), np.float32), 3, [256, 192])
+    observation = torch.randn(128, 6, generator=torch.Generator().manual_seed(0))
+    assert not pays(observation[:8], [network.trunk[0].weight]) and not pays(observation, [network.head.weight])
     fast = network(observation)
+    assert relu_mlp._linear is None or "ReluMLP" in type(fast.grad_fn).__name__
     found = torch.autograd.grad(fast.square().sum(), list(network.parameters()))
     called = []
     handle = network.trunk[0].register_forward_hook(lambda *_: called.append(1))
