@@ -14,7 +14,7 @@ class RecurrentPPO(RecurrentMixin, PPO):
 
     The objective is :class:`~rl_modules.ppo.PPO`'s clipped one. Minibatches are whole sequences of one environment
     each, unrolled from the state that the memory had there when the policy acted; the memory starts anew with each
-    episode, and goes on from one rollout to the next. Action masks work as in PPO.
+    episode, and carries over from one rollout to the next. Action masks work as in PPO.
 
     The names and defaults are sb3-contrib's, ``rnn sequence_length burn_in`` are not in it. Departures: sequences have
     one length and no padding, and are whole in their minibatch; a truncated episode is bootstrapped from its final

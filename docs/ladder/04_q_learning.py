@@ -51,6 +51,6 @@ show(draw_values(agent.q, model, ("Q-learning: along the edge",)))
 plot(curves, "eval/true_return", "transitions", "greedy policy, exact", model.optimal_return())
 
 # %% [markdown]
-# SARSA's greedy policy takes the longer, safer way. With a constant step size of 0.5 its table never comes to rest: a
+# SARSA's greedy policy takes the longer, safer way. With a constant step size of 0.5 its table keeps changing: a
 # single fall can turn the greedy policy into one that does not arrive, as at the end here.
 # `sarsa/cliffwalking_decay.yaml` lets step size and ε decay.
