@@ -40,8 +40,8 @@ class SAC(OffPolicyActorCritic):
         tau: how far an update moves the target critics, in (0, 1].
         ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
             ``auto_<number>`` to learn it from that number.
-        target_entropy: the policy's entropy, in nats, that a learned α holds the policy at; ``auto``: minus the number of
-            action dimensions.
+        target_entropy: entropy, in nats, that a learned α holds the policy at; ``auto``: minus the number of action
+            dimensions.
         target_update_interval: updates between two moves of the target critics.
         n_critics: number of critics; targets and policy loss use the smallest value of them.
         action_noise: added to the policy's samples in training, in units of half the action's range; None: none.

@@ -82,7 +82,7 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("code", blocks())
+@pytest.mark.parametrize("code", list(blocks()))
 def test_the_block_runs(code, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     if "logs/PPO-CartPole-v1" in code or "update-100" in code:

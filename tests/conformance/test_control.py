@@ -25,8 +25,18 @@ from rl_modules.common.errors import UsageError
 from tests.conformance.control import CASES, Case
 from tests.training import fit
 
-each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-each_gradient = pytest.mark.parametrize("case", [c for c in CASES if c.has_gradient], ids=lambda case: case.name)
+#: Algorithms that differ from another one in the loss or the cell: their cases run among the slow tests.
+VARIANTS = ("QRDQN", "DDPG", "TQC", "RecurrentA2C")
+
+
+def over(cases):
+    """A test over algorithms."""
+    marked = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in VARIANTS)) for case in cases]
+    return pytest.mark.parametrize("case", marked)
+
+
+each = over(CASES)
+each_gradient = over(case for case in CASES if case.has_gradient)
 
 
 class Rows:

@@ -4,6 +4,7 @@ import importlib
 import math
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ LANGUAGE: dict[str, dict[str, int]] = {
     "rlhf_ppo": {"sft_steps": 2, "reward_steps": 2, "ppo_steps": 8, "n_train": 200},
 }
 PROGRAMS = [*CONTROL, *LANGUAGE]
+
+
+def slowly(names: Iterable[str], slow: set[str]) -> list[Any]:
+    """Names as parameters, some of them among the slow tests."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+
+
 FOLDER = Path(__file__).parents[2] / "recipes"
 
 
@@ -38,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", CONTROL)
+@pytest.mark.parametrize("name", slowly(CONTROL, {"ddpg", "td3", "tqc", "a2c", "qrdqn", "sarsa"}))
 def test_a_control_program_trains_evaluates_and_leaves_a_checkpoint(name: str, here: Path) -> None:
     algorithm, total = CONTROL[name]
     result = importlib.import_module(f"recipes.{name}").main(total_timesteps=total)
@@ -51,7 +59,7 @@ def test_a_control_program_trains_evaluates_and_leaves_a_checkpoint(name: str, h
     assert list(last.parents[1].glob("events.*"))
 
 
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", slowly(LANGUAGE, {"rlhf_ppo", "reward_model"}))
 def test_a_language_program_runs_by_itself(name: str, here: Path) -> None:
     result = importlib.import_module(f"recipes.{name}").main(**LANGUAGE[name])
     assert 0 <= result <= 1
@@ -72,7 +80,7 @@ def test_a_program_is_short_and_its_default_config_has_its_algorithm(name: str) 
     assert f"python -m recipes.{name} fit" in text and f"configs/{config}" in text
 
 
-@pytest.mark.parametrize("name", CONTROL)
+@pytest.mark.parametrize("name", slowly(CONTROL, {"ddpg", "td3", "tqc", "a2c", "qrdqn", "sarsa"}))
 def test_a_control_program_and_its_config_have_the_same_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is the config in Python: only the number of transitions is an argument of it."""
     seen: dict[str, Any] = {}

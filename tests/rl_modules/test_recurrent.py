@@ -334,10 +334,12 @@ def test_recurrent_ppo_remembers(rnn: str) -> None:
     assert remembered(model, **PPO_DATA) > 0.95
 
 
+@pytest.mark.slow
 def test_feed_forward_ppo_cannot() -> None:
     assert remembered(PPO(learning_rate=0.005, gamma=0.9), **PPO_DATA) < 0.75
 
 
+@pytest.mark.slow
 def test_recurrent_ppo_remembers_behind_masks() -> None:
     model = RecurrentPPO(lstm_hidden_size=16, net_arch=[], learning_rate=0.005, gamma=0.9)
     assert remembered(model, masked=True, **{**PPO_DATA, "total_timesteps": 25_600}) > 0.95

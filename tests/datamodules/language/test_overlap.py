@@ -231,13 +231,12 @@ def test_another_server_takes_over() -> None:
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None:
     with running_server() as (_, address):
-        whole, data = asynchronous(address)
-        fit(whole, data, max_steps=8)
-        first, data = asynchronous(address)
-        second, rest = asynchronous(address)
+        (whole, data), (first, part), (second, rest) = (asynchronous(address) for _ in range(3))
         # While the server, here a thread, reads weights, transformers patches torch's modules for the whole process.
-        second.configure_model()
-        trainer = fit(first, data, max_steps=stop)
+        for module in (whole, first, second):
+            module.configure_model()
+        fit(whole, data, max_steps=8)
+        trainer = fit(first, part, max_steps=stop)
         trainer.save_checkpoint(tmp_path / "stopped.ckpt")
         fit(second, rest, tmp_path / "stopped.ckpt", max_steps=8)
     assert prompts_of(first) + prompts_of(second) == prompts_of(whole)

@@ -175,7 +175,13 @@ def own_project(folder: Path) -> None:
     (folder / "my_policy.py").write_text("from rl_modules import PPO\n\n\nclass MyPPO(PPO):\n    pass\n")
 
 
-@pytest.mark.parametrize("start", [["-c", "from recipes.cli import main; main()"], ["-m", "recipes"]])
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["-c", "from recipes.cli import main; main()"],
+        pytest.param(["-m", "recipes"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start: list[str], tmp_path: Path) -> None:
     own_project(tmp_path)
     done = subprocess.run(

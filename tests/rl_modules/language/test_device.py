@@ -179,7 +179,9 @@ def on_two_devices(name: str, judge: str, folder: Path) -> dict[str, Any]:
     return {"steps": trainer.global_step}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("sft", "grpo kl") else pytest.mark.slow) for name in CASES]
+)
 def test_collectives_get_tensors_of_the_strategys_device(name: str, judge: str, tmp_path: Path) -> None:
     """Whitening, quantiles of entropies, replaced groups, metrics, evaluation, checkpoints: all that ranks exchange."""
     assert on_ranks(lambda: on_two_devices(name, judge, tmp_path), tmp_path / "ranks") == [{"steps": 3}] * 2
