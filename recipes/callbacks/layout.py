@@ -17,10 +17,10 @@ CHARTS: dict[str, dict[str, list[str]]] = {
     "REINFORCE": {**_RETURN, "entropy": ["train/entropy_loss"], "policy loss": ["train/policy_gradient_loss"]},
     "TRPO": {
         **_RETURN,
-        "KL of the step": ["train/kl_divergence_loss", "train/kl"],
+        "KL of the step": ["train/approx_kl"],
         "explained variance": ["train/explained_variance"],
     },
-    "DQN": {**_RETURN, "loss": ["train/loss"], "exploration": ["rollout/exploration_rate", "train/exploration_rate"]},
+    "DQN": {**_RETURN, "loss": ["train/loss"], "exploration": ["rollout/exploration_rate"]},
     "SFT": {
         "loss": ["loss", "eval/loss"],
         "correct": ["eval/pass@1"],

@@ -35,7 +35,7 @@ class RLHFPPO(JudgedPolicy):
     E is the mean over all completion tokens of the optimizer step, however it is cut into micro-batches and ranks. The
     score is a reward model's, or that of the datamodule's ``reward_funcs`` as in :class:`~rl_modules.GRPO`, or a sum of
     both. The value model starts as a copy of the reward model; without one, as the policy's body under a head of 0.
-    Policy, reference, reward and value model are all in a checkpoint, which therefore loads and goes on without the
+    Policy, reference, reward and value model are all in a checkpoint, which therefore loads and resumes without the
     directories that they came from.
 
     Names and defaults are those of TRL's PPO, but for two names that are GRPO's here: ``beta`` is TRL's ``kl_coef``,
