@@ -16,7 +16,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import is_image, tree_leaves, tree_map
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
-from rl_modules.networks import build_encoder, full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.encoders import build_encoder
+from rl_modules.layers import full_precision, hidden_widths, mlp, orthogonal
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
