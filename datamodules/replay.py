@@ -300,7 +300,7 @@ class ReplayDataModule(ControlDataModule):
         return len(transitions)
 
     def _draw(self, remaining: int) -> None:
-        """Draw up to ``remaining`` minibatches, let the module prepare them, and put them in line."""
+        """Draw up to ``remaining`` minibatches, let the module prepare them, and queue them."""
         module: Any = self.learner
         # With priorities every minibatch is drawn after what was learned from the last.
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)

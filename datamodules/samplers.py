@@ -64,7 +64,7 @@ class SumTree:
         self.nodes[node] = value
         while len(node) and node[0] > 1:
             node = np.unique(node // 2)
-            # Added afresh each time, so that rounding errors do not pile up.
+            # Summed from the children each time, so that rounding errors do not accumulate.
             self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1]
 
     def find(self, prefix: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ _MINUS_ONE = torch.tensor(-1.0)
 
 
 class Tanh(nn.Module):
-    """tanh x = 2σ(2x) - 1, as which a CPU computes it in a fifth of the time; equal to 2e-7."""
+    """Tanh, computed on a CPU as 2σ(2x) - 1: five times as fast as ``torch.tanh``, equal to 2e-7."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype is torch.float32:

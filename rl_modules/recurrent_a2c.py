@@ -32,7 +32,7 @@ class RecurrentA2C(RecurrentMixin, A2C):
         normalize_advantage: whiten the advantages of each rollout.
         use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Where ``optimizer`` is given, neither.
         rms_prop_eps: RMSprop's eps.
-        net_arch: hidden widths behind the memory, for policy and value, or ``{"pi": [...], "vf": [...]}``; None:
+        net_arch: hidden widths after the memory, for policy and value, or ``{"pi": [...], "vf": [...]}``; None:
             [64, 64], and none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.

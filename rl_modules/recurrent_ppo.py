@@ -41,7 +41,7 @@ class RecurrentPPO(RecurrentMixin, PPO):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         target_kl: in nats: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never.
-        net_arch: hidden widths behind the memory, for policy and value, or ``{"pi": [...], "vf": [...]}``; None:
+        net_arch: hidden widths after the memory, for policy and value, or ``{"pi": [...], "vf": [...]}``; None:
             [64, 64], and none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.

@@ -50,7 +50,7 @@ class PreferenceDataModule(LanguageDataModule):
         n_eval: held-out pairs per evaluation, over all ranks; 0: none.
         batch_size: pairs per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
-        packing: put prompt, chosen and rejected answer behind each other and several pairs into a row: prompts are
+        packing: put prompt, chosen and rejected answer one after the other and several pairs into a row: prompts are
             read once and little is padded, while scores and steps stay the same. Its mask takes memory of the square
             of a row's width, which is that of the longest pair. None: where the model can; False: one row per answer.
         demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a reward
@@ -211,7 +211,7 @@ class PreferenceDataModule(LanguageDataModule):
             return [torch.tensor(row, dtype=torch.int32) for row in ids]
         records = load_records(
             task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
-            # A task with an end may have fewer than are asked for.
+            # A finite task may have fewer than are wanted.
             n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
             required=("prompt", "completion"),
         )[:n]  # fmt: skip
@@ -389,7 +389,7 @@ def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -
 
 
 def padded(sequences: list[Tensor]) -> dict[str, Tensor]:
-    """``tokens`` [b, T] with zeros behind each end, where nothing reads them, and ``length`` [b]."""
+    """``tokens`` [b, T] with zeros after each end, where nothing reads them, and ``length`` [b]."""
     return {
         "tokens": pad_sequence(sequences, batch_first=True).long(),
         "length": torch.tensor([len(ids) for ids in sequences]),

@@ -27,7 +27,7 @@ def bradley_terry_loss(
         center_rewards_coefficient: c, at least 0.
 
     Returns:
-        Scalar to minimise; log 2 while the two scores are equal and centred and no margin is asked for.
+        Scalar to minimise; log 2 while the two scores are equal and centred and there is no margin.
 
     Raises:
         ValueError: shapes differ, or center_rewards_coefficient is negative.

@@ -177,7 +177,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, loaded when first asked for: datamodules need it before the model is built."""
+        """The tokenizer, loaded at its first use: datamodules need it before the model is built."""
         if self._tokenizer is None:
             hp: Any = self.hparams
             if hp.description is not None:
@@ -486,7 +486,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
-        #: Norm of the last gradient before it was clipped; a checkpoint is not written behind one that is NaN.
+        #: Norm of the last gradient before it was clipped; no checkpoint is written after one that is NaN.
         self.grad_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.record(grad_norm=self.grad_norm)
 
@@ -594,7 +594,7 @@ class LanguagePolicy(LanguageModule):
 
     @property
     def sampler(self) -> Sampler:
-        """What writes completions; made when first asked for, with the weights of then."""
+        """What writes completions; made at its first use, with the weights of that moment."""
         if self._sampler is None:
             hp: Any = self.hparams
             ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -697,7 +697,7 @@ class LanguagePolicy(LanguageModule):
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
     """Whether the most frequent answer of each prompt is a right one (cons@k, also called maj@k).
 
-    Several different answers may be right, so that each right one is asked for in turn.
+    Several different answers may be right, so that each right one is looked for in turn.
 
     Args:
         answers: P lists of K final answers; None, where there is none, is an answer like the others.

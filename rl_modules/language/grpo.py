@@ -341,7 +341,7 @@ class GRPO(JudgedPolicy):
         return mean * share * batch["n_micro"]
 
     def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log π of the completions' tokens, and their entropies where asked for, [b, L].
+        """Log π of the completions' tokens, and their entropies where requested, [b, L].
 
         Prompts that several rows of the batch have go through the model once, where that saves enough.
         """

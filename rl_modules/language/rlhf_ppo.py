@@ -40,7 +40,7 @@ class RLHFPPO(JudgedPolicy):
 
     Names and defaults are those of TRL's PPO, but for two names that are GRPO's here: ``beta`` is TRL's ``kl_coef``,
     and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score stands
-    on the last token of the completion (TRL: one place behind it), and whitening is over all ranks.
+    on the last token of the completion (TRL: one place after it), and whitening is over all ranks.
 
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
@@ -260,7 +260,7 @@ class RLHFPPO(JudgedPolicy):
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
         extent: Extent | None = None,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
-        """Log π and V of the completions' tokens, and the entropies where asked for, [b, L] each."""
+        """Log π and V of the completions' tokens, and the entropies where requested, [b, L] each."""
         text = (tokens, prompt_length, length)
         extent = extent_of(prompt_length, length) if extent is None else extent
         if self.value_head is not None:

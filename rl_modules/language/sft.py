@@ -52,7 +52,7 @@ class SFT(LanguagePolicy):
 
     @property
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
-        """Right answers on held-out prompts; where no reward function tells, the loss on held-out demonstrations."""
+        """Right answers on held-out prompts; without a reward function, the loss on held-out demonstrations."""
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         judged = datamodule is not None and len(datamodule.rewards) > 0
         return ("eval/pass@1", "max") if judged else ("eval/loss", "min")

@@ -118,7 +118,7 @@ class Task:
             Records with ``prompt``, ``answer``, ``completion`` (a demonstration without EOS) and the task's columns.
 
         Raises:
-            UsageError: an unknown split, or fewer questions than asked for.
+            UsageError: an unknown split, or fewer questions than wanted.
         """
         self._check_request(split, n)
         chooser = random.Random(stream_seed(self.seed, 0, f"questions/{split}"))
