@@ -254,7 +254,7 @@ def write_page(page: Path, stored: dict[Row, list[dict]]) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise RuntimeError(f"{page} has no place for results: it needs the lines {BEGIN!r} and {END!r}")
-    lines = ["", *table(stored, "../.."), "", "What the columns and curves are: [../results.md](../results.md).", "",
+    lines = ["", *table(stored, "../.."), "", "[Results](../results.md) explains the columns and curves.", "",
              *pictures(stored, ".."), ""]  # fmt: skip
     page.write_text(before + begin + "\n".join(lines) + end + after, encoding="utf-8")
 
