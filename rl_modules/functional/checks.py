@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def require_tensors(**named: object) -> None:
-    """Refuse lists, arrays and numbers where a tensor is needed, by the argument's name."""
+    """Refuses an argument that is not a tensor, and names it."""
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor converts it.")
 
 
 def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) -> None:
-    """Refuse a tensor that would broadcast silently, such as (B, 1) against (B,).
+    """Refuses a tensor that would broadcast silently, such as (B, 1) against (B,).
 
     Args:
         name: The argument to be named in the error.
@@ -68,11 +68,13 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def as_float(x: Tensor) -> Tensor:
-    """``x`` in float32, or unchanged when it is float32 or float64: sums over bfloat16 lose their small terms."""
+    """Returns ``x`` in float32, or unchanged if it is float32 or float64, because sums over bfloat16 lose small
+    terms.
+    """
     return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
 
 
 def as_constant(x: Tensor) -> Tensor:
-    """Like ``as_float``, and cut off from the graph: for targets, advantages and other policies' log-probs."""
+    """Returns ``as_float(x)`` detached from the graph, for targets, advantages and other policies' log-probs."""
     # Asking first is cheaper than an unconditional detach(), and these are called for every minibatch.
     return as_float(x.detach() if x.requires_grad else x)
