@@ -149,7 +149,7 @@ class TRPO(ActorCriticModule):
         return {"action": action, "log_prob": policy.log_prob(action), "value": self.state_value(observation)}
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Computes advantages and returns of a rollout, whose fields are those of :class:`~rl_modules.common.contract.Rollout`.
+        """Computes advantages and returns of a :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
             The fields that :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
