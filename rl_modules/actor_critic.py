@@ -83,7 +83,7 @@ class ActorCriticModule(ControlModule):
     # ---------------------------------------------------------------- pieces to override
 
     def advantages(self, rollout: Rollout) -> Tensor:
-        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
+        """Returns A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
         return F.gae(
             rollout["reward"],
             rollout["value"],
