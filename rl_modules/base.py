@@ -52,8 +52,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         observation_space: description of the space, see :func:`rl_modules.common.spaces.space_to_dict`; None takes
             the datamodule's.
         action_space: likewise.
-        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; everything else starts
-            anew. None: new weights.
+        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; everything else is reset.
+            None: new weights.
     """
 
     #: Said of arguments that belong to the datamodule or the Trainer.

@@ -28,7 +28,7 @@ class TRPO(ActorCriticModule):
         max_θ E[ρ A]   subject to   E[KL(π_old || π)] ≤ target_kl,   ρ = π(a|s) / π_old(a|s)
 
     1. g is the gradient of the surrogate E[ρ A], F the Fisher matrix: the Hessian of the KL at π_old.
-    2. Conjugate gradient solves (F + cg_damping) x = g by products with F alone, each a second backward pass.
+    2. Conjugate gradient solves (F + cg_damping) x = g with products with F only, each a second backward pass.
     3. The step √(2 target_kl / xᵀ(F + cg_damping)x) · x reaches the edge of the trust region for a quadratic KL. The
     step is shortened until the constraint holds and the surrogate improves; otherwise the old policy is restored.
 

@@ -22,8 +22,8 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
     ("group"), over all scored answers ("batch"), or no division at all ("none").
 
     Args:
-        reward: one per answer, shape (B,), in units of reward; the G answers to a prompt stand next to each other.
-            NaN says that nothing could score the answer: it counts in no mean and no std.
+        reward: one per answer, shape (B,), in units of reward; the G answers to a prompt are adjacent. NaN marks an
+            answer that was not scored; mean and std ignore it.
         num_generations: G, answers per prompt, at least 2; B is a multiple of it.
         scale_rewards: "group", "batch" or "none".
 

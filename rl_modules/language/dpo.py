@@ -23,7 +23,7 @@ class DPO(PreferencePolicy):
     π ∝ π_ref exp(r*/β), r* the reward of the Bradley-Terry model that generated the preferences.
 
     Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at a pair's first visit
-    and kept, also in checkpoints; both answers are read by one forward pass, behind one copy of the prompt; dropout is
+    and kept, also in checkpoints; one forward pass reads both answers after one copy of the prompt; dropout is
     off; ``rpo_alpha`` stands for ``loss_type: [sigmoid, sft]`` with ``loss_weights: [1, rpo_alpha]``.
 
     Args:

@@ -45,8 +45,8 @@ class RLHFPPO(JudgedPolicy):
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
         reward_model_name_or_path: exported directory or checkpoint of a RewardModel; with another tokenizer than the
-            policy's only under ``value_head_on_policy``, because the value model starts from it. None: the datamodule's
-            reward functions alone.
+            policy's only under ``value_head_on_policy``, because the value model starts from it. None: only the
+            datamodule's reward functions.
         ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
         value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
             of its own: half the memory, but both losses pull at the same weights.
@@ -61,7 +61,7 @@ class RLHFPPO(JudgedPolicy):
         cliprange_value: ε of the value, in units of score; None: no clipping.
         vf_coef: weight of the value loss.
         whiten_advantages: scale and shift advantages over a generation's tokens to variance 1 and mean 0.
-        whiten_rewards: scale the tokens' rewards likewise, without moving their mean.
+        whiten_rewards: scale the tokens' rewards to variance 1 and keep their mean.
         missing_eos_penalty: subtracted from the score of completions without EOS, in units of score; None: 0.
         ptx_coef: weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the
             datamodule's ``ptx_batch_size``.

@@ -88,8 +88,8 @@ class SFT(LanguagePolicy):
         Args:
             batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
                 rows are packed; ``seed`` of the dropout, in training.
-            entropy: also their entropies.
-            accuracy: also whether each is the likeliest token.
+            entropy: return also the entropies.
+            accuracy: return also whether each token is the likeliest.
         """
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
