@@ -38,31 +38,31 @@ def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) ->
 
 
 def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
-    """Refuse a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
+    """Refuses a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
     if tensor.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {ndim} dimensions {layout}.")
 
 
 def require_in(name: str, value: float, low: float, high: float) -> None:
-    """Refuse a number outside the closed interval [low, high], and NaN with it."""
+    """Refuses a number outside the closed interval [low, high], and NaN with it."""
     if isinstance(value, str) or not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}.")
 
 
 def require_nonnegative(name: str, value: float) -> None:
-    """Refuse a negative number, infinity and NaN."""
+    """Refuses a negative number, infinity and NaN."""
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
 
 
 def require_positive(name: str, value: float) -> None:
-    """Refuse zero, a negative number, infinity and NaN."""
+    """Refuses zero, a negative number, infinity and NaN."""
     if not 0.0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not among ``choices``."""
+    """Refuses a word that is not among ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
