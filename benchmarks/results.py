@@ -194,24 +194,24 @@ def report(where: str) -> None:
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks.results report` from the runs in `benchmarks/results/`; any row is made",
-        "again with `python -m benchmarks.results run <row> --seeds 5`. Final policies, 100 deterministic episodes",
-        "each on seeds that training never saw; interquartile mean (IQM) over seeds with a 95 % bootstrap interval.",
-        "Tabular rows are the greedy policy's exact expected return. Time is the whole `rl fit`, from the start of the",
-        f"process to the summary, on one core of {where}, with other work beside it: the processor's time, and where",
-        "it was not recorded (≤) the clock's.",
+        "Written by `python -m benchmarks.results report` from the runs in `benchmarks/results/`; `python -m",
+        "benchmarks.results run <row> --seeds 5` repeats a row. Each final policy plays 100 deterministic episodes on",
+        "seeds outside training; the table shows the interquartile mean (IQM) over seeds with a 95 % bootstrap",
+        "interval. Tabular rows show the greedy policy's exact expected return. Time is that of the whole `rl fit`,",
+        f"from the start of the process to the summary, on one core of {where}, with other work: processor time or,",
+        "where it was not recorded (≤), wall time.",
         "",
         *table(stored, ".."),
     ]
     if missing := [f"{row.config} (target {row.target})" for row in ROWS.values() if row.target and row not in stored]:
-        lines += ["", f"Not run here yet: {', '.join(missing)}."]
+        lines += ["", f"These configs have not been run: {', '.join(missing)}."]
     lines += [
         "",
         "## Learning curves",
         "",
-        "Return of the last 100 training episodes (tabular: exact return of the greedy policy); mean over seeds with a",
-        "95 % bootstrap interval, every seed as a thin line; its final evaluation, without exploration, as a dot;",
-        "dashed the target, which is for those.",
+        "Each plot shows the return of the last 100 training episodes (tabular: exact return of the greedy policy) as",
+        "mean over seeds with a 95 % bootstrap interval, and every seed as a thin line. Dots are final evaluations",
+        "without exploration, and the dashed line is their target.",
         "",
         *pictures(stored, "."),
     ]
@@ -254,7 +254,7 @@ def write_page(page: Path, stored: dict[Row, list[dict]]) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise RuntimeError(f"{page} has no place for results: it needs the lines {BEGIN!r} and {END!r}")
-    lines = ["", *table(stored, "../.."), "", "What the columns and curves are: [../results.md](../results.md).", "",
+    lines = ["", *table(stored, "../.."), "", "[Results](../results.md) explains the columns and curves.", "",
              *pictures(stored, ".."), ""]  # fmt: skip
     page.write_text(before + begin + "\n".join(lines) + end + after, encoding="utf-8")
 

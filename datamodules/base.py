@@ -61,30 +61,30 @@ class EnvironmentArguments(TypedDict, total=False):
 
 
 class ControlDataModule(CheckedCall, L.LightningDataModule):
-    """Base of the control datamodules; one of them adds ``train_dataloader`` and what it stores.
+    """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
             them, or a vector.
-        n_envs: environments that step together, per rank; a vector brings its own number.
+        n_envs: environments that step together, per rank; ignored for a vector, which has its own number.
         total_timesteps: transitions, over all environments and ranks, after which training ends; the last rollout is
             finished.
-        seed: the source of every stream of randomness: environments, actions, minibatches, weights.
+        seed: source of all random streams: environments, actions, minibatches, weights.
         vectorization_mode: ``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the
             environment's own engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium).
         autoreset_mode: ``same_step``, ``next_step`` or ``disabled``; the valid transitions are the same.
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
-        action_masks: choose among the actions that the environment allows, where it says which: by an ``action_mask``
-            in its Dict observation or its infos, or by a method ``action_masks()``. False: it is not asked.
+        action_masks: restrict actions to those that the environment allows in an ``action_mask`` of its Dict
+            observation or infos, or by a method ``action_masks()``. False: ignore masks.
         norm_obs: normalise observations by their running mean and standard deviation; ranks share theirs after every
             rollout.
         norm_reward: divide rewards by the running standard deviation of their discounted sum.
         norm_gamma: discount of that sum; None: the algorithm's γ.
-        warm_start_statistics: begin with the running statistics that the module was trained with, where it has some.
-        sign_reward: learn from the signs of the rewards, -1, 0 or 1, as is the custom for Atari (Mnih et al. 2015);
-            returns are still reported, and evaluated, in the game's points.
+        warm_start_statistics: start from the running statistics of the module's last training, if it has any.
+        sign_reward: learn from the signs of the rewards, -1, 0 or 1, as usual for Atari (Mnih et al. 2015); logged
+            returns and evaluations use the game's points.
         clip_obs: bound on normalised observations, in standard deviations.
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
@@ -96,7 +96,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         stats_window_size: finished episodes in ``rollout/ep_rew_mean``.
 
     Raises:
-        UsageError: an argument that can't be used, in one sentence.
+        UsageError: an invalid argument.
     """
 
     #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
@@ -197,7 +197,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             self._schedule_evaluation()
 
     def begin_run(self) -> None:
-        """Set what belongs to one run, before a checkpoint is loaded; a datamodule adds its storage.
+        """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.
 
         Raises:
             UsageError: the algorithm learns from another kind of experience.
@@ -218,7 +218,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def has_learner(self) -> bool:
-        """Whether a Trainer has attached an algorithm that learns; anything else may call the loaders."""
+        """Whether a Trainer has attached an algorithm of this project; other modules may call the loaders too."""
         return self.trainer is not None and hasattr(self.trainer.lightning_module, "experience")
 
     @property
@@ -230,32 +230,32 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def collector(self) -> Collector:
-        """What steps the environments; there from ``setup("fit")`` on."""
+        """Steps the environments; available after ``setup("fit")``."""
         if self._collector is None:
             raise RuntimeError("the environments are made by setup('fit'), which comes first")
         return self._collector
 
     @property
     def example_env(self) -> Any:
-        """One environment, or the vector; there between ``setup`` and ``teardown``."""
+        """One environment, or the vector; available between ``setup`` and ``teardown``."""
         if self._example is None:
             raise RuntimeError("the environment is made by setup, which comes first")
         return self._example
 
     @property
     def observation_space(self) -> gym.Space:
-        """The space of one observation; known from ``setup`` on."""
+        """The space of one observation; available after ``setup``."""
         env = self.example_env
         return env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
 
     @property
     def action_space(self) -> gym.Space:
-        """The space of one action; known from ``setup`` on."""
+        """The space of one action; available after ``setup``."""
         env = self.example_env
         return env.single_action_space if isinstance(env, VectorEnv) else env.action_space
 
     def transition_model(self) -> Any:
-        """The environment's own transition table as tensors; None where it has none."""
+        """The environment's transition table as tensors; None if the environment has none."""
         from datamodules.envs.model import transition_model  # only tables need it
 
         env = self.example_env
@@ -265,17 +265,17 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def transitions_per_epoch(self) -> int:
-        """Transitions that one epoch adds, over all ranks."""
+        """Number of transitions per epoch, over all ranks."""
         raise UsageError(f"{type(self).__name__} must define transitions_per_epoch")
 
     @property
     def is_complete(self) -> bool:
-        """Whether ``total_timesteps`` are reached and everything of them is learned from."""
+        """Whether ``total_timesteps`` transitions were collected and all of them were learned from."""
         raise UsageError(f"{type(self).__name__} must define is_complete")
 
     @property
     def ranks_differ_in_size(self) -> bool:
-        """Whether rollouts have rows that are no transitions, so that ranks come to different numbers of them."""
+        """Whether rollouts can contain reset rows, so that the number of transitions differs between ranks."""
         return self.collector.mode == AutoresetMode.NEXT_STEP
 
     # ---------------------------------------------------------------- environments and statistics
@@ -322,7 +322,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         )
 
     def before_collecting(self) -> None:
-        """Give the run's normalisers the statistics of an earlier run; called before each collection."""
+        """Copies the statistics of an earlier run into the normalisers; called before each collection."""
         if not self.collector.is_fresh or not self.has_learner:
             return
         state = self.learner.normalizer_state
@@ -335,7 +335,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             self.collector.normalizers.warm_start(state)
 
     def after_collecting(self, valid: torch.Tensor) -> None:
-        """Count a rollout's transitions, and give every rank and the learner the new statistics."""
+        """Counts a rollout's transitions, and passes the new statistics to every rank and to the learner."""
         count = valid.sum()
         if self._world_size > 1 and not self.ranks_differ_in_size:
             count *= self._world_size  # every row is a transition, on every rank
@@ -348,7 +348,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.hand_over_statistics()
 
     def hand_over_statistics(self) -> None:
-        """Tell the learner what its observations are normalised with: it evaluates and saves with the same."""
+        """Passes the statistics of the normaliser to the learner, which evaluates and saves with them."""
         if self.has_learner:
             normalizers = self.collector.normalizers
             self.learner.observation_statistics = normalizers.statistics()
@@ -369,7 +369,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         return [other.cpu().numpy() for other in everyone]
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Nothing to move: experience is made where the policy is."""
+        """Moves nothing: experience is collected on the policy's device."""
         return batch
 
     # ---------------------------------------------------------------- evaluation
@@ -420,11 +420,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def partial_return(self) -> float:
-        """Mean return so far of the running episodes: stands in for the mean return before the first has ended."""
+        """Mean return so far of the running episodes; replaces the mean return until the first episode ends."""
         return float(self.collector.episodes.running_return.mean())
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/*`` over the last finished episodes, and ``time/*``."""
+        """Returns ``rollout/*`` over the last finished episodes, and ``time/*``."""
         elapsed_s = time.monotonic() - self._started_s
         metrics = {
             "time/fps": (self.num_timesteps - self._started_at) / max(elapsed_s, 1e-9),
@@ -434,7 +434,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         return {**metrics, **self.collector.episodes.means()}
 
     def metrics_over_ranks(self) -> dict[str, float]:
-        """:meth:`metrics` with the episodes of all ranks; all ranks call it together."""
+        """Returns :meth:`metrics` over the episodes of all ranks; all ranks must call it."""
         if self._world_size == 1:
             return self.metrics()
         device = self.learner_trainer.strategy.root_device
@@ -443,15 +443,15 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     # ---------------------------------------------------------------- state
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's part of the checkpoint; a datamodule adds what it stores."""
+        """Returns this rank's part of the checkpoint; a subclass adds its storage."""
         return {"collector": self.collector.state_dict()}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`rank_state`."""
+        """Restores what :meth:`rank_state` returned."""
         self.collector.load_state_dict(state["collector"], self.learner_trainer.strategy.root_device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume exactly, of every rank."""
+        """Returns the state of every rank, which a run needs to resume exactly."""
         if self._collector is None:
             return {}
         ranks = gather_ranks(self.rank_state(), self._rank, self._world_size)

@@ -37,15 +37,15 @@ WARM_UP_STEPS = 128
 
 
 class ReplayDataModule(ControlDataModule):
-    """Experience of every policy so far, drawn at random.
+    """Replay buffer: transitions of all policies so far, sampled at random.
 
     Every epoch is ``rollouts_per_epoch`` rounds. A round takes ``train_freq`` steps in each of ``n_envs``
     environments, appends them to the replay buffer, and draws ``gradient_steps`` minibatches from it. Before the first
-    round, ``learning_starts`` transitions are made with random actions. The names are Stable-Baselines3's, those of
+    round, ``learning_starts`` transitions are collected with random actions. Names are Stable-Baselines3's, and for
     prioritised replay Stable-Baselines2's.
 
-    Batches hold up to n rewards each, not their discounted sum: γ belongs to the module, which sums in ``prepare``.
-    What ``act`` returns beside the action is not stored: it belongs to the policy of that moment.
+    Batches hold up to n rewards each, not their discounted sum: the module owns γ and sums them in ``prepare``.
+    Other values that ``act`` returns are not stored, because they belong to an outdated policy.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -59,20 +59,19 @@ class ReplayDataModule(ControlDataModule):
         batch_size: transitions per minibatch; None: the algorithm's (DQN 32, the others 256).
         n_steps: steps between a transition's observation and the one to bootstrap from; fewer where the episode ends.
         prioritized_replay: draw transitions in proportion to their TD error instead of uniformly.
-        prioritized_replay_alpha: α ≥ 0, how much the TD error matters.
-        prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: how much of the bias
-            the importance weights take back.
+        prioritized_replay_alpha: α ≥ 0, exponent of the TD error; 0: uniform.
+        prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling
+            bias that the importance weights correct.
         prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
-        checkpoint_buffer_size: newest rows of the buffer that a checkpoint holds; a run that resumes from less than
-            all differs from one that was never stopped. None: all.
-        rollouts_per_epoch: rounds per Lightning epoch; None: as many as make about a thousand transitions. With rounds
-            of episodes an epoch is as many minibatches as that many rounds have, or a thousand where their number
-            depends on the episodes.
-        **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
+        checkpoint_buffer_size: number of newest rows that a checkpoint stores; None: all. A run resumed from fewer rows
+            differs from the uninterrupted run. None: all.
+        rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an
+            epoch has as many minibatches as this number of rounds, or a thousand if the number of minibatches depends
+            on the episodes. **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
-        UsageError: an argument that can't be used, or a buffer that memory can't hold, in one sentence.
+        UsageError: an invalid argument, or a buffer larger than the memory.
     """
 
     kind = "replay"
@@ -220,7 +219,7 @@ class ReplayDataModule(ControlDataModule):
 
     @property
     def is_complete(self) -> bool:
-        """Whether ``total_timesteps`` are reached and the last round's minibatches learned from."""
+        """Whether ``total_timesteps`` transitions were collected and the last round's minibatches were used."""
         return self.num_timesteps >= self.total_timesteps and self._left == 0
 
     def _minibatches(self) -> Iterator[Batch]:
@@ -349,7 +348,7 @@ class ReplayDataModule(ControlDataModule):
         return {**{name: getattr(self, name) for name in names}, "length": self._epoch_length}
 
     def rank_state(self) -> dict[str, Any]:
-        """The collector, the buffer, what is known about priorities, and the minibatches already drawn."""
+        """Returns the state of the collector, the buffer, the priorities, and the minibatches already drawn."""
         self._update_priorities()
         return {
             **super().rank_state(),

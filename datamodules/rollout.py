@@ -31,8 +31,8 @@ class RolloutDataModule(ControlDataModule):
     """Rollouts of the current policy.
 
     Every epoch collects ``rollouts_per_epoch`` rollouts of ``n_steps`` transitions from each of ``n_envs``
-    environments, lets the module ``prepare`` each, and yields it ``n_epochs`` times in shuffled minibatches. The names
-    are Stable-Baselines3's; what is not given is what the algorithm asks for.
+    environments, calls the module's ``prepare`` on each, and yields it ``n_epochs`` times in shuffled minibatches.
+    Names are Stable-Baselines3's; the algorithm sets the defaults.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
@@ -40,12 +40,11 @@ class RolloutDataModule(ControlDataModule):
         n_envs: environments that step together, per rank.
         n_steps: transitions per environment and rollout; None: the algorithm's (256; A2C 5, tables 1).
         batch_size: transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the
-            algorithm's (PPO 64, where that does not divide the nearest that does; others the whole rollout).
+            algorithm's (PPO: 64, or the nearest divisor of the rollout; others: the whole rollout).
         n_epochs: passes over each rollout; None: the algorithm's (PPO 10, others 1).
-        rollouts_per_epoch: rollouts per Lightning epoch; None: as many as keep Lightning's cost per epoch small, one
-            where rollouts are long.
-        **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other arguments of
-            :class:`~datamodules.base.ControlDataModule`.
+        rollouts_per_epoch: rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for
+            long rollouts. **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other
+            arguments of :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
         UsageError: an argument that can't be used, in one sentence.
@@ -156,14 +155,14 @@ class RolloutDataModule(ControlDataModule):
 
     @property
     def rollout(self) -> Batch:
-        """The prepared rollout whose minibatches are being handed out, flat over its valid rows."""
+        """The prepared rollout whose minibatches are being yielded, flattened over its valid rows."""
         if self._fields is None:
             raise RuntimeError("no rollout has been collected yet")
         return self._fields
 
     @property
     def rollout_is_used_up(self) -> bool:
-        """True from the last minibatch of a rollout on, until the next rollout is collected."""
+        """True after the last minibatch of a rollout, until the next rollout is collected."""
         return self._position % self._batches_per_rollout == 0
 
     @property
@@ -237,7 +236,7 @@ class RolloutDataModule(ControlDataModule):
                 "length": self.rollouts_per_epoch * self._batches_per_rollout}  # fmt: skip
 
     def rank_state(self) -> dict[str, Any]:
-        """The collector, and the rollout where it is half used."""
+        """Returns the state of the collector and the partly used rollout."""
         fields, order = (None, None) if self.rollout_is_used_up else (self._fields, self._order)
         return {
             **super().rank_state(),

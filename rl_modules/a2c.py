@@ -17,15 +17,15 @@ from rl_modules.distributions import Distribution
 class A2C(ActorCriticModule):
     """Synchronous advantage actor-critic.
 
-    Mnih et al. 2016, arXiv:1602.01783, with all actors in step. Per rollout, one step on
+    Mnih et al. 2016, arXiv:1602.01783, with synchronous actors. For each rollout, one step on
 
         L = -E[A log π(a|s)] + vf_coef·E[(V - R)²] - ent_coef·E[H(π)],   R = A + V(s)
 
     With ``gae_lambda=1``, R is the n-step return of the paper: the rewards to the end of the rollout, then V. The
-    names and defaults are Stable-Baselines3's. ``optimizer=rl_modules.optimizers.RMSpropTFLike`` is the RMSprop of the
-    paper's time, whose small first steps help where A2C is unstable.
+    names and defaults are Stable-Baselines3's. ``optimizer=rl_modules.optimizers.RMSpropTFLike`` is TensorFlow's
+    RMSprop, whose small first steps help if A2C is unstable.
 
-    By default the datamodule takes rollouts of five steps, whole and once, many of them per Lightning epoch.
+    By default the datamodule yields whole rollouts of five steps once each, and collects many per Lightning epoch.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -35,7 +35,7 @@ class A2C(ActorCriticModule):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         normalize_advantage: whiten the advantages of each rollout.
-        use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Where ``optimizer`` is given, neither.
+        use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Ignored if ``optimizer`` is given.
         rms_prop_eps: RMSprop's eps.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
             after a convolutional encoder.
@@ -87,15 +87,16 @@ class A2C(ActorCriticModule):
         self.rms_prop_eps = float(rms_prop_eps)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """Actions and the state's value, each [N]."""
+        """Returns actions and the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)
         return {"action": sample_or_mode(policy, generator, deterministic), "value": value}
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
+        """Computes advantages and returns of a rollout, whose fields are those of
+        :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
-            What :meth:`training_step` reads: observation, action, value, advantage, returns.
+            The fields that :meth:`training_step` reads: observation, action, value, advantage, returns.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
@@ -107,7 +108,7 @@ class A2C(ActorCriticModule):
         return self.minibatch_loss(policy, value, batch)
 
     def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The loss of one rollout under the current policy and value of its states, a scalar."""
+        """Returns the loss of one rollout under the current policy and values, a scalar."""
         policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
         value_loss = self.value_loss(value, batch)
         loss = policy_loss + self.vf_coef * value_loss
@@ -128,7 +129,7 @@ class A2C(ActorCriticModule):
     # ---------------------------------------------------------------- pieces to override
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The policy gradient as a loss, a scalar."""
+        """Returns the policy-gradient loss, a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
             advantage = self.whiten(advantage)

@@ -17,7 +17,7 @@ from rl_modules.networks import ActorCritic
 
 
 class ActorCriticModule(ControlModule):
-    """Base of the policy gradients. The arguments are documented where a user gives them: in PPO, A2C, …
+    """Base class of the policy-gradient algorithms. The subclasses (PPO, A2C, …) document the arguments.
 
     An algorithm reads its network's arguments (``net_arch activation_fn log_std_init ortho_init``) from ``hparams``.
     """
@@ -62,7 +62,7 @@ class ActorCriticModule(ControlModule):
         self.network = self.make_network()
 
     def make_network(self, critic: bool = True) -> ActorCritic:
-        """Policy and value function from the hyperparameters; without ``critic`` the policy alone."""
+        """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
         hp: Any = self.hparams
         return ActorCritic(
             self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
@@ -70,9 +70,10 @@ class ActorCriticModule(ControlModule):
         )  # fmt: skip
 
     def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
-        """π(·|s) and V(s), [B], of a batch of observations. A network may return a ``torch.distributions`` object.
+        """Returns π(·|s) and V(s), [B], for a batch of observations. A network may return a ``torch.distributions``
+        object.
 
-        An observation's ``action_mask`` does not reach the network: it restricts the distribution.
+        An observation's ``action_mask`` restricts the distribution and is not an input of the network.
         """
         observation, mask = split_mask(observation)
         policy, value = self.network(observation)
@@ -82,7 +83,7 @@ class ActorCriticModule(ControlModule):
     # ---------------------------------------------------------------- pieces to override
 
     def advantages(self, rollout: Rollout) -> Tensor:
-        """A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
+        """Returns A(s, a) of every transition, [T, N]: GAE(γ, λ)."""
         return F.gae(
             rollout["reward"],
             rollout["value"],
@@ -94,20 +95,22 @@ class ActorCriticModule(ControlModule):
         )
 
     def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
+        """Returns the mean squared error to the returns, a scalar; without the factor ½ of the functional, so that
+        vf_coef is SB3's.
+        """
         return 2 * F.value_loss(value, batch["returns"])
 
     # ---------------------------------------------------------------- over ranks
 
     def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Standard deviation (unbiased) and mean of a minibatch over all ranks, scalars."""
+        """Returns the (unbiased) standard deviation and mean of a minibatch over all ranks, scalars."""
         return ranks.std_mean(x, self._is_alone)
 
     def whiten(self, x: Tensor) -> Tensor:
         """``(x - mean) / (std + 1e-8)`` over all ranks, [B].
 
-        Caches the result: a repeated call with the same tensor returns it. A rollout that is one minibatch comes in
-        every pass, and the ranks need not communicate each time.
+        Caches the result: a repeated call with the same tensor returns it. If a rollout is a single minibatch, later
+        passes then need no communication between ranks.
         """
         if self._whitened is None or self._whitened[0] is not x:
             std, mean = self.std_mean(x)
@@ -115,7 +118,7 @@ class ActorCriticModule(ControlModule):
         return self._whitened[1]
 
     def record_explained_variance(self, value: Tensor, returns: Tensor, valid: Tensor) -> None:
-        """Log how much of the returns' variance the critic explained before the update; arguments [T, N]."""
+        """Records the share of the returns' variance that the critic explained before the update; arguments [T, N]."""
         if self.logs_this_epoch:
             self.record_now(explained_variance=float(F.explained_variance(value[valid], returns[valid])))
 
@@ -124,5 +127,5 @@ class ActorCriticModule(ControlModule):
 
 
 def sample_or_mode(policy: Distribution, generator: torch.Generator | None, deterministic: bool) -> Tensor:
-    """The most likely actions, or a sample, [N, *act]."""
+    """Returns the most likely actions, or samples, [N, *act]."""
     return policy.mode() if deterministic else policy.sample(generator)

@@ -30,11 +30,12 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 
 
 class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
-    """Base of the control algorithms; an algorithm adds ``build_network``, ``act``, ``prepare``, ``training_step``.
+    """Base class of the control algorithms; a subclass defines ``build_network``, ``act``, ``prepare`` and
+    ``training_step``.
 
     Args:
-        learning_rate: step size; a number, ``lin_<number>`` for linear decay to 0 over ``total_timesteps``, or None
-            for the rate that ``optimizer`` brings.
+        learning_rate: step size; a number, ``lin_<number>`` for linear decay to 0 over ``total_timesteps``, or None for
+            the rate of ``optimizer``.
         optimizer: callable from parameters to an optimizer.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a
             decaying ``learning_rate``.
@@ -42,8 +43,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         observation_space: description of the space, see :func:`rl_modules.common.spaces.space_to_dict`; None takes
             the datamodule's.
         action_space: likewise.
-        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; everything else starts
-            anew. None: new weights.
+        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; everything else is reset.
+            None: new weights.
     """
 
     #: Said of arguments that belong to the datamodule or the Trainer.
@@ -124,19 +125,19 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
 
     @property
     def is_built(self) -> bool:
-        """Whether the network is there."""
+        """Whether the network has been built."""
         return "network" in self._modules
 
     @property
     def discount(self) -> float | None:
-        """γ; None where the algorithm has none."""
+        """γ; None if the algorithm has no discount."""
         return getattr(self, "gamma", None)
 
     def configure_model(self) -> None:
-        """Build the network once the spaces are known; at the start of a ``fit`` begin a new run.
+        """Builds the network from the spaces; at the start of ``fit`` resets the state of the run.
 
         Raises:
-            UsageError: spaces, strategy or precision that the algorithm can't work with.
+            UsageError: spaces, strategy or precision that the algorithm does not support.
         """
         self._check_trainer()
         if self._trainer is not None and getattr(self._trainer, "datamodule", None) is not None:
@@ -151,9 +152,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
             self.begin_run()
 
     def begin_run(self) -> None:
-        """Reset what belongs to one run; called at the start of each ``fit``, before a checkpoint is loaded.
-
-        An algorithm with counters of its own extends it.
+        """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded. Algorithms
+        with own counters extend it.
         """
         self._sums.clear()
         self._latest = {}
@@ -193,7 +193,7 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
                              "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
 
     def check_spaces(self) -> None:
-        """Refuse an action space that the algorithm can't act in.
+        """Refuses an action space that the algorithm does not support.
 
         Raises:
             UsageError: names the space and the algorithm.
@@ -204,13 +204,13 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
                              f"{fitting}")  # fmt: skip
 
     def build_network(self) -> None:
-        """Set ``self.network`` from ``self.observation_space`` and ``self.action_space``."""
+        """Sets ``self.network`` from ``self.observation_space`` and ``self.action_space``."""
         raise UsageError(f"{type(self).__name__} must define build_network")
 
     # ---------------------------------------------------------------- acting
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """Choose actions for a batch of observations.
+        """Chooses actions for a batch of observations.
 
         Args:
             observation: [N, *obs] tensor, or nested dictionary of such; normalised where the datamodule normalises.
@@ -218,23 +218,24 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
             deterministic: the most likely action instead of a sample.
 
         Returns:
-            ``action`` [N, *act], and whatever else is to be stored beside the transition.
+            ``action`` [N, *act], and other values to store with the transition.
         """
         raise UsageError(f"{type(self).__name__} must define act")
 
     def prepare(self, rollout: Any) -> dict[str, Any]:
-        """Compute what the loss needs of new experience; called once per rollout, or per draw from the buffer.
+        """Computes the inputs of the loss from new experience; called once per rollout, or per sample from the buffer.
 
         Args:
             rollout: a :class:`~rl_modules.common.contract.Rollout` or :class:`~rl_modules.common.contract.Replayed`.
 
         Returns:
-            A :class:`~rl_modules.common.contract.Minibatch` of all its rows: what ``training_step`` reads.
+            A :class:`~rl_modules.common.contract.Minibatch` of all its rows, with the fields that ``training_step``
+            reads.
         """
         raise UsageError(f"{type(self).__name__} must define prepare")
 
     def forward(self, observation: Any) -> Tensor:
-        """The most likely actions, [N, *act], for a batch of observations as ``act`` takes them."""
+        """Returns the most likely actions, [N, *act], for a batch of observations as in ``act``."""
         return self.act(observation, deterministic=True)["action"]
 
     @torch.no_grad()
@@ -246,22 +247,22 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         deterministic: bool = False,
         action_masks: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Any]:
-        """Choose actions in NumPy, with the signature that Stable-Baselines3's ``evaluate_policy`` calls.
+        """Chooses actions in NumPy, with the signature of Stable-Baselines3's ``predict``.
 
         Args:
             observation: one observation or a batch of them, as the environment returns it (not normalised).
-            state: of a recurrent policy's memory, as the last call returned it; None: new episodes. Policies without
-                memory return it unchanged.
-            episode_start: true where an episode begins, so that the memory starts anew.
+            state: recurrent state, as the last call returned it; None: new episodes. Feed-forward policies return it
+                unchanged.
+            episode_start: true where an episode begins, so that the recurrent state is reset.
             deterministic: the most likely action instead of a sample.
             action_masks: true where an action is allowed, in sb3-contrib's layout, for one observation or for each of
-                a batch; None: the observation's own ``action_mask``, and where it has none everything is allowed.
+                a batch; None: the observation's ``action_mask``, or, without one, all actions.
 
         Returns:
-            The actions as the environment takes them (Box actions clipped to their bounds), and the next ``state``.
+            The actions for the environment (Box actions clipped to their bounds), and the next ``state``.
 
         Raises:
-            UsageError: the observation does not have the space's shape.
+            UsageError: the observation has another shape than the space.
         """
         if not self.is_built:
             self.configure_model()
@@ -277,14 +278,14 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         return (action[0] if single else action), state
 
     def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
-        """What ``act`` takes besides for n observations; a recurrent policy adds its memory's state."""
+        """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
         return {}
 
     def learn(self, *args: Any, **arguments: Any) -> None:
-        """Stable-Baselines3's name for training, which here is the Trainer's ``fit``.
+        """Raises an error that points to the Trainer's ``fit``; Stable-Baselines3 trains with a method of this name.
 
         Raises:
-            UsageError: always; says how.
+            UsageError: always.
         """
         raise UsageError(f"{type(self).__name__} has no learn; train with lightning.Trainer(max_epochs=-1).fit(model, "
                          "datamodule=data)")  # fmt: skip
@@ -318,11 +319,11 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
 
     @property
     def progress_remaining(self) -> float:
-        """Share of ``total_timesteps`` still to come, from 1 down to 0."""
+        """Remaining share of ``total_timesteps``, from 1 down to 0."""
         return 1.0 - self.source.num_timesteps / self.source.total_timesteps
 
     def update_schedules(self, progress_remaining: float) -> None:
-        """Set every scheduled value; called at the start and when new experience has arrived."""
+        """Sets every scheduled value; called at the start and after new experience was collected."""
         if self.learning_rate is not None:
             value = schedule_value(parse_schedule(self.learning_rate, "learning_rate"), progress_remaining)
             for optimizer in self.trainer.optimizers:
@@ -334,9 +335,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         return ranks.is_alone(self._trainer)
 
     def rank_weight(self, n: int) -> float:
-        """What to multiply this rank's mean over ``n`` transitions by, so that the mean over ranks is that over all.
-
-        1, unless the vector environment has rows that are no transitions: then ranks have different numbers.
+        """Returns the weight of this rank's mean over ``n`` transitions in the mean over all ranks. The weight is 1
+        unless the vector environment has reset rows, so that the ranks have different numbers of transitions.
         """
         if self._is_alone or not self.source.ranks_differ_in_size:
             return 1.0
@@ -345,11 +345,13 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
     # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """The optimizer when none is given: Adam at 3e-4 with eps 1e-5, as the original PPO."""
+        """Returns the default optimizer: Adam at 3e-4 with eps 1e-5, as in the original PPO."""
         return self.adam(parameters, lr=3e-4, eps=1e-5)
 
     def adam(self, parameters: Iterable, lr: float, eps: float) -> torch.optim.Optimizer:
-        """Adam, fused where Lightning lets it be: under mixed precision it refuses to clip for fused optimizers."""
+        """Returns Adam, fused except under mixed precision, where Lightning refuses to clip gradients of fused
+        optimizers.
+        """
         fused = self.trainer.precision in ("32-true", "64-true")
         return (FusedAdam if fused else torch.optim.Adam)(parameters, lr=lr, eps=eps)
 
@@ -369,7 +371,7 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
                 parameter.grad = None
 
     def trainable_parameters(self) -> Iterable:
-        """What the optimizer updates; an algorithm with a target network leaves that out."""
+        """Returns the parameters to optimize; algorithms with a target network exclude it."""
         return self.parameters()
 
     def configure_gradient_clipping(
@@ -378,7 +380,9 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to the Trainer's ``gradient_clip_val``, or to the algorithm's ``max_grad_norm`` where it sets none."""
+        """Clips to the Trainer's ``gradient_clip_val``, or to the algorithm's ``max_grad_norm`` if the Trainer sets
+        none.
+        """
         if gradient_clip_val is None and self.max_grad_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)

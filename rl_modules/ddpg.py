@@ -21,7 +21,7 @@ class DDPG(TD3):
 
     Args:
         gamma: discount γ per transition, in [0, 1].
-        tau: how far an update moves the target networks, in (0, 1].
+        tau: step of the target networks per update, in (0, 1].
         action_noise: added to the actions in training, in units of half their range; None: no exploration.
         net_arch: hidden widths of policy and critic, or ``{"pi": [...], "qf": [...]}``; None: [400, 300], and none
             after a convolutional encoder.
@@ -63,6 +63,6 @@ class DDPG(TD3):
         return (0,)
 
     def target_action(self, batch: dict[str, Any]) -> Tensor:
-        """The target policy's actions in s', [B, A]."""
+        """Returns the target policy's actions in s', [B, A]."""
         action: Tensor = self.target_network.policy(batch["next_observation"])
         return action

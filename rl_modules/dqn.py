@@ -29,17 +29,17 @@ class DQN(ControlModule):
 
     and, as options, Double DQN (arXiv:1509.06461), dueling heads (arXiv:1511.06581), n-step targets (the
     datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``). The names and defaults are
-    Stable-Baselines3's. Departures from it: every environment draws its own ε-coin, SB3 one for all;
-    ε and the learning rate change once per round of experience, not within it.
+    Stable-Baselines3's. Departures from it: each environment draws its own ε-coin (SB3: one for all); ε and the
+    learning rate change once per round of experience.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
         target_update_interval: transitions, over all environments and ranks, between updates of the target network.
-        tau: how far an update moves the target network towards the network, in (0, 1]; 1 is a copy.
-        exploration_fraction: share of ``total_timesteps`` over which ε falls, in (0, 1].
-        exploration_initial_eps: ε at the start: the probability of a random action.
-        exploration_final_eps: ε from there on.
-        double: choose the next action by the network, value it by the target network.
+        tau: step of the target network towards the network, in (0, 1]; 1: copy.
+        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
+        exploration_initial_eps: initial ε, the probability of a random action.
+        exploration_final_eps: final ε.
+        double: select the next action with the network, evaluate it with the target network.
         dueling: V(s) and advantages in separate streams.
         loss: huber (its gradient bounded by 1) or mse.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
@@ -107,7 +107,7 @@ class DQN(ControlModule):
         self._target_updates = 0
 
     def check_spaces(self) -> None:
-        """Refuse an action space without a finite number of actions.
+        """Refuses an action space without a finite number of actions.
 
         Raises:
             UsageError: names the space and the algorithms that fit.
@@ -123,12 +123,12 @@ class DQN(ControlModule):
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
 
     def make_network(self) -> QNetwork:
-        """The network of action values from the hyperparameters."""
+        """Builds the network of action values from the hyperparameters."""
         hp: Any = self.hparams
         return QNetwork(self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """ε-greedy actions, [N]; every environment tosses its own coin."""
+        """Returns ε-greedy actions, [N]; each environment draws its own ε-coin."""
         greedy = self.q_values(self.network, observation).argmax(1)
         if deterministic:
             return {"action": greedy}
@@ -142,15 +142,15 @@ class DQN(ControlModule):
         return {"action": torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)}
 
     def prepare(self, sample: Replayed) -> dict[str, Any]:
-        """Everything that stays the same while a round's minibatches are learned from, for all of them together.
+        """Computes, for all minibatches of a round at once, the values that do not change during the round.
 
         Args:
             sample: M replayed transitions.
 
         Returns:
-            What :meth:`training_step` reads, [M] each: observation, action, reward (Σ_k γ^k r_k over up to n steps),
-            discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double`` next_observation, without it
-            target, with prioritised replay weight and index.
+            The fields that :meth:`training_step` reads, [M] each: observation, action, reward (Σ_k γ^k r_k over up to n
+            steps), discount (γ^n), terminated, next_q (Q_target(s', ·), [M, A]), with ``double`` next_observation,
+            without it target, with prioritised replay weight and index.
         """
         self.update_target()
         kept: dict[str, Any] = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
@@ -179,7 +179,7 @@ class DQN(ControlModule):
         return loss
 
     def next_q(self, observation: Any) -> Tensor:
-        """Q_target(s', ·) of any number of observations, [M, A]."""
+        """Returns Q_target(s', ·) for any number of observations, [M, A]."""
         m = len(tree_leaves(observation)[0])
         # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
@@ -189,7 +189,7 @@ class DQN(ControlModule):
     # ---------------------------------------------------------------- pieces to override
 
     def td_target(self, batch: dict[str, Any]) -> Tensor:
-        """The regression target of Q(s, a), [B]."""
+        """Returns the regression target of Q(s, a), [B]."""
         next_q_online = None
         if self.uses_double:
             with torch.no_grad():
@@ -197,24 +197,23 @@ class DQN(ControlModule):
         return F.dqn_target(batch["reward"], batch["terminated"], batch["next_q"], batch["discount"], next_q_online)
 
     def q_values(self, network: QNetwork, observation: Any) -> Tensor:
-        """Q(s, ·), [B, A], of the network or the target network; masked actions have a value of -1e8."""
+        """Returns Q(s, ·), [B, A], of the network or the target network; masked actions have the value -1e8."""
         observation, mask = split_mask(observation)
         q = network(observation)
         return q if mask is None else mask_logits(q, mask)
 
     def target_values(self, observation: Any) -> Tensor:
-        """Q_target(s, ·), [B, A], or what else :meth:`td_target` reads of the target network."""
+        """Returns Q_target(s, ·), [B, A], or other outputs of the target network that :meth:`td_target` reads."""
         return self.q_values(self.target_network, observation)
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """The error of Q(s, a), a scalar; ``weight`` [B] are prioritised replay's importance weights."""
+        """Returns the loss of Q(s, a), a scalar; ``weight`` [B] contains prioritised replay's importance weights."""
         return F.td_loss(q, target, self.loss, weight)
 
     def update_target(self) -> None:
-        """Move the target network if ``target_update_interval`` transitions have passed since it last was.
-
-        Where several intervals have passed at once, the network stood still meanwhile, and k moves by τ are one by
-        1 - (1 - τ)^k.
+        """Updates the target network if ``target_update_interval`` transitions have passed since its last update. If
+        several intervals have passed, k updates by τ equal one by 1 - (1 - τ)^k, because the network has not changed
+        between them.
         """
         updates = self.source.num_timesteps // self.target_update_interval
         moves = updates - self._target_updates
@@ -237,11 +236,11 @@ class DQN(ControlModule):
     # ---------------------------------------------------------------- optimizer and checkpoints
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """Adam at 1e-4, as Stable-Baselines3's DQN."""
+        """Returns Adam at 1e-4, as in Stable-Baselines3's DQN."""
         return self.adam(parameters, lr=1e-4, eps=1e-8)
 
     def trainable_parameters(self) -> Iterable:
-        """The network's parameters; the target network follows by itself."""
+        """Returns the network's parameters, without the target network."""
         return self.network.parameters()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -17,19 +17,18 @@ class MonteCarlo(TabularControl):
         G_t = r_t + γ G_{t+1},   Q(s_t, a_t) ← Q(s_t, a_t) + α [G_t - Q(s_t, a_t)]
 
     Departure from the book: the return of a truncated episode is bootstrapped from its last state, with
-    G = Σ_a π(a|s') Q(s', a). An episode still running when training ends is not
-    learned from.
+    G = Σ_a π(a|s') Q(s', a). Episodes that are still running at the end of training are not used.
 
     Args:
-        first_visit: count a pair's first visit in each episode alone; false: every visit.
+        first_visit: count only a pair's first visit in each episode; false: count every visit.
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
-            (½, 1), which forgets the first of them.
+            ``total_timesteps``, ``1/n`` for the mean of all targets of an entry, or ``1/n^<w>`` with w in (½, 1), which
+            weights recent targets more.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
-        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
-        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        exploration_final_eps: final ε, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: initial value of all entries, in units of return; optimistic values cause exploration.
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
@@ -71,7 +70,9 @@ class MonteCarlo(TabularControl):
         self._episodes = []
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """The visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1] each."""
+        """Returns the visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1]
+        each.
+        """
         rollout = self.read_masks(rollout)
         n_envs = rollout["reward"].shape[1]
         if not self._episodes:
@@ -114,13 +115,13 @@ class MonteCarlo(TabularControl):
     def returns(
         self, states: list[int], actions: list[int], rewards: list[float], after: float
     ) -> list[tuple[int, int, float]]:
-        """What one episode teaches: (s, a, G), in order of time.
+        """Returns (s, a, G) of one episode, in order of time.
 
         Args:
             states: s_t.
             actions: a_t.
             rewards: r_t.
-            after: value of what follows the last reward, 0 at a real end.
+            after: bootstrap value after the last reward; 0 at a termination.
         """
         visits = []
         for state, action, reward in zip(reversed(states), reversed(actions), reversed(rewards), strict=True):

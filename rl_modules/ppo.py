@@ -26,13 +26,13 @@ class PPO(ActorCriticModule):
         L_π = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)]     "clip"
         L_π = -E[ρA] + β·E[KL(π_old || π)]         "penalty"
 
-    β is ``kl_coef`` at first. After a rollout's last minibatch the KL is measured over the whole rollout, and β halved
-    or doubled where that is under ``target_kl / 1.5`` or over ``1.5 · target_kl``. The KL is the distributions' own,
-    not an estimate from the sampled actions: the parameters of π_old are kept beside each transition.
+    β starts at ``kl_coef``. After a rollout's last minibatch the mean KL over the rollout is computed, and β is halved
+    if it is below ``target_kl / 1.5`` and doubled if it is above ``1.5 · target_kl``. The KL is exact, not estimated
+    from sampled actions: each transition stores the parameters of π_old.
 
-    The names and defaults are Stable-Baselines3's. Departures from it: the learning rate comes with the optimizer
-    unless given here, and after ``target_kl`` the rest of the rollout's minibatches pass without an update (the
-    epoch keeps its length, which Lightning's validation and schedulers count on).
+    The names and defaults are Stable-Baselines3's. Departures from it: ``learning_rate`` defaults to the optimizer's,
+    and after the early stop at ``target_kl`` the rollout's remaining minibatches are skipped without shortening the
+    epoch, whose length Lightning's validation and schedulers rely on.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -45,9 +45,9 @@ class PPO(ActorCriticModule):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         target_kl: in nats. ``clip``: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never.
-            ``penalty``: the KL to aim at, in every rollout; None: 0.01.
+            ``penalty``: target of the KL in every rollout; None: 0.01.
         policy_objective: ``clip`` or ``penalty``.
-        kl_coef: β of the first rollout, > 0, in units of advantage per nat; only ``penalty`` reads it.
+        kl_coef: initial β, > 0, in units of advantage per nat; for ``penalty`` only.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
             after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
@@ -117,18 +117,19 @@ class PPO(ActorCriticModule):
         self.kl_exceeded = False
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """Actions with their log-probability and the state's value, each [N]."""
+        """Returns actions, their log-probabilities and the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)
         action = sample_or_mode(policy, generator, deterministic)
         acted = {"action": action, "log_prob": policy.log_prob(action), "value": value}
         return {**acted, "policy_parameters": policy.parameters()} if self.penalizes else acted
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
+        """Computes advantages and returns of a rollout, whose fields are those of
+        :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
-            What :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns, and with the
-            penalty policy_parameters.
+            The fields that :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns, and
+            with the penalty policy_parameters.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
@@ -145,7 +146,7 @@ class PPO(ActorCriticModule):
         return self.minibatch_loss(policy, value, batch)
 
     def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The loss of one minibatch under the current policy and value of its states, a scalar."""
+        """Returns the loss of one minibatch under the current policy and values, a scalar."""
         log_prob = policy.log_prob(batch["action"])
         if self.penalizes:
             batch = {**batch, "kl": self.kl_from_old(policy, batch)}
@@ -162,7 +163,7 @@ class PPO(ActorCriticModule):
     # ---------------------------------------------------------------- pieces to override
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The clipped surrogate (eq. 7), or the surrogate less the KL penalty (eq. 8), a scalar."""
+        """Returns the clipped surrogate (eq. 7) or the surrogate with KL penalty (eq. 8) as a loss, a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage and len(advantage) > 1:
             advantage = self.whiten(advantage)
@@ -186,7 +187,7 @@ class PPO(ActorCriticModule):
     # ---------------------------------------------------------------- adaptive KL penalty
 
     def kl_from_old(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
-        """KL(π_old || π) in every state of the batch, in nats, [B]."""
+        """Returns KL(π_old || π) in every state of the batch, in nats, [B]."""
         return distribution_from(self.action_space, batch["policy_parameters"]).kl(policy)
 
     @torch.no_grad()
@@ -225,7 +226,7 @@ class PPO(ActorCriticModule):
             self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
 
     def no_update(self) -> Tensor:
-        """The loss of a minibatch after the early stop; :meth:`optimizer_step` takes no step for it."""
+        """Returns a loss without effect after the early stop; :meth:`optimizer_step` skips its step."""
         return sum((p.sum() for p in self.parameters() if p.requires_grad),
                    torch.zeros((), dtype=torch.float32, device=self.device)) * 0.0  # fmt: skip
 
@@ -236,7 +237,7 @@ class PPO(ActorCriticModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Lightning's step; none once the policy has moved further than ``target_kl``."""
+        """Takes Lightning's optimizer step; skips it after the early stop at ``target_kl``."""
         if self.stops_early and optimizer_closure is not None:
             # The minibatch that exceeds target_kl must not be stepped on, so that its loss comes before the decision.
             # Without a step there is nothing for a gradient scaler to update either.

@@ -17,7 +17,7 @@ class QLearning(TabularControl):
         Q(s, a) ← Q(s, a) + α [r + γ max_a' Q(s', a') - Q(s, a)]
         Q₁(s, a) ← Q₁(s, a) + α [r + γ Q₂(s', argmax_a' Q₁(s', a')) - Q₁(s, a)]                    with ``double``
 
-    With ``double`` a fair coin says which of the two tables is moved, and actions are chosen by their mean.
+    With ``double`` a fair coin selects the table to update, and actions are chosen by the mean of both tables.
 
     Args:
         double: two tables, each evaluating the other's best action, which removes the upward bias of the maximum.
@@ -77,7 +77,9 @@ class QLearning(TabularControl):
     # ---------------------------------------------------------------- pieces to override
 
     def next_value(self, state: int, table: int) -> float:
-        """What the update of ``table`` bootstraps from: max_a' Q(s', a'), with ``double`` judged by the other table."""
+        """Returns the bootstrap value of ``table``'s update: max_a' Q(s', a'), or with ``double`` the other table's
+        value of that action.
+        """
         q = self.values(state)
         if not self.uses_two_tables:
             return float(q[0].max())

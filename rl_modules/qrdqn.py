@@ -118,7 +118,7 @@ class QRDQN(DQN):
         self.n_quantiles = at_least("n_quantiles", n_quantiles)
 
     def make_network(self) -> QNetwork:
-        """The quantiles' network from the hyperparameters."""
+        """Builds the quantile network from the hyperparameters."""
         hp: Any = self.hparams
         return QuantileNetwork(
             self.observation_space, int(self.action_space.n), self.n_quantiles, hp.net_arch, hp.activation_fn,
@@ -152,7 +152,7 @@ class QRDQN(DQN):
         return self.quantiles(self.target_network, observation)
 
     def td_target(self, batch: dict[str, Any]) -> Tensor:
-        """The samples that the quantiles of Z(s, a) regress to, [B, N]."""
+        """Returns the target quantiles of Z(s, a), [B, N]."""
         next_quantiles = batch["next_q"]
         with torch.no_grad():
             q = self.q_values(self.network, batch["next_observation"]) if self.uses_double else next_quantiles.mean(1)
@@ -164,7 +164,7 @@ class QRDQN(DQN):
         return F.quantile_huber_loss(q, target, weight)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """Adam at 5e-5 with eps 0.01 / batch_size, as the paper and sb3-contrib."""
+        """Returns Adam at 5e-5 with eps 0.01 / batch_size, as in the paper and sb3-contrib."""
         return self.adam(parameters, lr=5e-5, eps=0.01 / cast(Any, self.source).batch_size)
 
 

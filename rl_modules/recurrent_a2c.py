@@ -10,19 +10,19 @@ from rl_modules.recurrent import RecurrentMixin
 class RecurrentA2C(RecurrentMixin, A2C):
     """A2C with an LSTM or a GRU between the observation and the policy, for tasks that need memory.
 
-    The update is :class:`~rl_modules.a2c.A2C`'s, on each rollout whole; gradients go back to the rollout's first step,
-    the memory's state beyond.
+    The update is :class:`~rl_modules.a2c.A2C`'s, on whole rollouts; gradients reach back to the rollout's first step,
+    the recurrent state carries over from earlier rollouts.
 
     Args:
         rnn: ``lstm`` or ``gru``.
-        lstm_hidden_size: width of the memory, also of a GRU's.
-        n_lstm_layers: recurrent layers on top of each other.
-        shared_lstm: the critic reads the policy's memory, without gradient into it.
-        enable_critic_lstm: the critic has a memory of its own; without either it reads a linear layer of the
+        lstm_hidden_size: hidden size of the LSTM or GRU.
+        n_lstm_layers: number of recurrent layers.
+        shared_lstm: the critic reads the policy's recurrent state, without gradient.
+        enable_critic_lstm: the critic has its own LSTM or GRU; without both options it reads a linear layer of the
             observation's features.
         sequence_length: steps per sequence, a divisor of the datamodule's ``n_steps``; None: the whole rollout.
-        burn_in: steps before each sequence that bring its first state up to the current weights, without gradient;
-            0: the state is the one of the policy that acted.
+        burn_in: steps before each sequence to unroll with the current weights, without gradient; 0: use the stored
+            state.
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1]; 1: n-step returns.
         ent_coef: weight of the entropy bonus, in units of advantage per nat; a number or a schedule.
@@ -32,11 +32,11 @@ class RecurrentA2C(RecurrentMixin, A2C):
         normalize_advantage: whiten the advantages of each rollout.
         use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Where ``optimizer`` is given, neither.
         rms_prop_eps: RMSprop's eps.
-        net_arch: hidden widths after the memory, for policy and value, or ``{"pi": [...], "vf": [...]}``; None:
-            [64, 64], and none after a convolutional encoder.
+        net_arch: hidden widths after the recurrent layers, for policy and value, or ``{"pi": [...], "vf": [...]}``;
+            None: [64, 64], and none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation, of everything but the memory, with gains √2, 0.01 (policy head) and 1
+        ortho_init: orthogonal initialisation of all but the recurrent layers, with gains √2, 0.01 (policy head) and 1
             (value head).
         learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (7e-4).
         optimizer: callable from parameters to an optimizer; None: as ``use_rms_prop`` says.

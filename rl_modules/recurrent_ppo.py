@@ -13,24 +13,24 @@ class RecurrentPPO(RecurrentMixin, PPO):
     """PPO with an LSTM or a GRU between the observation and the policy, for tasks that need memory.
 
     The objective is :class:`~rl_modules.ppo.PPO`'s clipped one. Minibatches are whole sequences of one environment
-    each, unrolled from the state that the memory had there when the policy acted; the memory starts anew with each
-    episode, and carries over from one rollout to the next. Action masks work as in PPO.
+    each, unrolled from the recurrent state at the time of acting; the state is reset at each episode's start, and
+    carries over from one rollout to the next. Action masks work as in PPO.
 
-    The names and defaults are sb3-contrib's, ``rnn sequence_length burn_in`` are not in it. Departures: sequences have
-    one length and no padding, and are whole in their minibatch; a truncated episode is bootstrapped from its final
-    observation with the memory as it was there.
+    Names and defaults are sb3-contrib's; ``rnn``, ``sequence_length`` and ``burn_in`` are additions. Departures:
+    sequences have equal lengths without padding, and minibatches contain whole sequences; a truncated episode
+    bootstraps from its final observation with the recurrent state at that step.
 
     Args:
         rnn: ``lstm`` or ``gru``.
-        lstm_hidden_size: width of the memory, also of a GRU's.
-        n_lstm_layers: recurrent layers on top of each other.
-        shared_lstm: the critic reads the policy's memory, without gradient into it.
-        enable_critic_lstm: the critic has a memory of its own; without either it reads a linear layer of the
+        lstm_hidden_size: hidden size of the LSTM or GRU.
+        n_lstm_layers: number of recurrent layers.
+        shared_lstm: the critic reads the policy's recurrent state, without gradient.
+        enable_critic_lstm: the critic has its own LSTM or GRU; without both options it reads a linear layer of the
             observation's features.
         sequence_length: steps per sequence, a divisor of the datamodule's ``n_steps``; None: the whole rollout, or as
             much of it as a minibatch holds.
-        burn_in: steps before each sequence that bring its first state up to the current weights, without gradient;
-            0: the state is the one of the policy that acted.
+        burn_in: steps before each sequence to unroll with the current weights, without gradient; 0: use the stored
+            state.
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1].
         clip_range: ε, how far the ratio may move from 1; a number or ``lin_<number>``.
@@ -41,11 +41,11 @@ class RecurrentPPO(RecurrentMixin, PPO):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         target_kl: in nats: stop updating on a rollout once approx_kl exceeds 1.5 × this; None: never.
-        net_arch: hidden widths after the memory, for policy and value, or ``{"pi": [...], "vf": [...]}``; None:
-            [64, 64], and none after a convolutional encoder.
+        net_arch: hidden widths after the recurrent layers, for policy and value, or ``{"pi": [...], "vf": [...]}``;
+            None: [64, 64], and none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation, of everything but the memory, with gains √2, 0.01 (policy head) and 1
+        ortho_init: orthogonal initialisation of all but the recurrent layers, with gains √2, 0.01 (policy head) and 1
             (value head).
         learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 3e-4).
         optimizer: callable from parameters to an optimizer; None: Adam with eps 1e-5.
@@ -94,5 +94,5 @@ class RecurrentPPO(RecurrentMixin, PPO):
         self.check_memory()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """One minibatch of sequences; none once ``target_kl`` is exceeded."""
+        """Returns the loss of one minibatch of sequences; skips the update once ``target_kl`` is exceeded."""
         return self.no_update() if self.kl_exceeded else super().training_step(batch, batch_idx)

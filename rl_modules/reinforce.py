@@ -16,7 +16,7 @@ PSI = ("return", "reward_to_go", "baseline", "advantage")
 
 
 class REINFORCE(ActorCriticModule):
-    """The policy gradient with a choice of what weighs the log-probabilities.
+    """REINFORCE: the policy gradient with a choice of weights of the log-probabilities.
 
     Williams 1992; the choices are those of Schulman et al. 2016, arXiv:1506.02438, eq. 1. Per rollout, one step on
 
@@ -27,23 +27,22 @@ class REINFORCE(ActorCriticModule):
         Ψ_t = G_t - V(s_t)                  "baseline"      less what was to be expected in s_t
         Ψ_t = Σ_k (γλ)^k δ_{t+k}            "advantage"     GAE; the vanilla policy gradient (VPG)
 
-    A rollout has a fixed length and cuts the episodes that are still running. To leave those out would be wrong: it is
-    the long episodes that are cut, so that near the end of a rollout only failures would count. Instead a rollout is a
-    task of its own, that ends when it ends. Where there is no V ("return", "reward_to_go") what lies beyond the
-    rollout or a time limit counts as nothing, and G_0 starts at the episode's first transition *in the rollout*: the
-    gradient is unbiased for the reward earned within the rollout. So let rollouts be long beside 1 / (1 - γ) or the
-    episodes (the datamodule's ``n_steps``). Where there is a V ("baseline", "advantage") it stands for what lies
-    beyond, and rollouts can be short.
+    A rollout has a fixed length and cuts the episodes that are still running. Dropping them would bias the gradient,
+    because long episodes are the ones that are cut, and only failures would remain near the end of a rollout. Instead,
+    a rollout is a finite task of its own. Without V ("return", "reward_to_go") rewards after the rollout or a time
+    limit are ignored, and G_0 starts at the episode's first transition *in the rollout*: the gradient is unbiased for
+    the reward earned within the rollout. Choose the datamodule's ``n_steps`` much larger than 1 / (1 - γ) or than the
+    episodes' length. With V ("baseline", "advantage"), V estimates the later rewards, and rollouts can be short.
 
-    The factor γ^t of the exact gradient of the discounted return is left out, as everywhere in practice.
+    The factor γ^t of the exact gradient of the discounted return is omitted, as is usual in practice.
 
     Args:
-        psi: what weighs log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``.
+        psi: Ψ, the weight of log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``.
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1]; read by ``advantage`` only.
-        normalize_advantage: whiten Ψ over each rollout; its mean is then a baseline, though a constant one.
+        normalize_advantage: whiten Ψ over each rollout; its mean is then a constant baseline.
         ent_coef: weight of the entropy bonus, in units of Ψ per nat; a number or a schedule.
-        vf_coef: weight of the mean squared value error, where there is a V.
+        vf_coef: weight of the mean squared value error, if Ψ needs V.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
@@ -99,16 +98,16 @@ class REINFORCE(ActorCriticModule):
         self.network = self.make_network(critic=self.has_critic)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """Actions, and the state's value where there is one, each [N]."""
+        """Returns actions and, with a critic, the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)
         action = sample_or_mode(policy, generator, deterministic)
         return {"action": action, "value": value} if self.has_critic else {"action": action}
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Weights, and returns where there is a critic; see :class:`~rl_modules.common.contract.Rollout`.
+        """Computes weights and, with a critic, returns; see :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
-            What :meth:`training_step` reads: observation, action, weight, and returns.
+            The fields that :meth:`training_step` reads: observation, action, weight, and returns.
         """
         prepared = {"observation": rollout["observation"], "action": rollout["action"]}
         prepared["weight"] = self.weights(rollout)
@@ -135,7 +134,7 @@ class REINFORCE(ActorCriticModule):
     # ---------------------------------------------------------------- pieces to override
 
     def weights(self, rollout: Rollout) -> Tensor:
-        """Ψ of every transition, [T, N]."""
+        """Returns Ψ of every transition, [T, N]."""
         reward, terminated, truncated = rollout["reward"], rollout["terminated"], rollout["truncated"]
         next_value = rollout["next_value"] if self.has_critic else torch.zeros_like(reward)
         if self.psi == "advantage":
@@ -157,12 +156,12 @@ class REINFORCE(ActorCriticModule):
 
 
 def at_first_transition(x: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
-    """For every transition, what ``x`` is at the first transition of its episode in the rollout.
+    """Returns, for every transition, the value of ``x`` at the first transition of its episode in the rollout.
 
     Args:
         x: [T, N].
         ended: true in an episode's last transition, [T, N].
-        valid: false in rows that only reset, [T, N]; these belong to no episode.
+        valid: false in reset rows, [T, N], which belong to no episode.
 
     Returns:
         [T, N].

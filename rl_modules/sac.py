@@ -26,23 +26,21 @@ class SAC(OffPolicyActorCritic):
         α         -E[log α (log π(ã|s) + target_entropy)],   ã ~ π(·|s)
         policy    E[α log π(ã|s) - min_k Q_k(s, ã)]
 
-    where the critics' target and the policy's loss use α from before its step, and the policy's loss the critics from
-    after theirs. n-step targets (the datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``)
-    change the critics' loss. The names and defaults are Stable-Baselines3's. Departures from it:
-    ``target_update_interval`` counts updates over the whole run, in SB3 within one round; the learning rate changes
-    once per round of experience.
+    where the critics' target and the policy's loss use α before its update, and the policy's loss uses the updated
+    critics. n-step targets (the datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``) change
+    the critics' loss. The names and defaults are Stable-Baselines3's. Departures from it: ``target_update_interval``
+    counts updates over the whole run, in SB3 within one round; the learning rate changes once per round of experience.
 
-    Optimization is manual, which for Lightning means: the Trainer takes no ``gradient_clip_val``, and ``global_step``
-    counts updates, each one step of all parameters.
+    Optimization is manual: the Trainer refuses ``gradient_clip_val``, and ``global_step`` counts updates.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
-        tau: how far an update moves the target critics, in (0, 1].
+        tau: step of the target critics per update, in (0, 1].
         ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
             ``auto_<number>`` to learn it from that number.
-        target_entropy: entropy, in nats, that a learned α holds the policy at; ``auto``: minus the number of action
+        target_entropy: target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action
             dimensions.
-        target_update_interval: updates between two moves of the target critics.
+        target_update_interval: updates between two updates of the target critics.
         n_critics: number of critics; targets and policy loss use the smallest value of them.
         action_noise: added to the policy's samples in training, in units of half the action's range; None: none.
         net_arch: hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none
@@ -158,7 +156,7 @@ class SAC(OffPolicyActorCritic):
     # ---------------------------------------------------------------- pieces to override
 
     def td_target(self, batch: dict[str, Any], noise: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """The regression target of the critics, [B].
+        """Returns the regression target of the critics, [B].
 
         Args:
             batch: what ``prepare`` returned for a minibatch.
@@ -175,7 +173,7 @@ class SAC(OffPolicyActorCritic):
         return 0.5 * super().critic_loss(q[..., 0], target, weight)
 
     def actor_loss(self, q: Tensor, log_prob: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """The policy's loss, a scalar.
+        """Returns the policy's loss, a scalar.
 
         Args:
             q: values of the policy's actions, [K, B, n_outputs].
@@ -185,21 +183,21 @@ class SAC(OffPolicyActorCritic):
         return (ent_coef * log_prob - q[..., 0].amin(0)).mean()
 
     def ent_coef_loss(self, log_ent_coef: Tensor, log_prob: Tensor) -> Tensor:
-        """The loss of log α, a scalar, from the policy's log-densities [B]."""
+        """Returns the loss of log α, a scalar, from the policy's log-densities [B]."""
         return -(log_ent_coef * (log_prob + self.target_entropy)).mean()
 
     def absolute_error(self, q: Tensor, target: Tensor) -> Tensor:
-        """|δ| per transition for prioritised replay, [B]: the mean over critics."""
+        """Returns |δ| per transition for prioritised replay, [B]: the mean over critics."""
         return (q[..., 0] - target).abs().mean(0)
 
     def trainable_parameters(self) -> Sequence[Tensor]:
-        """Policy, critics and log α."""
+        """Returns the parameters of policy, critics and log α."""
         learned = [] if self.log_ent_coef is None else [self.log_ent_coef]
         return [*super().trainable_parameters(), *learned]
 
 
 def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
-    """The first value of α, and whether it is learned.
+    """Returns the initial value of α, and whether it is learned.
 
     Raises:
         UsageError: neither a number ≥ 0 nor ``auto`` nor ``auto_<number>``.

@@ -19,11 +19,11 @@ class SARSA(TabularControl):
         Q(s, a) ← Q(s, a) + α [r + γ Q(s', a') - Q(s, a)],   a' the action that is taken in s'
         Q(s, a) ← Q(s, a) + α [r + γ Σ_a' π(a'|s') Q(s', a') - Q(s, a)]                           with ``expected``
 
-    The last transition of a rollout needs an action that nobody has taken yet: it is drawn before the update and taken
-    first in the next rollout. Where a time limit cuts an episode off, a' is drawn and never taken.
+    The last transition of a rollout needs the first action of the next: it is sampled before the update and executed
+    first in the next rollout. At a truncation a' is sampled but not executed.
 
     Args:
-        expected: bootstrap from the policy's mean instead of one action, which removes that action's variance.
+        expected: bootstrap from the expectation over the policy instead of one action, which reduces variance.
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
             ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
@@ -73,7 +73,7 @@ class SARSA(TabularControl):
         self._next_action = None
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """ε-greedy actions [N]; where the last update bootstrapped from an action of this state, that action."""
+        """Returns ε-greedy actions [N], or the action that the last update bootstrapped from."""
         here, mask = split_mask(observation)
         masks = () if mask is None else (mask,)  # a subclass may know none
         action = self.choose(here, generator, deterministic, *masks)
@@ -99,7 +99,7 @@ class SARSA(TabularControl):
             self._next_action = kept
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """The transitions with ``next_action``, a' of each, [T, N]; -1 where the policy's mean is bootstrapped from."""
+        """Returns the transitions with ``next_action`` (a'), [T, N]; -1 for a bootstrap from the expectation."""
         transitions = super().prepare(rollout)
         rollout = self.read_masks(rollout)
         if self.expected:
@@ -124,7 +124,7 @@ class SARSA(TabularControl):
     # ---------------------------------------------------------------- pieces to override
 
     def next_value(self, state: int, action: int) -> float:
-        """What the update bootstraps from: Q(s', a'), or the policy's mean of it."""
+        """Returns the bootstrap value of the update: Q(s', a'), or its expectation over the policy."""
         return self.expected_value(state) if self.expected else float(self.tables.q[0, state, action])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -23,15 +23,15 @@ from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedu
 class ActionValues(torch.nn.Module):
     """K tables of action values with their counts.
 
-    They stay in main memory, in float64, whatever the module is moved or converted to: entries are read and written one
-    by one, which an accelerator is slow at.
+    They stay in main memory in float64, whatever the module's device and dtype, because accelerators are slow at
+    reading and writing single entries.
 
     Args:
         n_tables: K.
         n_states: S.
         n_actions: A.
-        initial_value: what every entry holds at first, in units of return.
-        masks: remember which actions each state allows, as it was last seen.
+        initial_value: initial value of all entries, in units of return.
+        masks: store the last mask seen in each state.
     """
 
     q: Tensor
@@ -51,7 +51,7 @@ class ActionValues(torch.nn.Module):
 
 
 class TabularControl(ControlModule):
-    """Base of the tabular agents: the table, ε-greedy actions, step sizes, exact evaluation.
+    """Base class of the tabular agents: the table, ε-greedy actions, step sizes, exact evaluation.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -107,10 +107,10 @@ class TabularControl(ControlModule):
         self._model: Any = None
 
     def setup(self, stage: str) -> None:
-        """Refuse what can't work, and read the environment's transition table where it has one.
+        """Checks the settings, and reads the environment's transition table if it has one.
 
         Raises:
-            UsageError: spaces that no table fits, several processes, or episodes that need never end.
+            UsageError: spaces without a finite table, several processes, or episodes without an end.
         """
         self.configure_model()
         if self.trainer.world_size > 1:
@@ -135,7 +135,7 @@ class TabularControl(ControlModule):
         self._generator.set_state(state["_generator"])
 
     def check_spaces(self) -> None:
-        """Refuse spaces without a finite table.
+        """Refuses spaces without a finite table.
 
         Raises:
             UsageError: names the space and the algorithms that fit.
@@ -161,7 +161,7 @@ class TabularControl(ControlModule):
 
     @property
     def tables(self) -> ActionValues:
-        """The tables that :attr:`q` averages; known from ``configure_model`` on."""
+        """The tables that :attr:`q` averages; available after ``configure_model``."""
         return self.network
 
     @property
@@ -170,7 +170,7 @@ class TabularControl(ControlModule):
         return self.tables.q.mean(0)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """ε-greedy actions [N], ties broken at random; deterministic: the first of the best actions."""
+        """Returns ε-greedy actions [N] with ties broken at random; if deterministic, the first of the best actions."""
         state, mask = split_mask(observation)
         masks = () if mask is None else (mask,)  # a subclass may know none
         return {"action": self.choose(state, generator, deterministic, *masks).to(state.device)}
@@ -182,7 +182,9 @@ class TabularControl(ControlModule):
         deterministic: bool = False,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The ε-greedy choice: [N] int64 from states [N]; without ``mask`` [N, A], the state's as it was last seen."""
+        """The ε-greedy choice: [N] int64 from states [N]; without ``mask`` [N, A], with the last mask seen in the
+        state.
+        """
         # NumPy: on a handful of numbers its calls cost a third of torch's.
         q = self.tables.q.numpy()[:, state.cpu().numpy()].mean(0)
         if mask is None and self.tables.allowed is not None:
@@ -201,12 +203,12 @@ class TabularControl(ControlModule):
         return torch.from_numpy(np.where(allowed, u[:, 1:], -1.0).argmax(-1))
 
     def greedy_policy(self) -> Tensor:
-        """π(a|s), [S, A]: what ``predict(..., deterministic=True)`` does."""
+        """Returns π(a|s) of the greedy policy, [S, A], as in ``predict(..., deterministic=True)``."""
         q = self.q if self.tables.allowed is None else self.q.masked_fill(~self.tables.allowed, -torch.inf)
         return torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
 
     def read_masks(self, rollout: Rollout) -> Rollout:
-        """The rollout with plain states, after their masks were remembered."""
+        """Stores the masks and returns the rollout with plain states."""
         if self.tables.allowed is None:
             return rollout
         plain: Any = dict(rollout)
@@ -217,7 +219,7 @@ class TabularControl(ControlModule):
         return plain
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """The transitions as they came, [T, N] each."""
+        """Returns the transitions unchanged, [T, N] each."""
         rollout = self.read_masks(rollout)
         names = ("observation", "action", "reward", "next_observation", "terminated")
         return {name: rollout[name] for name in names}  # type: ignore[literal-required]
@@ -236,17 +238,17 @@ class TabularControl(ControlModule):
         return error
 
     def expected_value(self, state: int) -> float:
-        """Σ_a π(a|s) Q(s, a) under the ε-greedy policy that acts."""
+        """Returns Σ_a π(a|s) Q(s, a) under the ε-greedy policy."""
         q = self.values(state).mean(0)
         return float((1.0 - self.epsilon) * q.max() + self.epsilon * q.mean())
 
     def values(self, state: int) -> np.ndarray:
-        """Q(s, a) of the actions that the state allows, [K, at most A]."""
+        """Returns Q(s, a) of the allowed actions, [K, at most A]."""
         q = self.tables.q.numpy()[:, state]
         return q if self.tables.allowed is None else q[:, self.tables.allowed[state].numpy()]
 
     def finish_step(self, errors: list[float]) -> None:
-        """Count the batch as one step of training, which Lightning does only for optimizers, and log its error."""
+        """Counts the batch as a training step, which Lightning does only for optimizers, and records its error."""
         # ModelCheckpoint and max_steps go by this count.
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
@@ -291,7 +293,7 @@ class TabularControl(ControlModule):
     # ---------------------------------------------------------------- what Lightning asks for
 
     def configure_optimizers(self) -> list:
-        """No optimizer: tables have no gradient."""
+        """Returns no optimizer, because tables have no gradient."""
         return []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -305,7 +307,7 @@ class TabularControl(ControlModule):
 
 
 def rows(batch: dict[str, Tensor], *names: str) -> Iterator[tuple]:
-    """A batch's transitions one by one, as Python numbers."""
+    """Yields a batch's transitions as Python numbers."""
     return zip(*(batch[name].tolist() for name in names), strict=True)
 
 

@@ -16,7 +16,7 @@ from rl_modules.off_policy import OffPolicyActorCritic
 
 
 class TD3(OffPolicyActorCritic):
-    """Twin delayed DDPG: a deterministic policy, twin critics, smoothed targets, a policy that learns more slowly.
+    """Twin delayed DDPG: a deterministic policy with twin critics, target smoothing and delayed policy updates.
 
     Fujimoto et al. 2018, arXiv:1802.09477. Per minibatch of replayed transitions
 
@@ -28,12 +28,11 @@ class TD3(OffPolicyActorCritic):
     critics' loss. The names and defaults are Stable-Baselines3's. Departure from it: the learning rate changes once
     per round of experience.
 
-    Optimization is manual, which for Lightning means: the Trainer takes no ``gradient_clip_val``, and ``global_step``
-    counts updates.
+    Optimization is manual: the Trainer refuses ``gradient_clip_val``, and ``global_step`` counts updates.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
-        tau: how far a move takes the target networks, in (0, 1].
+        tau: step of the target networks per update, in (0, 1].
         policy_delay: updates of the critics per update of the policy and the target networks, ≥ 1.
         target_policy_noise: standard deviation of the noise in the target's action, in units of half its range, ≥ 0.
         target_noise_clip: bound c of that noise, ≥ 0.
@@ -127,7 +126,7 @@ class TD3(OffPolicyActorCritic):
     # ---------------------------------------------------------------- pieces to override
 
     def target_action(self, batch: dict[str, Any]) -> Tensor:
-        """The target policy's actions in s' with clipped noise, [B, A]."""
+        """Returns the target policy's actions in s' with clipped noise, [B, A]."""
         action = self.target_network.policy(batch["next_observation"])
         noise = (self.target_policy_noise * batch["noise"]).clamp(-self.target_noise_clip, self.target_noise_clip)
         return (action + noise).clamp(-1.0, 1.0)
@@ -138,6 +137,6 @@ class TD3(OffPolicyActorCritic):
         return batch["reward"] + batch["discount"] * torch.where(batch["terminated"], 0.0, next_q)
 
     def actor_loss(self, batch: dict[str, Any]) -> Tensor:
-        """The policy's loss, a scalar: minus the first critic's value of its actions."""
+        """Returns the policy's loss, a scalar: minus the first critic's value of its actions."""
         action = self.network.policy(batch["observation"])
         return -self.network.critics(batch["observation"], action, only_first=True, frozen=True).mean()

@@ -14,15 +14,15 @@ from rl_modules.sac import SAC
 
 
 class TQC(SAC):
-    """SAC whose critics predict quantiles of the return, the largest of which the targets leave out.
+    """SAC with critics that predict quantiles of the return and targets that drop the largest ones.
 
     Kuznetsov et al. 2020, arXiv:2005.04269. Each of K critics predicts N quantiles. Of the K·N target quantiles of
-    (s', a'), sorted, the largest K·top_quantiles_to_drop_per_net are dropped; each that is left gives a target
+    (s', a'), sorted, the largest K·top_quantiles_to_drop_per_net are dropped; each remaining quantile gives a target
 
         y_j = r + γ (1 - terminated) (z_j - α log π(a'|s')),
 
     and the critics minimise the quantile Huber loss, the mean over critics, quantiles and targets. The policy maximises
-    the mean of all quantiles. The rest is SAC. The names and defaults are those of Stable-Baselines3's contrib package.
+    the mean of all quantiles. The rest is SAC. Names and defaults are those of sb3-contrib.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -82,7 +82,7 @@ class TQC(SAC):
         self.n_kept = n_critics * (n_quantiles - top_quantiles_to_drop_per_net)
 
     def td_target(self, batch: dict[str, Any], noise: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """The targets of every quantile, [B, n_kept]; arguments as in SAC."""
+        """Returns the targets of every quantile, [B, n_kept]; arguments as in SAC."""
         action, log_prob = self.network.policy.sample(batch["next_observation"], noise)
         quantiles = self.target_network(batch["next_observation"], action)
         kept = quantiles.movedim(0, 1).flatten(1).sort(1).values[:, : self.n_kept]
@@ -90,7 +90,7 @@ class TQC(SAC):
         return batch["reward"][:, None] + batch["discount"][:, None] * value
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """The quantile Huber loss of all critics, a scalar.
+        """Returns the quantile Huber loss of all critics, a scalar.
 
         Args:
             q: predicted quantiles, [K, B, N].
@@ -102,9 +102,11 @@ class TQC(SAC):
         return F.quantile_huber_loss(q.flatten(0, 1), target.repeat(k, 1), weight) / q.shape[-1]
 
     def actor_loss(self, q: Tensor, log_prob: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """The policy's loss, a scalar; its value of an action is the mean of all quantiles."""
+        """Returns the policy's loss, a scalar; the value of an action is the mean of all quantiles."""
         return (ent_coef * log_prob).mean() - q.mean()
 
     def absolute_error(self, q: Tensor, target: Tensor) -> Tensor:
-        """|δ| per transition for prioritised replay, [B]: between the means of predicted and target quantiles."""
+        """Returns |δ| per transition for prioritised replay, [B], between the means of predicted and target
+        quantiles.
+        """
         return (q.mean((0, 2)) - target.mean(1)).abs()

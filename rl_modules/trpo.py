@@ -28,16 +28,16 @@ class TRPO(ActorCriticModule):
         max_θ E[ρ A]   subject to   E[KL(π_old || π)] ≤ target_kl,   ρ = π(a|s) / π_old(a|s)
 
     1. g is the gradient of the surrogate E[ρ A], F the Fisher matrix: the Hessian of the KL at π_old.
-    2. Conjugate gradient solves (F + cg_damping) x = g by products with F alone, each a second backward pass.
-    3. The step √(2 target_kl / xᵀ(F + cg_damping)x) · x reaches the trust region's edge where the KL is quadratic. It
-       is shortened until the KL holds and the surrogate improves, or the old policy is put back.
+    2. Conjugate gradient solves (F + cg_damping) x = g with products with F only, each a second backward pass.
+    3. The step √(2 target_kl / xᵀ(F + cg_damping)x) · x reaches the edge of the trust region for a quadratic KL. The
+    step is shortened until the constraint holds and the surrogate improves; otherwise the old policy is restored.
 
     Then the critic, a network of its own, is fitted to the λ-returns by ``n_critic_updates`` passes of Adam over the
-    rollout in minibatches. The names and defaults are those of Stable-Baselines3's contrib package; departures from
-    it: the KL is KL(π_old || π), the paper's direction, and policy and critic never share an encoder.
+    rollout in minibatches. Names and defaults are those of sb3-contrib; departures from it: the KL is KL(π_old || π),
+    the paper's direction, and policy and critic never share an encoder.
 
-    Optimization is manual, which for Lightning means: the Trainer takes no ``gradient_clip_val``, and ``global_step``
-    counts the critic's steps. The ``batch_size`` here is the critic's; the datamodule hands over whole rollouts.
+    Optimization is manual: the Trainer refuses ``gradient_clip_val``, and ``global_step`` counts the critic's steps.
+    ``batch_size`` is that of the critic; the datamodule yields whole rollouts.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -46,10 +46,10 @@ class TRPO(ActorCriticModule):
             ``total_timesteps``: the policy's steps decay to 0.
         cg_max_steps: iterations of conjugate gradient, ≥ 1.
         cg_damping: added to the Fisher matrix's diagonal, ≥ 0.
-        line_search_shrinking_factor: what a step that fails is multiplied with, in (0, 1).
-        line_search_max_iter: step lengths that are tried, ≥ 1.
+        line_search_shrinking_factor: factor on a rejected step, in (0, 1).
+        line_search_max_iter: maximum number of step lengths, ≥ 1.
         n_critic_updates: passes of the critic over each rollout, ≥ 1.
-        batch_size: transitions per minibatch of the critic; the last one takes what is left.
+        batch_size: transitions per minibatch of the critic; the last one contains the remainder.
         normalize_advantage: whiten the advantages of each rollout.
         net_arch: hidden widths of policy and value network, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and
             none after a convolutional encoder.
@@ -149,10 +149,10 @@ class TRPO(ActorCriticModule):
         return {"action": action, "log_prob": policy.log_prob(action), "value": self.state_value(observation)}
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Advantages and returns of a rollout; its fields are those of :class:`~rl_modules.common.contract.Rollout`.
+        """Computes advantages and returns of a :class:`~rl_modules.common.contract.Rollout`.
 
         Returns:
-            What :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
+            The fields that :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
@@ -169,7 +169,7 @@ class TRPO(ActorCriticModule):
     # ---------------------------------------------------------------- the policy
 
     def update_policy(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """One step of the policy within the trust region, or none.
+        """Takes one step of the policy within the trust region, or none.
 
         Args:
             batch: a whole rollout, flat: observation, action, log_prob, advantage, [B] each.
@@ -198,7 +198,7 @@ class TRPO(ActorCriticModule):
         return {**found, "entropy_loss": -old.entropy().mean()}
 
     def fisher_product(self, kl: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function v ↦ (F + cg_damping) v (the paper's appendix C.1).
+        """Returns the function v ↦ (F + cg_damping) v (the paper's appendix C.1).
 
         Args:
             kl: mean KL(π_old || π) at π = π_old, a scalar with a graph; its Hessian there is the Fisher matrix.
@@ -216,11 +216,11 @@ class TRPO(ActorCriticModule):
     def line_search(
         self, step: Tensor, parameters: Sequence[Tensor], old: Distribution, surrogate: Tensor, batch: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Shorten the step until the KL holds and the surrogate improves; where it never does, take none.
+        """Shortens the step until the constraint holds and the surrogate improves; takes none if this fails.
 
         Args:
             step: full step, one number per parameter.
-            parameters: the policy's, which are changed.
+            parameters: the policy's, changed in place.
             old: π_old in every state of the batch.
             surrogate: E[ρ A] of the old policy.
             batch: as in :meth:`update_policy`.
@@ -247,7 +247,7 @@ class TRPO(ActorCriticModule):
     # ---------------------------------------------------------------- the critic
 
     def update_critic(self, batch: dict[str, Any]) -> Tensor:
-        """Fit the critic to the returns: ``n_critic_updates`` passes in shuffled minibatches.
+        """Fits the critic to the returns in ``n_critic_updates`` passes of shuffled minibatches.
 
         Args:
             batch: a whole rollout, flat: observation, returns, [B] each.
@@ -299,11 +299,11 @@ class TRPO(ActorCriticModule):
         self.record_now(target_kl=self.target_kl)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """Adam at 1e-3 with eps 1e-5, for the critic."""
+        """Returns Adam at 1e-3 with eps 1e-5, for the critic."""
         return self.adam(parameters, lr=1e-3, eps=1e-5)
 
     def trainable_parameters(self) -> Iterable:
-        """The critic's: the policy moves by steps of its own."""
+        """Returns the critic's parameters; the policy is updated separately."""
         return self.value_network.parameters()
 
     def on_train_epoch_end(self) -> None:
@@ -313,7 +313,7 @@ class TRPO(ActorCriticModule):
             scheduler.step()
 
     def over_ranks(self, x: Tensor) -> Tensor:
-        """The mean over the transitions of all processes from each one's own, so that all take the same step."""
+        """Returns the mean over the transitions of all ranks from each rank's mean, so that all take the same step."""
         if self._is_alone:
             return x
         return self.trainer.strategy.reduce(x * self._weight, reduce_op="mean")

@@ -22,29 +22,30 @@ STREAM_STEPS = 1000
 
 
 class InstructionDataModule(LanguageDataModule):
-    """Prompts and completions to imitate, in an endless shuffled stream; one epoch is about one pass over the records.
+    """Demonstrations (prompts and completions) in an endless shuffled stream; one epoch is about one pass over the
+    records.
 
     Records need ``prompt`` and ``completion``, or ``messages``: a conversation of one or several turns, of which the
-    assistant's count in the loss. The prompt of a conversation is what stands before its first assistant turn. Records
-    of a ``text`` alone are learned whole; the prompt of their evaluation is the text's first word. An optimizer step
-    takes ``batch_size`` sequences per rank, however they are padded, packed, or divided into micro-batches.
+    assistant's count in the loss. The messages before the first assistant turn are its prompt. For records with a
+    ``text`` only, all tokens count; their prompt in evaluations is the text's first word. An optimizer step takes
+    ``batch_size`` sequences per rank, however they are padded, packed, or divided into micro-batches.
 
     Args:
         task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
-        completion_only_loss: the completions' tokens count in the loss (of a conversation the assistant turns, told by
-            the chat template's ``{% generation %}`` blocks, or without them by rendering turn after turn); False: all.
-        packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest. A model
-            that does not keep them apart, as a check of its first batch finds, gets them padded.
-        group_by_length: sequences of similar length come in the same step (50 steps' sequences are sorted, and their
-            steps shuffled). Less padding, but steps that see one kind of record each may learn much worse, while
-            ``packing`` avoids padding and leaves the steps as they are.
-        max_length: most tokens of prompt and completion together; None: what the model takes. ``overlong`` says what
-            becomes of longer ones.
-        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
-            arguments of :class:`~datamodules.language.base.LanguageDataModule`.
+        completion_only_loss: count only completion tokens in the loss. In a conversation these are the assistant's
+            turns, marked by the chat template's ``{% generation %}`` blocks or found by rendering turn by turn. False:
+            count all tokens.
+        packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest. If a check
+            of the first batch finds that the model mixes packed sequences, they are padded instead.
+        group_by_length: group sequences of similar length into steps (the sequences of 50 steps are sorted, and the
+            steps shuffled). This saves padding but may hurt learning, because steps become homogeneous; ``packing``
+            saves padding without changing the steps.
+        max_length: maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong``
+            selects what happens to longer ones. **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``,
+            ``eval_steps``, ``seed`` and the other arguments of :class:`~datamodules.language.base.LanguageDataModule`.
 
     Raises:
-        UsageError: an argument or a record that can't be used, in one sentence.
+        UsageError: an invalid argument or record.
     """
 
     kind = "demonstrations"
@@ -87,7 +88,7 @@ class InstructionDataModule(LanguageDataModule):
             self._bucket = (-1, [])
 
     def encode(self, records: list[Record]) -> list[Record]:
-        """Add the token ids of prompts and, where there are demonstrations, of completions with their EOS."""
+        """Adds the token ids of prompts and, for demonstrations, of completions with their EOS."""
         records = super().encode(records)
         for i, record in enumerate(records):
             if "conversation" in record:
@@ -116,9 +117,10 @@ class InstructionDataModule(LanguageDataModule):
         return [records[i] for i in kept]
 
     def reshape(self, row: Record, place: str) -> Record:
-        """A row with ``messages``, or with a list of messages as its completion, as a conversation with its prompt.
+        """Converts a row with ``messages``, or with a list of messages as completion, into a conversation with its
+        prompt.
 
-        A row with ``text`` and neither of them has the text's first word as its prompt.
+        The prompt of a row with only ``text`` is the text's first word.
         """
         text = row.get("text")
         if isinstance(text, str) and text.strip() and all(row.get(k) is None for k in ("prompt", "messages")):
@@ -248,12 +250,13 @@ class InstructionDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- evaluation
 
     def evaluation(self) -> LazyLoader:
-        """Completions of held-out prompts, then batches of the held-out demonstrations."""
+        """Yields batches of held-out prompts, then batches of held-out demonstrations."""
         written, shown = self.held_out_completions(), self.held_out_demonstrations()
         return LazyLoader(len(written) + len(shown), lambda: chain(written, shown))
 
     def held_out_demonstrations(self) -> LazyLoader:
-        """This rank's share of the held-out demonstrations as batches with the fields of :meth:`Sequences.batch`.
+        """Yields this rank's share of the held-out demonstrations as batches with the fields of
+        :meth:`Sequences.batch`.
 
         Every rank has as many. Empty where the held-out records have no completions.
         """
@@ -273,7 +276,7 @@ class InstructionDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: everything else follows from the seed."""
+        """Returns the position in the stream; everything else follows from the seed."""
         return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
                 "ranks": self._world_size}  # fmt: skip
 
@@ -281,7 +284,7 @@ class InstructionDataModule(LanguageDataModule):
         """The inverse of :meth:`state_dict`.
 
         Raises:
-            UsageError: the checkpoint's steps were cut differently.
+            UsageError: the checkpoint's steps have another size.
         """
         if self.trainer is None or self.trainer.state.fn != "fit":
             return

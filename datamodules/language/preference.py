@@ -19,14 +19,14 @@ from rl_modules.common.errors import UsageError
 
 
 class PreferenceDataModule(LanguageDataModule):
-    """Preferences from a file, a dataset, or a task that synthesises them: pairs of answers, or answers one by one.
+    """Preferences from a file, a dataset, or a task that generates them: pairs of answers, or single judged answers.
 
-    A record has ``prompt``, ``chosen``, ``rejected`` and perhaps a ``margin`` in units of reward. Without ``prompt``,
-    it is what both answers begin with. Answers are texts or lists of chat messages. For a module that learns from
-    single answers (its attribute ``unpaired`` is true, as :class:`~rl_modules.KTO`'s), a record may instead have
-    ``prompt``, ``completion`` and ``label``, true where the answer is good; pairs become two such records, and
-    "pairs" below are answers. One epoch is one pass over the
-    pairs; what does not fill an optimizer step waits for another pass.
+    A record has ``prompt``, ``chosen``, ``rejected`` and optionally a ``margin`` in units of reward. Without
+    ``prompt``, the common beginning of both answers is the prompt. Answers are texts or lists of chat messages. For a
+    module that learns from single answers (its attribute ``unpaired`` is true, as :class:`~rl_modules.KTO`'s), a record
+    may instead have ``prompt``, ``completion`` and ``label``, true where the answer is good; pairs become two such
+    records, and "pairs" below are answers. One epoch is one pass over the pairs; the next pass uses pairs that did not
+    fill an optimizer step.
 
     Args:
         task: a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``.
@@ -37,28 +37,28 @@ class PreferenceDataModule(LanguageDataModule):
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
         eval_split: split to evaluate on, or a part of it.
-        columns: record's column from the source's, ``{chosen: better}``, or from a template of several; None: as they
-            are called.
+        columns: source column of each record column, as ``{chosen: better}``, or a template of several; None: same
+            names.
         system_prompt: first message of every conversation without a system message of its own, for models with a chat
             template.
         chat_template: render prompts with the tokenizer's chat template; None: where it has one.
         chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
             column of that name wins.
-        max_length: most tokens of a prompt, answer and EOS together; None: what the model takes.
+        max_length: maximum number of tokens of prompt, answer and EOS together; None: the model's limit.
         overlong: what to do with pairs that are longer: ``error``, or ``drop`` with a printed count.
         n_train: training pairs; None: all (a task makes 10,000).
         n_eval: held-out pairs per evaluation, over all ranks; 0: none.
         batch_size: pairs per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
-        packing: put prompt, chosen and rejected answer one after the other and several pairs into a row: prompts are
-            read once and little is padded, while scores and steps stay the same. Its mask takes memory of the square
-            of a row's width, which is that of the longest pair. None: where the model can; False: one row per answer.
+        packing: concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are
+            computed once and little is padded; scores and steps do not change. The mask's memory grows with the square
+            of the longest pair. None: if the model supports it; False: one row per answer.
         demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a reward
             model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
         n_demonstrations: how many of them are scored; ≥ 1.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_batch_size: held-out pairs that are scored together.
-        seed: the source of every stream of randomness: tasks, order, new weights.
+        seed: source of all random streams: tasks, order, new weights.
 
     Raises:
         UsageError: an argument or a record that can't be used, in one sentence.
@@ -157,7 +157,9 @@ class PreferenceDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- records and tokens
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Any form of a preference as ``prompt`` and two texts, or ``completion`` and ``label``; values are checked."""
+        """Converts any form of a preference to ``prompt`` and two texts, or ``completion`` and ``label``; checks the
+        values.
+        """
         if self.unpaired:
             return as_judgement(row, place)
         if row.get("label") is not None and row.get("completion") is not None and row.get("chosen") is None:
@@ -166,7 +168,9 @@ class PreferenceDataModule(LanguageDataModule):
         return as_preference(row, place)
 
     def encode(self, records: list[Record]) -> list[Record]:
-        """Add both sequences as token ids; pairs that are too long are refused or dropped, equal ones dropped."""
+        """Adds both sequences as token ids; refuses or drops pairs that are too long, and drops pairs of equal
+        answers.
+        """
         if self.unpaired:
             return encode_judgements(self, records, self._limit)
         prompts = self.encode_prompts([record["prompt"] for record in records], records)
@@ -231,7 +235,7 @@ class PreferenceDataModule(LanguageDataModule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over the pairs; 1 where they do not fill one."""
+        """Number of optimizer steps in one pass over the pairs, at least 1."""
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))
 
     def train_dataloader(self) -> LazyLoader:
@@ -277,10 +281,10 @@ class PreferenceDataModule(LanguageDataModule):
         ]
 
     def pairs_of_step(self, number: int) -> Tensor:
-        """The training pairs of an optimizer step on all ranks together, [batch_size · ranks].
+        """Returns the training pairs of an optimizer step over all ranks, [batch_size · ranks].
 
         Args:
-            number: of the step since the run began; what it holds depends on this, the seed and the records alone.
+            number: of the step since the start of the run; the pairs depend only on it, the seed and the records.
         """
         size, n = self.batch_size * self._world_size, len(self.train_records)
         epoch, place = divmod(number, self.steps_per_epoch)
@@ -291,11 +295,11 @@ class PreferenceDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- evaluation
 
     def evaluation(self) -> LazyLoader:
-        """Held-out pairs, from the shortest to the longest; each rank has its share."""
+        """Yields this rank's share of the held-out pairs, from the shortest to the longest."""
         return self._held_out(self.eval_pairs.longest.argsort(stable=True))
 
     def predict_dataloader(self) -> LazyLoader:
-        """Held-out pairs in the order of their source, each batch with its ``texts``."""
+        """Yields held-out pairs in the order of their source, each batch with its ``texts``."""
         return self._held_out(torch.arange(len(self.eval_pairs)), texts=True)
 
     def _held_out(self, order: Tensor, texts: bool = False) -> LazyLoader:
@@ -317,7 +321,8 @@ class PreferenceDataModule(LanguageDataModule):
         return LazyLoader(len(parts), play)
 
     def demonstrations(self) -> LazyLoader:
-        """Batches of ``tokens`` [b, T], ``length`` [b] and ``weight`` [b]: this rank's share of the demonstrations.
+        """Yields this rank's share of the demonstrations in batches of ``tokens`` [b, T], ``length`` [b] and ``weight``
+        [b].
 
         Every rank has as many; the last ones' weight may be 0.
         """
@@ -335,7 +340,7 @@ class PreferenceDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of pairs stands: everything else follows from the seed."""
+        """Returns the position in the stream of pairs; everything else follows from the seed."""
         return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
                 "ranks": self._world_size, "pairs": len(self.train_records)}  # fmt: skip
 
@@ -343,7 +348,7 @@ class PreferenceDataModule(LanguageDataModule):
         """The inverse of :meth:`state_dict`.
 
         Raises:
-            UsageError: the checkpoint's steps were cut differently, or from other pairs.
+            UsageError: the checkpoint's steps have another size, or other pairs.
         """
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
@@ -363,11 +368,11 @@ def as_pairs(records: list[Record]) -> Pairs:
 
 
 def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -> Batch:
-    """Some pairs as one batch.
+    """Collates pairs into one batch.
 
     Args:
         pairs: the records' tokens.
-        records: pairs, perhaps with ``margin`` and ``probability``.
+        records: pairs, optionally with ``margin`` and ``probability``.
         index: which ones, [b].
         packing: see :meth:`~datamodules.language.pairs.Pairs.batch`.
 
@@ -389,7 +394,7 @@ def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -
 
 
 def padded(sequences: list[Tensor]) -> dict[str, Tensor]:
-    """``tokens`` [b, T] with zeros after each end, where nothing reads them, and ``length`` [b]."""
+    """Returns ``tokens`` [b, T], padded with zeros after each end, and ``length`` [b]."""
     return {
         "tokens": pad_sequence(sequences, batch_first=True).long(),
         "length": torch.tensor([len(ids) for ids in sequences]),

@@ -21,9 +21,9 @@ from rl_modules.language.sampling.protocol import replaced
 
 
 class PromptDataModule(LanguageDataModule):
-    """Prompts to which the model in training writes completions; one epoch is one generation.
+    """Prompts for which the model in training generates completions; one epoch is one generation.
 
-    Per epoch ``batch_size · steps_per_generation`` completions are written and judged, then handed out
+    Per epoch ``batch_size · steps_per_generation`` completions are generated and scored, then yielded
     ``num_iterations`` times in ``steps_per_generation`` optimizer steps, each time in a new order.
 
     Args:
@@ -31,10 +31,10 @@ class PromptDataModule(LanguageDataModule):
         num_generations: G, completions per prompt: the group of GRPO; 1 for RLHF with PPO.
         steps_per_generation: optimizer steps over which one generation is spread.
         num_iterations: passes over each generation.
-        dynamic_sampling: rounds of further prompts that take the place of groups whose rewards are all equal
-            (DAPO, arXiv:2503.14476); what is missing after them is filled with such groups. 0: none are replaced.
-        async_generations: k, generations that are written while earlier ones train, with weights at most k generations
-            old; needs ``model.sampler: vllm_server``. 0: each is written by the weights that it trains.
+        dynamic_sampling: maximum number of rounds in which new prompts replace groups with equal rewards (DAPO,
+            arXiv:2503.14476); afterwards such groups fill the remaining places. 0: no replacement.
+        async_generations: k, number of generations that are generated during training, with weights at most k
+            generations old; needs ``model.sampler: vllm_server``. 0: every generation uses the current weights.
         ptx_batch_size: demonstrations per optimizer step and rank, for PPO-ptx; 0: none.
         ptx_path: JSONL file of them, with prompt and completion; None: the task's or source's own.
         **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
@@ -371,7 +371,7 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of prompts stands, and the generation where it is half used; of every rank."""
+        """Returns the position in the stream of prompts and the partly used generation, of every rank."""
         own = {
             "position": self._position,
             "shuffler": self._shuffler.get_state(),
@@ -396,7 +396,7 @@ class PromptDataModule(LanguageDataModule):
         """The inverse of :meth:`state_dict`.
 
         Raises:
-            UsageError: the checkpoint is of another number of ranks.
+            UsageError: the checkpoint has another number of ranks.
         """
         if self.trainer is None or self.trainer.state.fn != "fit":
             return

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # Dynamic programming
 #
-# If the environment is known, nothing has to be learned: the values follow from equations. The best action values obey
-# Bellman's optimality equation,
+# In a known environment the values follow from equations, and nothing has to be learned. The optimal action values
+# satisfy Bellman's optimality equation,
 #
 # ```
 # Q*(s, a) = r(s, a) + γ Σ_s' P(s'|s, a) max_a' Q*(s', a')
 # ```
 #
-# and those of a given policy π
+# and the values of a given policy π satisfy
 #
 # ```
 # V(s) = Σ_a π(a|s) [ r(s, a) + γ Σ_s' P(s'|s, a) V(s') ]
@@ -30,7 +30,7 @@ model = transition_model(gym.make("Maze-v0"))
 print("states", model.states, "actions", model.reward.shape[1], "P", tuple(model.transition.shape))
 
 # %% [markdown]
-# A policy that walks at random, and the best one:
+# This cell evaluates a random policy and the optimal one:
 
 # %%
 gamma = 0.9
@@ -52,4 +52,4 @@ print("largest residual", float((backup - q_star).abs().max()))
 show(draw_values(q_star[: model.states], model, ("V* and the best actions",)))
 
 # %% [markdown]
-# Everything that follows on this ladder finds such values, or a policy, *without* knowing P.
+# All later pages of the ladder find such values, or a policy, *without* knowing P.

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Monte Carlo control
 #
-# Without P, the value of an action is estimated from what followed it in whole episodes:
+# If P is unknown, Monte Carlo control estimates the value of an action from the returns of whole episodes:
 #
 # ```
 # G_t = r_t + γ G_{t+1}            Q(s, a) ← Q(s, a) + α [ G_t - Q(s, a) ]
 # ```
 #
-# `functional.discounted_returns` computes G. Actions are ε-greedy, and ε falls.
+# `functional.discounted_returns` computes G. Actions are ε-greedy, and ε decays.
 
 # %%
 import torch
@@ -39,5 +39,5 @@ plot({"greedy policy": curves}, "eval/true_return", "transitions", "exact expect
 show(draw_values(agent.q, model, ("Q after 6,000 transitions",)))
 
 # %% [markdown]
-# The values are those of the ε-greedy behaviour, which now and then takes a wrong step; hence they lie below V*. The
-# greedy policy is optimal all the same.
+# The values are those of the ε-greedy policy, which sometimes takes a random step, so they are below V*. The greedy
+# policy is nevertheless optimal.

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # SARSA
 #
-# Monte Carlo waits for the end of the episode. SARSA puts its own estimate of the next step in the place of the rest:
+# Monte Carlo waits for the end of the episode. SARSA replaces the later rewards by its own estimate of the next state's
+# value:
 #
 # ```
 # Q(s, a) ← Q(s, a) + α [ r + γ (1 - terminated) Q(s', a') - Q(s, a) ]
 # ```
 #
-# The target is a one-step return, `functional.n_step_returns(..., n=1)`, with Q of the action that is taken next.
+# The target is a one-step return, `functional.n_step_returns(..., n=1)`, with Q of the next action.
 
 # %%
 import torch
@@ -24,8 +25,8 @@ no = torch.zeros(1, 1, dtype=torch.bool)
 print(F.n_step_returns(torch.tensor([[-1.0]]), torch.tensor([[-5.0]]), no, no, gamma=1.0, n=1))
 
 # %% [markdown]
-# CliffWalking: -1 for each step, -100 for a step off the cliff. SARSA evaluates the ε-greedy policy that it follows, so
-# it learns to keep away from the edge.
+# In CliffWalking each step costs 1, and a step off the cliff costs 100. SARSA evaluates its own ε-greedy policy, so it
+# learns to keep away from the edge.
 
 # %%
 data = RolloutDataModule(

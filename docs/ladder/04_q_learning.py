@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Q-learning
 #
-# SARSA learns the value of what it does. Q-learning learns the value of what would be best, whatever it does:
+# SARSA learns the value of its own policy. Q-learning learns the value of the optimal policy, whatever policy acts:
 #
 # ```
 # Q(s, a) ← Q(s, a) + α [ r + γ (1 - terminated) max_a' Q(s', a') - Q(s, a) ]
 # ```
 #
-# The target is `functional.dqn_target`, which a later rung takes to networks unchanged.
+# `functional.dqn_target` computes the target; DQN uses the same function with networks.
 
 # %%
 import torch
@@ -44,13 +44,13 @@ model = transition_model(make_env("CliffWalking-v1", {"max_episode_steps": 200})
 show(draw_values(agent.q, model, ("Q-learning: along the edge",)))
 
 # %% [markdown]
-# Q-learning's greedy policy is the shortest path, along the edge. While it explores it falls off more often than SARSA
+# Q-learning's greedy policy is the shortest path, along the edge. During exploration it falls off more often than SARSA
 # (Sutton & Barto 2018, example 6.6).
 
 # %%
 plot(curves, "eval/true_return", "transitions", "greedy policy, exact", model.optimal_return())
 
 # %% [markdown]
-# SARSA's greedy policy takes the longer, safer way. With a constant step size of 0.5 its table keeps changing: a
-# single fall can turn the greedy policy into one that does not arrive, as at the end here.
-# `sarsa/cliffwalking_decay.yaml` lets step size and ε decay.
+# SARSA's greedy policy takes the longer, safer way. With a constant step size of 0.5 the table keeps changing: after a
+# single fall the greedy policy may no longer reach the goal, as at the end of this run. `sarsa/cliffwalking_decay.yaml`
+# decays step size and ε.

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # DQN
 #
-# A table has no entry for a state that was never seen. A network generalises. Two additions keep it stable: a buffer of
-# past transitions, and a target network that is copied now and then (Mnih et al. 2015):
+# A table has no entry for an unseen state, whereas a network generalises. Two additions stabilise its training: a
+# buffer of past transitions, and a target network that is copied at intervals (Mnih et al. 2015):
 #
 # ```
 # y = r + γ (1 - terminated) max_a' Q_target(s', a')          L = Huber(Q(s, a) - y)
 # ```
 #
-# `functional.dqn_target` and `functional.td_loss`. With `double=True` the online network chooses a', the target network
-# judges it.
+# `functional.dqn_target` computes y, and `functional.td_loss` computes L. With `double=True` the online network selects
+# a', and the target network evaluates it.
 
 # %%
 import torch

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # REINFORCE
 #
-# Until here a policy followed from values. REINFORCE improves the policy itself: make likelier what was followed by a
-# high return (Williams 1992),
+# The previous algorithms derive a policy from values. REINFORCE optimizes the policy itself: it makes actions with a
+# high return likelier (Williams 1992):
 #
 # ```
 # L = -mean_t log π(a_t|s_t) G_t
 # ```
 #
-# `functional.policy_gradient_loss`. Its gradient is an estimate of the gradient of the expected return.
+# `functional.policy_gradient_loss` computes L, whose gradient estimates the gradient of the expected return.
 
 # %%
 import torch
@@ -24,8 +24,8 @@ print("gradient per log-probability", log_prob.grad)
 
 
 # %% [markdown]
-# The return of the whole episode as weight, and the reward-to-go: rewards before an action say nothing about it, so
-# leaving them out lowers the variance.
+# This cell compares two weights: the return of the whole episode, and the reward-to-go. An action does not change
+# earlier rewards, so omitting them lowers the variance.
 
 
 # %%
@@ -44,4 +44,4 @@ plot(curves, "rollout/ep_rew_mean", "transitions", "mean return of training", be
 
 # %% [markdown]
 # The two hardly differ here: the weights are normalised over the rollout, and in CartPole each step's reward is 1. A2C
-# lowers the variance further, by a critic.
+# lowers the variance further with a critic.

@@ -1,15 +1,16 @@
 # %% [markdown]
 # # A2C
 #
-# A critic V(s) says what was to be expected. The advantage is what came beyond that,
+# A critic V(s) estimates the expected return. The advantage is the difference between the actual and the expected
+# return:
 #
 # ```
 # A_t = Σ_k (γλ)^k δ_{t+k},    δ_t = r_t + γ (1 - terminated) V(s_{t+1}) - V(s_t)
 # L = -mean log π(a|s) A + c_v (V(s) - R)² - c_e entropy
 # ```
 #
-# `functional.gae`, `functional.policy_gradient_loss`, `functional.value_loss`. With a critic five steps are enough
-# for an update; no episode has to end.
+# `functional.gae`, `functional.policy_gradient_loss` and `functional.value_loss` compute them. With a critic, five
+# steps suffice for an update, without waiting for the end of an episode.
 
 # %%
 import torch

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # TRPO
 #
-# A gradient says in which direction, not how far. TRPO takes the largest step that keeps the new policy close to the
-# old one (Schulman et al. 2015):
+# A gradient gives the direction of a step, but not its length. TRPO takes the largest step that keeps the new policy
+# close to the old one (Schulman et al. 2015):
 #
 # ```
 # maximize  mean ρ A    subject to  mean KL(π_old || π) ≤ δ,         ρ = π(a|s) / π_old(a|s)
 # step = sqrt(2δ / xᵀHx) x,   H x = g,   H the Fisher matrix, g the gradient
 # ```
 #
-# `functional.conjugate_gradient` solves H x = g with products H v alone; a line search then shortens the step until the
+# `functional.conjugate_gradient` solves H x = g with products H v only; a line search then shortens the step until the
 # constraint holds.
 
 # %%

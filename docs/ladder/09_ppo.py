@@ -1,13 +1,15 @@
 # %% [markdown]
 # # PPO
 #
-# PPO gets the same effect from a plain loss: no gain from moving the ratio beyond 1 ± ε (Schulman et al. 2017),
+# PPO reaches the same effect with a plain loss, which does not improve further once the ratio is beyond 1 ± ε (Schulman
+# et al. 2017):
 #
 # ```
 # L = -mean min( ρ A, clip(ρ, 1-ε, 1+ε) A )
 # ```
 #
-# `functional.ppo_clip_loss`. The loss has a gradient where the ratio is inside the range, or outside on the wrong side:
+# `functional.ppo_clip_loss` computes L. The loss has a gradient if the ratio is inside the range, or outside on the
+# side that lowers the objective:
 
 # %%
 import matplotlib.pyplot as plt

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # Reward model
 #
-# Where nobody can write the reward down, people can compare. Bradley and Terry's model says how comparisons come about,
+# If a reward is hard to define, people can still compare two answers. The Bradley-Terry model gives the probability of
+# a comparison:
 #
 # ```
 # P(chosen beats rejected) = σ(r_c - r_r)            L = -mean log σ(r_c - r_r)
 # ```
 #
-# `functional.bradley_terry_loss`. In its smallest form the texts are three players with a strength each, and the exact
-# solution is known (Zermelo 1929):
+# `functional.bradley_terry_loss` computes L. In a minimal example three players with one strength each replace the
+# texts, and the exact solution is known (Zermelo 1929):
 
 # %%
 import torch
@@ -25,8 +26,9 @@ for player, a, b in zip(PLAYERS, fitted.tolist(), exact.tolist(), strict=True):
     print(f"{player}  gradient descent {a:+.6f}   exact {b:+.6f}")
 
 # %% [markdown]
-# The same loss trains a language model with a linear head on comparisons of paths in a graph it never sees. A tiny one,
-# for a few seconds; [the real run](../language/reward_model.md) reaches .881 of the best possible .886.
+# The same loss trains a language model with a linear head on comparisons of paths in a hidden graph. This cell trains a
+# tiny model for a few seconds; [the full run](../language/reward_model.md) reaches an accuracy of .881, where .886 is
+# the best possible.
 
 # %%
 config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -1,15 +1,16 @@
 # %% [markdown]
 # # RLHF
 #
-# The reward model takes the environment's place. A policy writes, the model scores, PPO improves the policy, and a
-# price on leaving the reference keeps it from exploiting the model's errors (Ziegler et al. 2019; Ouyang et al.
-# 2022):
+# In RLHF a reward model replaces the environment. The policy generates answers, the reward model scores them, and PPO
+# improves the policy. A KL penalty to a reference policy limits the exploitation of the reward model's errors (Ziegler
+# et al. 2019; Ouyang et al. 2022):
 #
 # ```
 # r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last token] score
 # ```
 #
-# `functional.rlhf_rewards`; advantages by `functional.gae`, the loss by `functional.ppo_clip_loss`.
+# `functional.rlhf_rewards` computes these rewards, `functional.gae` the advantages, and `functional.ppo_clip_loss` the
+# loss.
 
 # %%
 import tempfile
@@ -27,7 +28,8 @@ log_prob, reference = torch.full((1, 3), -1.0), torch.full((1, 3), -1.5)
 print(F.rlhf_rewards(torch.tensor([2.0]), log_prob, reference, mask, beta=0.1))
 
 # %% [markdown]
-# Three stages of a few seconds each: demonstrations of walks in a hidden graph, a reward model of comparisons, PPO.
+# This cell runs three stages of a few seconds each: supervised fine-tuning on walks in a hidden graph, a reward model,
+# and PPO.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -55,4 +57,4 @@ plot({"the reward model's score": curves}, "objective/scores", "optimizer steps"
 plot({"KL to the reference": curves}, "objective/kl", "optimizer steps", "nats per completion")
 
 # %% [markdown]
-# [The pipeline](../language/rlhf.md) does this at full length and compares with the true optimum.
+# [The pipeline](../language/rlhf.md) runs the stages at full length and compares them with the true optimum.

@@ -1,14 +1,16 @@
 # %% [markdown]
 # # GRPO
 #
-# The critic goes, too. Of G answers to one question, the others say what was to be expected (Shao et al. 2024):
+# GRPO also removes the critic. The mean reward of G answers to the same question replaces its estimate (Shao et al.
+# 2024):
 #
 # ```
 # A_i = (r_i - mean of the group) / (std of the group + 1e-4)
 # L = Σ over tokens of -min( ρ_t A, clip(ρ_t, 1-ε, 1+ε_high) A ), divided as loss_type says
 # ```
 #
-# `functional.group_advantages` and `functional.grpo_loss`. The reward can be a program that checks the answer.
+# `functional.group_advantages` and `functional.grpo_loss` compute them. The reward can be a program that checks the
+# answer.
 
 # %%
 import tempfile
@@ -25,8 +27,8 @@ reward = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
 print(F.group_advantages(reward, num_generations=4))
 
 # %% [markdown]
-# The second group has no spread: it teaches nothing. Sums of one digit: a few demonstrations first, so that some
-# answers are right, then the reward alone.
+# The second group has equal rewards and therefore advantages of 0. The next cell learns sums of one digit, first from a
+# few demonstrations, so that some answers are right, then from the reward only.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -49,5 +51,5 @@ plot({"GRPO": curves}, "reward", "optimizer steps", "share of right answers, sam
 plot({"GRPO": curves}, "frac_reward_zero_std", "optimizer steps", "share of groups that teach nothing")
 
 # %% [markdown]
-# That is the top of the ladder. The same class and the same file run on real checkpoints: [GRPO](../language/grpo.md),
-# [R1's pipeline](../language/r1.md).
+# This is the last page of the ladder. The same class and the same file run on pretrained checkpoints:
+# [GRPO](../language/grpo.md), [R1's pipeline](../language/r1.md).

@@ -29,17 +29,18 @@ FIRST_AFTER_S = 4.0
 
 
 class Checkpoints(ModelCheckpoint):
-    """Writes ``best.ckpt`` by evaluation and ``last.ckpt`` by the clock, into ``checkpoints`` in the run's folder.
+    """Writes ``best.ckpt`` after the best evaluation and ``last.ckpt`` at intervals, into ``checkpoints`` in the run's
+    folder.
 
     ``last.ckpt`` is written between two batches, after an optimizer step, and again at the end. Ctrl-C and SIGTERM
     write it at the next such moment and stop the run. The checkpoint before it stays as ``previous.ckpt``. Writing
-    takes at most a twentieth of the run's time, so that a replay buffer of gigabytes is written less often. A full disk
-    costs the checkpoint, not the run. A NaN loss or gradient stops the run before a checkpoint stores it
-    (:class:`recipes.callbacks.FiniteCheck`).
+    takes at most a twentieth of the run's time, so that a replay buffer of gigabytes is written less often. If the disk
+    is full, the run continues without a new checkpoint. A NaN loss or gradient stops the run before a checkpoint stores
+    it (:class:`recipes.callbacks.FiniteCheck`).
 
     Args:
-        monitor: metric whose best value ``best.ckpt`` has; None: the algorithm's own.
-        mode: ``max`` or ``min``; read where ``monitor`` is given.
+        monitor: metric that selects ``best.ckpt``; None: the algorithm's own.
+        mode: ``max`` or ``min``; used with ``monitor`` only.
         interval_s: least seconds of training between two writes of ``last.ckpt``. The first pauses are shorter, so that
             a short run can be resumed too.
         max_share: largest share of the time that writing ``last.ckpt`` may take, in (0, 1]; the pause after a long
@@ -153,7 +154,7 @@ class Checkpoints(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks the batch. A checkpoint written here would miss what the other hooks of this batch still do."""
+        """Checks the batch. Writes no checkpoint, because other hooks of this batch have yet to run."""
         if self._finite is not None:
             self._finite.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -273,7 +274,7 @@ def _position(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def require_metric(monitor: str, module: Any) -> None:
-    """Refuses a metric that an algorithm of this project never logs; a user's own class may log any.
+    """Refuses a metric that the algorithm never logs; custom classes may log any.
 
     Raises:
         UsageError: names the metrics that it evaluates.

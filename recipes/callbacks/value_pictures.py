@@ -15,7 +15,7 @@ from recipes.grid_pictures import draw_values
 class ValuePictures(Callback):
     """Writes ``values_before.png`` and ``values_after.png`` into the run's folder, and both to TensorBoard.
 
-    For tabular agents on grid worlds (Maze, FrozenLake, CliffWalking). Elsewhere it warns and draws nothing.
+    It supports tabular agents on grid worlds (Maze, FrozenLake, CliffWalking), and warns otherwise.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -8,7 +8,7 @@ import sys
 from recipes import configs
 from recipes.callbacks.signals import Stopped
 from recipes.cli import completion, config_files, information
-from recipes.cli.help_text import HELP
+from recipes.cli.help_text import COMMAND_HELP, HELP
 from recipes.cli.options import refuse_keys
 from recipes.cli.terminal import quiet, show
 from recipes.cli.user_modules import add_working_directory
@@ -68,6 +68,8 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
     command, rest = (args[0], args[1:]) if args else ("--help", [])
     if command in ("--help", "-h", "help"):
         show(HELP)
+    elif command in COMMAND_HELP and {"-h", "--help"} & set(rest):
+        show(COMMAND_HELP[command])
     elif command == "list":
         show(information.listing(rest))
     elif command in ("--version", "-V", "version"):

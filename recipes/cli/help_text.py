@@ -1,4 +1,4 @@
-"""The text that ``rl --help`` prints."""
+"""The texts that ``rl --help`` and ``rl COMMAND --help`` print."""
 
 HELP = """\
 usage: rl <command> [options]
@@ -8,18 +8,18 @@ Reinforcement learning on PyTorch Lightning.
 commands:
   fit        train:                 rl fit --config ppo/cartpole.yaml
   validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
-  test       evaluate on other seeds and more episodes
+  test       evaluate a checkpoint on other seeds and more episodes
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
              (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
   export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
   replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
-  verify     recompute a run from a checkpoint to the next and compare: rl verify logs/PPO-CartPole-v1/version_0
-  serve      write completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
+  verify     recompute the last part of a run and compare: rl verify logs/PPO-CartPole-v1/version_0
+  serve      generate completions for runs with --model.sampler vllm_server: rl serve --engine vllm --port 8000
   list       list the installed configs with their one-line descriptions: rl list, rl list cartpole
   copy       copy a config to edit: rl copy ppo/cartpole.yaml mine.yaml
-  doctor     versions, device, and how to install what is missing
-  completion bash|zsh: completion for the shell: eval "$(rl completion bash)"
+  doctor     print versions, the device, and the commands that install missing extras
+  completion print a completion script for bash or zsh: eval "$(rl completion bash)"
 
 options of fit, validate, test, predict and record:
   --config NAME            a YAML file, or the name of an installed config; repeated, later files override earlier ones
@@ -30,12 +30,60 @@ options of fit, validate, test, predict and record:
   --model.init_from PATH   fit: start a new run from the weights of a checkpoint (warm start)
   --resume                 fit: resume the newest run of this model on this data, in its folder
   --ckpt_path PATH|last|best|previous
-                           a checkpoint, or one of the newest run's
+                           a checkpoint file, or a checkpoint of the newest run
   --seed_everything N      seed of environments, actions, minibatches and weights, and of the global generators
   --print_config           print the complete resolved config and stop
-  --help                   with --config or --model: the arguments of these classes; --help all: every option
+  --help                   with --config or --model: print the arguments of these classes; --help all: every option
+                         of another command: rl COMMAND --help
   --version                print the version: rl --version
 
-Every algorithm also has a short program in Python, which starts with its default config if it gets a command:
-python -m recipes.ppo, python -m recipes.ppo fit
+Every algorithm also has a short Python program: python -m recipes.ppo. With a command it is rl with a default config:
+python -m recipes.ppo fit --model.gamma 0.9
 """
+
+#: Help of the commands that start no run; ``replay`` and ``verify`` have parsers of their own.
+COMMAND_HELP = {
+    "export": """\
+usage: rl export --ckpt_path PATH --output FOLDER [--model CLASS]
+
+Writes the language model of a checkpoint as a Hugging Face directory that from_pretrained loads.
+
+options:
+  --ckpt_path PATH   a checkpoint file, as in logs/SFT-addition/version_0/checkpoints/last.ckpt
+  --output FOLDER    the directory to write
+  --model CLASS      import path of the algorithm, if it is not part of rl_modules
+""",
+    "serve": """\
+usage: rl serve [--engine vllm|native] [--host HOST] [--port PORT] [--gpu_memory_utilization SHARE]
+                [--max_rows_in_flight N]
+
+Generates completions for runs with --model.sampler vllm_server. The run sends the model and its weights.
+
+options:
+  --engine vllm|native            the engine that generates; default: vllm
+  --host HOST                     the address to listen on; default: 127.0.0.1
+  --port PORT                     the port to listen on; 0: any free port; default: 8000
+  --gpu_memory_utilization SHARE  vllm: share of the GPU's memory to use; default: 0.9
+  --max_rows_in_flight N          maximum number of completions decoded together; default: no limit
+""",
+    "list": """\
+usage: rl list [WORD]
+
+Lists the installed configs with their one-line descriptions; with WORD, those whose name or description contains it.
+""",
+    "copy": """\
+usage: rl copy NAME FILE
+
+Copies an installed config to a file, as in rl copy ppo/cartpole.yaml mine.yaml.
+""",
+    "doctor": """\
+usage: rl doctor
+
+Prints versions, the device, and for each missing extra the command that installs it.
+""",
+    "completion": """\
+usage: rl completion bash|zsh
+
+Prints a completion script: eval "$(rl completion bash)".
+""",
+}

@@ -16,7 +16,7 @@ def replay_command(args: list[str]) -> None:
     """``rl replay RUN --step N``."""
     parser = _Parser("rl replay", description="Rebuild the batch, the loss and the gradient's norm of one update, from "
                      "the nearest checkpoint before it.")  # fmt: skip
-    parser.add_argument("run", type=Path, help="folder of the run, as logs/PPO-CartPole-v1/version_0")
+    parser.add_argument("run", type=Path, help="folder of the run, for example logs/PPO-CartPole-v1/version_0")
     parser.add_argument("--step", type=int, required=True, help="number of the update, from 1")
     parser.add_argument("--output", type=Path, default=None, help="file to write; default: update-<step>.pt")
     parser.add_argument(
@@ -42,9 +42,9 @@ def verify_command(args: list[str]) -> None:
     parser = _Parser(
         "rl verify", description="Recompute a run from one checkpoint to its last and compare bit for bit."
     )
-    parser.add_argument("run", type=Path, help="folder of the run, as logs/PPO-CartPole-v1/version_0")
+    parser.add_argument("run", type=Path, help="folder of the run, for example logs/PPO-CartPole-v1/version_0")
     parser.add_argument("--from", dest="start", default=None,
-                        help="checkpoint to begin with, as step-100; start: the run's beginning")  # fmt: skip
+                        help="checkpoint to start from, for example step-100; start: the run's beginning")  # fmt: skip
     options = parser.parse_args(args)
     from recipes.cli.verify import verify
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def require_tensors(**named: object) -> None:
-    """Refuse lists, arrays and numbers where a tensor is needed, by the argument's name."""
+    """Refuses an argument that is not a tensor, and names it."""
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor converts it.")
 
 
 def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) -> None:
-    """Refuse a tensor that would broadcast silently, such as (B, 1) against (B,).
+    """Refuses a tensor that would broadcast silently, such as (B, 1) against (B,).
 
     Args:
         name: The argument to be named in the error.
@@ -38,41 +38,43 @@ def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) ->
 
 
 def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
-    """Refuse a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
+    """Refuses a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
     if tensor.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {ndim} dimensions {layout}.")
 
 
 def require_in(name: str, value: float, low: float, high: float) -> None:
-    """Refuse a number outside the closed interval [low, high], and NaN with it."""
+    """Refuses a number outside the closed interval [low, high], and NaN with it."""
     if isinstance(value, str) or not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}.")
 
 
 def require_nonnegative(name: str, value: float) -> None:
-    """Refuse a negative number, infinity and NaN."""
+    """Refuses a negative number, infinity and NaN."""
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
 
 
 def require_positive(name: str, value: float) -> None:
-    """Refuse zero, a negative number, infinity and NaN."""
+    """Refuses zero, a negative number, infinity and NaN."""
     if not 0.0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not among ``choices``."""
+    """Refuses a word that is not among ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def as_float(x: Tensor) -> Tensor:
-    """``x`` in float32, or unchanged when it is float32 or float64: sums over bfloat16 lose their small terms."""
+    """Returns ``x`` in float32, or unchanged if it is float32 or float64, because sums over bfloat16 lose small
+    terms.
+    """
     return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
 
 
 def as_constant(x: Tensor) -> Tensor:
-    """Like ``as_float``, and cut off from the graph: for targets, advantages and other policies' log-probs."""
+    """Returns ``as_float(x)`` detached from the graph, for targets, advantages and other policies' log-probs."""
     # Asking first is cheaper than an unconditional detach(), and these are called for every minibatch.
     return as_float(x.detach() if x.requires_grad else x)

@@ -101,7 +101,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """The loss of Kahneman-Tversky Optimization: answers judged one by one, as gains or losses.
+    """The loss of Kahneman-Tversky Optimization, on single answers that are judged good or bad.
 
     r = log π(y|x) - log π_ref(y|x),   z = max(0, KL)
     L = mean [ λ_D (1 - σ(β (r - z))) if desirable else λ_U (1 - σ(β (z - r))) ]
@@ -112,9 +112,10 @@ def kto_loss(
         ref_log_prob: log π_ref(y|x), shape (B,).
         desirable: true where the answer was judged good, shape (B,).
         kl: an estimate of KL(π || π_ref) in nats, a number or a scalar tensor: the mean of log π - log π_ref over
-            prompts with answers that belong to other prompts. It is the point from which gains are counted.
+            prompts with answers that belong to other prompts. It is the reference point that separates gains from
+            losses.
         beta: β, the risk aversion per nat, above 0.
-        desirable_weight: λ_D, at least 0. Where classes are unequal the paper keeps λ_D n_D / (λ_U n_U) in [1, 4/3].
+        desirable_weight: λ_D, at least 0. For unequal classes the paper keeps λ_D n_D / (λ_U n_U) in [1, 4/3].
         undesirable_weight: λ_U, at least 0.
 
     Returns:
@@ -157,7 +158,7 @@ def simpo_loss(
         chosen_log_prob: log π(y_c|x) / |y_c| in nats per token, shape (B,). Receives gradient.
         rejected_log_prob: log π(y_r|x) / |y_r|, shape (B,). Receives gradient.
         beta: β, the reward per nat, above 0.
-        simpo_gamma: γ, by how much the preferred answer should win, in units of reward, at least 0.
+        simpo_gamma: γ, margin of the preferred answer, in units of reward, at least 0.
 
     Returns:
         Scalar to minimise, the mean over pairs.

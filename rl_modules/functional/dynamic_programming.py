@@ -30,8 +30,8 @@ def policy_evaluation(transition: Tensor, reward: Tensor, policy: Tensor, gamma:
 
     V = r_π + γ P_π V,   r_π(s) = Σ_a π(a|s) r(s, a),   P_π(s, s') = Σ_a π(a|s) P(s'|s, a)
 
-    Without discount (γ = 1) only states that are sure to end have a finite value, so every state must lead to
-    absorbing states that pay nothing; their value is 0.
+    Without discount (γ = 1), every state must reach an absorbing state with reward 0 (and value 0), because other
+    values are infinite.
 
     Args:
         transition: P(s'|s, a), shape (S, A, S); rows sum to 1.
@@ -43,8 +43,8 @@ def policy_evaluation(transition: Tensor, reward: Tensor, policy: Tensor, gamma:
         V, shape (S,), in units of reward, detached; float64 if an input is, else float32.
 
     Raises:
-        ValueError: shapes do not fit, a row is no distribution, gamma is outside [0, 1], or it is 1 and some state
-            need not end under this policy.
+        ValueError: shapes do not fit, a row is no distribution, gamma is outside [0, 1], or it is 1 and some state does
+            not terminate under this policy.
 
     Source: Sutton & Barto 2018, eq. 4.4, solved directly.
     """
@@ -71,15 +71,16 @@ def value_iteration(transition: Tensor, reward: Tensor, gamma: float, tolerance:
 
     Q ← r(s, a) + γ Σ_s' P(s'|s, a) max_a' Q(s', a')
 
-    Each sweep shrinks the error by γ, so a last change of c leaves an error of at most c γ / (1 - γ), and that is
-    what the tolerance bounds. Without discount (γ = 1) there is no such bound, and the change itself is compared.
+    Each sweep shrinks the error by γ, so a last change of c leaves an error of at most c γ / (1 - γ), which must be
+    below the tolerance. Without discount (γ = 1) there is no such bound, and the change itself must be below the
+    tolerance.
 
     Args:
         transition: P(s'|s, a), shape (S, A, S); rows sum to 1.
         reward: expected r(s, a), shape (S, A), in units of reward.
         gamma: discount γ per step, in [0, 1]; with 1 the best policy must reach an absorbing state without reward.
-        tolerance: the largest error allowed in any entry, in units of reward, above 0. Rounding (about 1e-16 of the
-            largest value, over 1 - γ) is the floor.
+        tolerance: the largest error allowed in any entry, in units of reward, above 0. Rounding limits it to about
+            1e-16 of the largest value, divided by 1 - γ.
 
     Returns:
         Q*, shape (S, A), in units of reward, detached; float64 if an input is, else float32.
@@ -113,7 +114,7 @@ def value_iteration(transition: Tensor, reward: Tensor, gamma: float, tolerance:
 def finite_horizon_evaluation(
     transition: Tensor, reward: Tensor, policy: Tensor, horizon: int, gamma: float = 1.0
 ) -> Tensor:
-    """The expected return of a policy over a number of steps: what an episode with a time limit pays.
+    """The expected return of a policy over a number of steps, as in an episode with a time limit.
 
     V_0 = 0,   V_k(s) = Σ_a π(a|s) [r(s, a) + γ Σ_s' P(s'|s, a) V_{k-1}(s')],   k = 1 … horizon
 
@@ -151,7 +152,7 @@ def finite_horizon_value_iteration(transition: Tensor, reward: Tensor, horizon: 
 
     V_0 = 0,   V_k(s) = max_a [r(s, a) + γ Σ_s' P(s'|s, a) V_{k-1}(s')],   k = 1 … horizon
 
-    The policy that reaches it may look at the clock, so that a policy of the state alone can fall short of it.
+    The optimal policy may depend on the time step, so a policy that sees only the state can have a lower return.
 
     Args:
         transition: P(s'|s, a), shape (S, A, S); rows sum to 1.

@@ -11,17 +11,18 @@ from rl_modules.functional.checks import require_shape
 
 
 def pass_at_k(num_samples: Tensor | int, num_correct: Tensor | int, k: int) -> Tensor:
-    """The unbiased estimate of the chance that at least one of k answers is right, from n answers of which c are.
+    """Unbiased estimate of the probability that at least one of k answers is right, from n answers with c right ones.
 
     pass@k = 1 - C(n - c, k) / C(n, k) = 1 - Π_{j=0}^{k-1} (1 - c / (n - j))
 
-    The product is summed as logarithms, so that neither the binomial coefficients of a large n overflow, nor a
-    small rate among many samples is rounded away.
+    The product is computed as a sum of logarithms, so that large n do not overflow and small rates are not rounded to
+    0.
 
     Args:
         num_samples: n, answers per question, an integer or an integer tensor of any shape S.
         num_correct: c, right ones among them, an integer or an integer tensor of shape S, at most n.
-        k: at least 1, at most n. The tensors' values are checked too, so that a GPU waits; not in a compiled graph.
+        k: at least 1, at most n. The values of tensors are checked too, which synchronises a GPU; a compiled graph
+            skips this check.
 
     Returns:
         Probability in [0, 1], shape S; average it over questions.
@@ -59,9 +60,9 @@ def cons_at_k(answers: Tensor | Sequence[Sequence[Hashable]], reference: Tensor 
 
     Args:
         answers: final answers, a tensor of shape (B, n), or B sequences of at least k hashable answers (strings, for
-            instance). None and NaN stand for "no answer found": they do not vote.
+            instance). None and NaN mean "no answer found" and do not vote.
         reference: the right answers, a tensor of shape (B,), or B hashable ones.
-        k: how many answers vote, in [1, n].
+        k: number of answers that vote, in [1, n].
 
     Returns:
         1.0 or 0.0 per question, shape (B,), float32; average it over questions.

@@ -14,7 +14,7 @@ _STD_FLOOR = 1e-4
 
 
 def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """How much better an answer is than the other answers to its prompt.
+    """Advantage of each answer over the answers to the same prompt.
 
     A_i = (r_i - mean_g) / (std + 1e-4)
 
@@ -22,15 +22,15 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
     ("group"), over all scored answers ("batch"), or no division at all ("none").
 
     Args:
-        reward: one per answer, shape (B,), in units of reward; the G answers to a prompt stand next to each other.
-            NaN says that nothing could score the answer: it counts in no mean and no std.
+        reward: one per answer, shape (B,), in units of reward; the G answers to a prompt are adjacent. NaN marks an
+            answer that was not scored; mean and std ignore it.
         num_generations: G, answers per prompt, at least 2; B is a multiple of it.
         scale_rewards: "group", "batch" or "none".
 
     Returns:
         A, shape (B,), detached, without unit (in units of reward for "none"). Exactly 0 for answers that were not
-        scored, and throughout a group whose scored rewards are all equal, or which has fewer than two: rounding of
-        the mean must not turn into a signal.
+        scored, and in groups whose scored rewards are equal or fewer than two, so that rounding of the mean does not
+        become a signal.
 
     Raises:
         ValueError: reward is not one-dimensional or no multiple of num_generations, num_generations is below 2, or
@@ -50,7 +50,7 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
 
 
 def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
-    """How much better an answer is than the mean of the *other* answers to its prompt: REINFORCE leave-one-out.
+    """Advantage of each answer over the mean of the *other* answers to its prompt: REINFORCE leave-one-out.
 
     A_i = r_i - 1 / (n - 1) Σ_{j ≠ i} r_j = n / (n - 1) (r_i - mean_g)
 
@@ -63,8 +63,8 @@ def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
         num_generations: G, answers per prompt, at least 2; B is a multiple of it.
 
     Returns:
-        A, shape (B,), in units of reward, detached. Exactly 0 for answers that were not scored, and throughout a
-        group whose scored rewards are all equal, or which has fewer than two.
+        A, shape (B,), in units of reward, detached. Exactly 0 for answers that were not scored, and in groups whose
+        scored rewards are equal or fewer than two.
 
     Raises:
         ValueError: reward is not one-dimensional or no multiple of num_generations, or num_generations is below 2.
@@ -79,7 +79,7 @@ def rloo_advantages(reward: Tensor, num_generations: int) -> Tensor:
 
 
 def batch_advantages(reward: Tensor) -> Tensor:
-    """How much better an answer is than the mean of the batch, in the batch's standard deviations: REINFORCE++.
+    """Advantage of each answer over the mean of the batch, in standard deviations of the batch: REINFORCE++.
 
     A_i = (r_i - mean) / (std + 1e-4)
 
@@ -89,13 +89,13 @@ def batch_advantages(reward: Tensor) -> Tensor:
         reward: one per answer, shape (B,), in units of reward. NaN says that nothing could score the answer.
 
     Returns:
-        A, shape (B,), detached, without unit. Exactly 0 for answers that were not scored, and throughout a batch whose
-        scored rewards are all equal.
+        A, shape (B,), detached, without unit. Exactly 0 for answers that were not scored, and in a batch whose scored
+        rewards are equal.
 
     Raises:
         ValueError: reward is not one-dimensional.
 
-    Source: Hu et al. 2025, arXiv:2501.03262, eq. 9, with the reward of the whole answer for the return of each token.
+    Source: Hu et al. 2025, arXiv:2501.03262, eq. 9, with the reward of the whole answer as the return of each token.
     """
     require_ndim("reward", reward, 1, "[B]")
     group = as_constant(reward).view(1, -1)
@@ -105,7 +105,7 @@ def batch_advantages(reward: Tensor) -> Tensor:
 
 
 def combine_rewards(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
-    """One reward per answer from several.
+    """Weighted sum of several rewards per answer.
 
     r = Σ_f w_f r_f   over the rewards that apply
 

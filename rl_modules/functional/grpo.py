@@ -71,13 +71,13 @@ def grpo_loss(
         log_prob: log π(y_t) in nats, shape (B, L). The only input that receives gradient.
         old_log_prob: the same under the policy that sampled, shape (B, L).
         advantage: A, shape (B,), or (B, L) where tokens differ.
-        mask: true (nonzero) where a token counts, shape (B, L). What stands elsewhere may be anything, NaN included.
+        mask: true (nonzero) where a token counts, shape (B, L). Other values may be arbitrary, including NaN.
         epsilon: ε, the clip range below 1 (and above, unless epsilon_high is given), at least 0.
         epsilon_high: ε_high, the clip range above 1, at least 0; None: ε. For "cispo" it is the bound on the ratio
             itself, not 1 + ε_high, and must be given (ScaleRL, arXiv:2510.13786: 5).
         delta: δ, an upper bound on the ratio that also holds for negative advantages, above 0; None: none. For the
             four clipped loss types only.
-        beta: β, the price of KL per nat, at least 0. At 0 ref_log_prob is not needed and not read.
+        beta: β, weight of the KL, at least 0. At 0 ref_log_prob is ignored.
         ref_log_prob: log π_ref(y_t) in nats, shape (B, L).
         kl_estimator: "k1", "k2" or "k3", see ``kl_estimate`` for what their gradients are.
         use_bias_correction_kl: multiply the estimate by ρ, gradient included: with k3 its expected gradient is then
@@ -85,17 +85,18 @@ def grpo_loss(
         loss_type: "grpo", "bnpo", "dapo", "dr_grpo", "cispo" or "sapo".
         importance_sampling_level: "token", "sequence" or "sequence_token".
         max_completion_length: tokens; the constant normaliser of "dr_grpo", which needs it. Others ignore it.
-        num_items_in_batch: counted tokens of the whole accumulated batch (per process: divided by their number,
-            since their gradients are averaged), at least 1. Read by "dapo" and "cispo" only: the sum over
-            micro-batches is then the loss of the full batch. None: the tokens of this call.
+        num_items_in_batch: counted tokens of the whole accumulated batch, divided by the number of processes (whose
+            gradients are averaged), at least 1. Read by "dapo" and "cispo" only: the sum over micro-batches is then the
+            loss of the full batch. None: the tokens of this call.
         importance_weight: w, a plain factor on each token's policy term, shape (B, L), for instance from
             ``importance_weights``; None: all 1. The KL term is not weighted.
-        sapo_temperature_pos: τ_pos, above 0; how fast "sapo" fades as ρ leaves 1 where the advantage is positive.
-        sapo_temperature_neg: τ_neg, above 0, the same where it is not.
+        sapo_temperature_pos: τ_pos, above 0; decay rate of the "sapo" gate with the distance of ρ from 1, for positive
+            advantages.
+        sapo_temperature_neg: τ_neg, above 0, the same for other advantages.
 
     Returns:
         Scalar to minimise. A row without counted tokens is a sequence with loss 0 under "grpo", "dr_grpo" and
-        "sapo", and nothing under the other three. For "grpo", "bnpo", "dr_grpo" and "sapo" the caller averages over
+        "sapo", and is ignored under the other three. For "grpo", "bnpo", "dr_grpo" and "sapo" the caller averages over
         micro-batches.
 
     Raises:

@@ -18,7 +18,7 @@ def importance_weights(
     clip_min: float | None = None,
     clip_max: float | None = 3.0,
 ) -> Tensor:
-    """Corrections for an inference engine whose probabilities differ from those of the model that trains.
+    """Importance weights for samples from an inference engine whose probabilities differ from the training model's.
 
     ρ_t = exp(log π(y_t) - log π_sampling(y_t))                            "token_…"
     ρ_t = exp(Σ_s (log π(y_s) - log π_sampling(y_s))) for every t          "sequence_…"
@@ -28,9 +28,9 @@ def importance_weights(
 
     Args:
         log_prob: log π(y_t) in nats under the training model before its update (the old policy), shape (B, L).
-        sampling_log_prob: the same as the sampler reported it, shape (B, L); NaN where it reported nothing, which
-            counts as no difference.
-        mask: true (nonzero) where a token counts, shape (B, L). What stands elsewhere may be anything.
+        sampling_log_prob: the same as the sampler reported it, shape (B, L); NaN (not reported) counts as no
+            difference.
+        mask: true (nonzero) where a token counts, shape (B, L). Other values may be arbitrary.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
         clip_min: lower bound on ρ; None: none.
         clip_max: upper bound on ρ; None: none.

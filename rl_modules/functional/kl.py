@@ -17,9 +17,9 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tenso
     k2 = d² / 2           biased, never negative
     k3 = e^d - 1 - d      unbiased, never negative
 
-    As a *loss*, on samples of π itself, they do something else than their value suggests: the expected gradient of
-    k1 is zero, that of k2 is the gradient of KL(π || π_ref), and that of k3 is the gradient of the other direction,
-    KL(π_ref || π). k3 times the ratio π / π.detach() has the gradient of KL(π || π_ref) again.
+    As a *loss*, on samples of π itself, their expected gradients differ from that of the KL they estimate: the expected
+    gradient of k1 is zero, that of k2 is the gradient of KL(π || π_ref), and that of k3 is the gradient of the other
+    direction, KL(π_ref || π). k3 times the ratio π / π.detach() has the gradient of KL(π || π_ref) again.
 
     Args:
         log_prob: log π(a) in nats, any shape S. The only input that receives gradient.
@@ -48,7 +48,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tenso
 
 
 def approx_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """How far an update has moved the policy: the mean of k3 over samples of the old policy.
+    """KL between the policies before and after an update: the mean of k3 over samples of the old policy.
 
     KL(π_old || π) ≈ mean_i (e^{d_i} - 1 - d_i),   d = log_prob - old_log_prob
 

@@ -8,7 +8,7 @@ from rl_modules.functional.checks import as_float
 
 
 def soft_overlong_punishment(length: Tensor, max_completion_length: int, soft_punish_cache: int) -> Tensor:
-    """DAPO's soft punishment of long answers: none, then a ramp, then -1.
+    """DAPO's soft penalty on long answers: 0, then a linear ramp, then -1.
 
     R(y) = 0                                          |y| ≤ L_max - L_cache
     R(y) = ((L_max - L_cache) - |y|) / L_cache        L_max - L_cache < |y| ≤ L_max

@@ -13,7 +13,7 @@ from rl_modules.functional.checks import as_constant, require_ndim, require_nonn
 def conjugate_gradient(
     matvec: Callable[[Tensor], Tensor], b: Tensor, iterations: int = 10, tolerance: float = 1e-10
 ) -> Tensor:
-    """Solve H x = b for a symmetric positive definite H that is known only by its products.
+    """Solves H x = b for a symmetric positive definite H, given only products H v.
 
     x_0 = 0,  r_0 = p_0 = b
     α = r·r / p·Hp,   x ← x + α p,   r' = r - α Hp,   p ← r' + (r'·r' / r·r) p
@@ -21,7 +21,7 @@ def conjugate_gradient(
     Args:
         matvec: v ↦ H v, both of shape (n,). TRPO's is the product with the Fisher matrix, damping included.
         b: right-hand side, shape (n,).
-        iterations: at most so many products, at least 1; n of them are exact but for rounding.
+        iterations: maximum number of products, at least 1; n products are exact up to rounding.
         tolerance: stop once the squared residual r·r is below this, in squared units of b, at least 0.
 
     Returns:

@@ -21,7 +21,7 @@ def soft_q_target(
     alpha: float | Tensor,
     gamma: float | Tensor,
 ) -> Tensor:
-    """The target of a soft Q-function, which counts the policy's entropy as reward.
+    """The target of a soft Q-function, which includes the policy's entropy as reward.
 
     y = r + γ (1 - terminated) (Q(s', a') - α log π(a'|s')),   a' ~ π(·|s')
 

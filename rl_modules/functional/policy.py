@@ -17,7 +17,7 @@ from rl_modules.functional.reductions import masked_mean
 
 
 def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The policy gradient as a loss: raise the probability of what went well.
+    """The policy-gradient loss, which raises the probability of actions with positive weight.
 
     L = -mean_i w_i log π(a_i|s_i)
 
@@ -27,7 +27,7 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
         mask: true where an element counts, shape S.
 
     Returns:
-        Scalar to minimise. Its gradient is the policy gradient, its value says nothing about progress.
+        Scalar to minimise. Its gradient is the policy gradient; its value does not measure progress.
 
     Raises:
         ValueError: shapes differ (a (B, 1) input would broadcast silently to (B, B)).
@@ -41,7 +41,7 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
 def ppo_clip_loss(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float, mask: Tensor | None = None
 ) -> Tensor:
-    """PPO's clipped policy loss: no reward for moving an action's probability further than the clip range.
+    """PPO's clipped policy loss, without gain from ratios beyond the clip range.
 
     L = -mean_i min(ρ_i A_i, clip(ρ_i, 1-ε, 1+ε) A_i),   ρ_i = exp(log_prob_i - old_log_prob_i)
 
@@ -73,7 +73,7 @@ def ppo_clip_loss(
 def ppo_penalty_loss(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, kl: Tensor, beta: float, mask: Tensor | None = None
 ) -> Tensor:
-    """PPO's other policy loss: the unclipped surrogate, and a price on the distance from the old policy.
+    """PPO's penalised policy loss: the unclipped surrogate with a penalty on the KL from the old policy.
 
     L = -mean_i (ρ_i A_i - β KL_i),   ρ_i = exp(log_prob_i - old_log_prob_i)
 
@@ -104,7 +104,7 @@ def ppo_penalty_loss(
 
 
 def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> float:
-    """PPO's rule for the price of KL: halve it when the policy moved too little, double it when too far.
+    """PPO's rule for the KL coefficient: halved if the KL is too small, doubled if it is too large.
 
     β ← β / 2   if KL < target / 1.5
     β ← 2 β     if KL > 1.5 target
@@ -112,9 +112,9 @@ def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> floa
 
     Args:
         beta: β, at least 0.
-        kl: the mean KL(π_old || π) of the update just made, in nats, a number or a scalar tensor (which is read, so
-            that a GPU waits). Call this once per policy update, not once per minibatch.
-        target: the KL to aim at, in nats, above 0.
+        kl: the mean KL(π_old || π) of the update just made, in nats, a number or a scalar tensor (whose value is read,
+            which synchronises a GPU). Call this once per policy update, not once per minibatch.
+        target: target of the KL, in nats, above 0.
 
     Returns:
         The β of the next update.
@@ -137,7 +137,7 @@ def adapt_kl_coefficient(beta: float, kl: float | Tensor, target: float) -> floa
 
 
 def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> Tensor:
-    """The share of samples whose ratio has left the clip range: how hard PPO is braking.
+    """The share of samples whose ratio is outside the clip range.
 
     mean_i [ |ρ_i - 1| > ε ],   ρ_i = exp(log_prob_i - old_log_prob_i)
 

@@ -23,11 +23,11 @@ def bradley_terry_loss(
     Args:
         chosen_reward: r_c, the score of the preferred answer, any shape S; receives gradient.
         rejected_reward: r_r, the score of the other one, shape S; receives gradient.
-        margin: m, by how much the preferred answer should win, in units of reward, shape S; None for 0.
+        margin: m, margin of the preferred answer, in units of reward, shape S; None: 0.
         center_rewards_coefficient: c, at least 0.
 
     Returns:
-        Scalar to minimise; log 2 while the two scores are equal and centred and there is no margin.
+        Scalar to minimise; log 2 for equal scores of 0 without margin.
 
     Raises:
         ValueError: shapes differ, or center_rewards_coefficient is negative.

@@ -14,13 +14,13 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     mean = Σ_i m_i x_i / Σ_i m_i
 
     Args:
-        x: values in any unit, any shape S. Receives gradient where the mask is true, exactly 0 elsewhere, even when
-            what stands there is infinite or NaN.
+        x: values in any unit, any shape S. Receives gradient where the mask is true, and exactly 0 elsewhere, even for
+            values that are infinite or NaN.
         mask: true (nonzero) where an element counts, shape S.
         dim: the dimension to average over; None averages over all.
 
     Returns:
-        The mean in the unit of x: a scalar, or shape S without ``dim``. Where nothing counts it is 0, with
+        The mean in the unit of x: a scalar, or shape S without ``dim``. If no element counts, the result is 0, with
         gradient 0.
 
     Raises:
@@ -37,14 +37,14 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale the elements that count to unit variance, and shift them to mean zero unless ``shift_mean`` is false.
+    """Scales the elements that count to unit variance, and shifts them to mean zero unless ``shift_mean`` is false.
 
     y_i = (x_i - μ) / √(σ² + 1e-8)  [+ μ when the mean is not to be shifted],   σ² with n - 1 in its denominator
 
     Args:
         x: values in any unit, any shape S; receives gradient.
         mask: true (nonzero) where an element counts, shape S.
-        shift_mean: False puts the mean back, for rewards whose sign matters.
+        shift_mean: False keeps the mean, for rewards whose sign matters.
 
     Returns:
         y, shape S, without unit; 0 where the mask is false.

@@ -26,7 +26,7 @@ _LOOP_LENGTH = 16
 def discounted_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, gamma: float
 ) -> Tensor:
-    """Monte Carlo returns: everything that the episode still earns, and a bootstrap where it was cut short.
+    """Monte Carlo returns: the discounted rewards to the end of the episode, with a bootstrap if it was truncated.
 
     G_t = r_t                         if the episode terminated at t
     G_t = r_t + γ V(s_{t+1})          if it was truncated at t, or the rollout ends here
@@ -35,7 +35,7 @@ def discounted_returns(
     Args:
         reward: r_t, shape (T, N), in units of reward.
         next_value: V(s_{t+1}) of the true successor, shape (T, N), in units of reward. Read only where an episode
-            was truncated and in the last row; pass zeros to count an unfinished episode as worth nothing more.
+            was truncated and in the last row; pass zeros to ignore rewards after the cut.
         terminated: true where s_{t+1} is terminal, shape (T, N).
         truncated: true where the episode was cut off after t, shape (T, N).
         gamma: discount γ per step, in [0, 1].
@@ -60,7 +60,7 @@ def discounted_returns(
 def n_step_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, gamma: float, n: int
 ) -> Tensor:
-    """n-step returns: n rewards, then what the value function says, or less where the episode or rollout ends.
+    """n-step returns: n rewards and a bootstrap from the value function; fewer rewards if the episode or rollout ends.
 
     G_t^(1) = r_t + γ (1 - terminated_t) V(s_{t+1})
     G_t^(n) = G_t^(1)                  if the episode ended at t, or the rollout does

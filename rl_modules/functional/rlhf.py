@@ -15,7 +15,7 @@ from rl_modules.functional.checks import (
 
 
 def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Spread an answer's score and its distance from the reference model over its tokens.
+    """Token rewards of RLHF: a KL penalty on each token, and the score on the last one.
 
     r_t = -β (log π(y_t) - log π_ref(y_t)) + [t is the last counted token] score
 
@@ -23,13 +23,13 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
         score: the reward model's judgement of the whole answer, shape (B,), in units of reward.
         log_prob: log π(y_t) in nats under the policy that sampled, shape (B, L).
         ref_log_prob: log π_ref(y_t) in nats, shape (B, L).
-        mask: true (nonzero) where a token belongs to the answer, shape (B, L). Gaps are allowed: the score goes to
-            the last true position, found in the mask and never by comparing tokens with a padding id.
+        mask: true (nonzero) where a token belongs to the answer, shape (B, L). Gaps are allowed: the score is added at
+            the last true position of the mask.
         beta: β, units of reward per nat, at least 0.
 
     Returns:
-        r, shape (B, L), in units of reward, detached; 0 where the mask is false. A row without counted tokens has
-        no place for its score, and is all 0.
+        r, shape (B, L), in units of reward, detached; 0 where the mask is false. A row without counted tokens is 0
+        throughout, without its score.
 
     Raises:
         ValueError: shapes do not fit, or beta is negative.
@@ -48,7 +48,7 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
 
 
 def proportional_kl_coefficient(beta: float, kl: float | Tensor, target: float, gain: float = 0.1) -> float:
-    """RLHF's rule for the price of KL: a controller that moves β in proportion to the error, in logarithms.
+    """RLHF's rule for the KL coefficient: a controller that changes log β in proportion to the error.
 
     e = clip((KL - target) / target, -0.2, 0.2)
     β ← β (1 + K e)
@@ -56,7 +56,7 @@ def proportional_kl_coefficient(beta: float, kl: float | Tensor, target: float, 
     Args:
         beta: β, at least 0.
         kl: the mean over answers of KL(π || π_ref), summed over an answer's tokens, in nats; a number or a scalar
-            tensor (which is read, so that a GPU waits). Call this once per batch of fresh answers.
+            tensor (whose value is read, which synchronises a GPU). Call this once per batch of new answers.
         target: the KL to hold, in nats per answer, above 0.
         gain: K, at least 0 and below 5 (a larger one could turn β negative).
 

@@ -27,14 +27,14 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
 
     log π(y_t) = z_{t, y_t} - log Σ_v exp(z_{t, v}),   z = logits / T
 
-    Nothing is shifted here: ``tokens[b, t]`` is judged by ``logits[b, t]``. A causal model's logits at position t
+    Tokens are not shifted: ``logits[b, t]`` predicts ``tokens[b, t]``. A causal model's logits at position t
     predict the token at t + 1, so pass ``logits[:, :-1]`` with ``tokens[:, 1:]``; the slice is not copied.
 
     Args:
         logits: shape (B, L, V), or (L, V), or with more leading dimensions. Receives gradient; the backward pass
-            allocates that gradient and one piece, nothing else of this size. Logits of -inf are words ruled out.
-        tokens: indices in [0, V), shape (B, L), also under padding, where any valid index will do (mask the result).
-        temperature: T, the one that the tokens were sampled with, above 0.
+            allocates the gradient and one small chunk. Logits of -inf mark excluded tokens.
+        tokens: indices in [0, V), shape (B, L), also under padding, where any valid index is allowed (mask the result).
+        temperature: T, as used in sampling, above 0.
 
     Returns:
         log π(y) in nats, shape (B, L), float32 even for bfloat16 logits (float64 for float64): the ratio of two
@@ -62,9 +62,9 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     H_t = -Σ_v p_{t, v} log p_{t, v},   p = softmax(logits / T)
 
     Args:
-        logits: shape (B, L, V), or (L, V), or with more leading dimensions; receives gradient. Logits of -inf are
-            words ruled out and count 0.
-        temperature: T, the one that the tokens were sampled with, above 0.
+        logits: shape (B, L, V), or (L, V), or with more leading dimensions; receives gradient. Logits of -inf mark
+            excluded tokens and contribute 0.
+        temperature: T, as used in sampling, above 0.
 
     Returns:
         H in nats, in [0, log V], shape (B, L), float32 even for bfloat16 logits (float64 for float64).
@@ -104,7 +104,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def token_log_probs_gradient(
     logits: Tensor, tokens: Tensor, normaliser: Tensor, grad: Tensor, temperature: float, out: Tensor
 ) -> Tensor:
-    """The gradient of :func:`token_log_probs` with respect to the logits, for callers that have let these go.
+    """The gradient of :func:`token_log_probs` with respect to the logits, for callers that recompute the logits.
 
     Args:
         logits: [B, L, V].
@@ -112,7 +112,7 @@ def token_log_probs_gradient(
         normaliser: log Σ_v exp(z_v / T), [B, L, 1].
         grad: of the log-probabilities, [B, L].
         temperature: T.
-        out: where the result goes, shaped as the logits; may be the logits.
+        out: tensor for the result, with the logits' shape; may be the logits.
     """
     factor = (grad / temperature).unsqueeze(-1)
     for scratch, piece, result, normaliser_piece, token, weight in _pieces(

@@ -70,7 +70,7 @@ def dqn_target(
     gamma: float | Tensor,
     next_q_online: Tensor | None = None,
 ) -> Tensor:
-    """The target of Q-learning with a target network; Double DQN when the online network is given as well.
+    """The target of Q-learning with a target network; of Double DQN if ``next_q_online`` is given.
 
     y = r + γ (1 - terminated) max_a Q_target(s', a)                       DQN
     y = r + γ (1 - terminated) Q_target(s', argmax_a Q_online(s', a))      Double DQN
@@ -146,7 +146,7 @@ def td_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weight: Tenso
 
 
 def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
-    """How much of the returns' variance the critic accounts for: 1 is perfect, 0 no better than a constant.
+    """The share of the returns' variance that the critic explains: 1 is perfect, 0 equals a constant.
 
     1 - Var(R - V) / Var(R)
 

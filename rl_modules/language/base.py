@@ -55,34 +55,35 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 
 
 class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
-    """Base of the language algorithms; an algorithm adds ``training_step`` and what its batches need.
+    """Base class of the language algorithms; a subclass defines ``training_step``.
 
     Args:
-        model_name_or_path: directory or hub name of a pretrained model; None: one from scratch.
-        model_config: fields of the model's config that differ; from scratch the default is a Qwen2 of 1.06 million
-            parameters (another ``model_type`` starts from that type's own defaults).
-        tokenizer_name_or_path: directory or hub name; None: the model's, or the character tokenizer from scratch.
+        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
+        model_config: fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06
+            million parameters (another ``model_type`` starts from that type's own defaults).
+        tokenizer_name_or_path: directory or hub name; None: the model's, or, without a pretrained model, the character
+            tokenizer.
         lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
             Reinforcement learning trains without dropout, so ``lora_dropout`` is 0 there.
-        torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The
-            arithmetic's is the Trainer's ``precision``.
+        torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's
+            ``precision`` sets the precision of computations.
         attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them: true, a layer's
-            all; ``selective``, all but matrix products and attention, the costly ones.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them: true: all of a
+            layer; ``selective``: all except matrix products and attention, which are expensive.
         learning_rate: peak step size.
         lr_scheduler_type: ``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers'.
         warmup_steps: optimizer steps of linear warm-up.
         weight_decay: of AdamW, on matrices (not on biases and norms).
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
-        optimizer: callable from parameters to an optimizer, in place of AdamW with the numbers above.
+        optimizer: callable from parameters to an optimizer; None: AdamW with the settings above.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
         logging_steps: optimizer steps between two points of the training curves; ≥ 1.
         save_frozen_weights: write weights that are never trained (the base under ``lora``, a reference, a reward model)
-            into every checkpoint too; False: their path and a digest, where a path named them. A checkpoint without
-            them needs the directories that they came from, unchanged.
-        description: architecture and tokenizer as plain data: how a checkpoint is loaded without the directory that
-            the model came from; not for people.
+            into every checkpoint too; False: store the path and a digest of weights that were loaded from a path. Such
+            a checkpoint needs these directories unchanged.
+        description: architecture and tokenizer as plain data, from which a checkpoint loads without the model's
+            directory; set internally.
     """
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
@@ -157,10 +158,11 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         self._left_out: set[str] = set()
 
     def reset_run(self) -> None:
-        """Clear what belongs to one run: counters, curves, unfinished steps.
+        """Clears the state of a run: counters, curves, unfinished steps.
 
         Called at the start of each ``fit``, before a checkpoint is loaded, so that a second ``fit`` and a warm start
-        count from 0. Weights stay, those of a frozen reference too. An algorithm with further run state extends this.
+        count from 0. Weights are kept, including those of a frozen reference. Algorithms with further run state extend
+        this.
         """
         self._sums, self._weights = {}, {}
         self._logged_at = 0
@@ -177,7 +179,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, loaded at its first use: datamodules need it before the model is built."""
+        """The tokenizer, loaded on first access, because datamodules need it before the model is built."""
         if self._tokenizer is None:
             hp: Any = self.hparams
             if hp.description is not None:
@@ -188,7 +190,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model can take, prompt and completion together."""
+        """Maximum number of tokens of prompt and completion together."""
         if self.model is not None:
             return max_length(self.model.config)
         hp: Any = self.hparams
@@ -197,10 +199,10 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
 
     def configure_model(self) -> None:
-        """Build the model: from its source, or, loading a checkpoint, from the description in it.
+        """Builds the model from its source or, when loading a checkpoint, from the checkpoint's description.
 
         Under ``ModelParallelStrategy`` the first rank reads the weights and scatters them over all ranks. At the start
-        of a ``fit`` the last run's state is cleared.
+        of ``fit`` the last run's state is cleared.
 
         Raises:
             UsageError: trained weights would be stored in 16 bits.
@@ -263,12 +265,14 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         return hp.description, sources
 
     def frozen_arguments(self) -> dict[str, str]:
-        """By prefix of the parameters' names, the argument that named the directory of frozen weights."""
+        """Maps prefixes of parameter names to the argument that named the directory of frozen weights."""
         hp: Any = self.hparams
         return {"model.": "model_name_or_path"} if hp.lora is not None and hp.model_name_or_path is not None else {}
 
     def frozen_source(self, prefix: str) -> str | None:
-        """Where frozen weights that the loaded checkpoint lacks are read from; None: the checkpoint has them."""
+        """Directory of frozen weights that the loaded checkpoint does not contain; None: the checkpoint contains
+        them.
+        """
         hp: Any = self.hparams
         source = hp.description.get("frozen", {}).get(prefix)
         return None if source is None else source_path(source, hp)
@@ -286,7 +290,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         return described
 
     def shard(self, split: Splitter) -> None:
-        """Split the weights over ranks; an algorithm with further models splits them here too.
+        """Splits the weights over ranks; algorithms with further models extend this.
 
         Args:
             split: splits one module's weights, see :func:`rl_modules.language.sharding.splitter`.
@@ -294,7 +298,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         shard(self.model, split)
 
     def build_model(self, config: Any, source: str | None) -> None:
-        """Set ``self.model``; an algorithm with further models (reference, value) builds them here too."""
+        """Sets ``self.model``; algorithms with further models (reference, value) extend this."""
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
                                 hp.gradient_checkpointing, self.lora)  # fmt: skip
@@ -306,9 +310,9 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         return lora if lora is None or self.dropout else {**lora, "lora_dropout": 0.0}
 
     def export(self, folder: str | Path) -> Path:
-        """Write the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA is merged in.
+        """Writes the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA adapters are merged.
 
-        Where weights are sharded all ranks call this, and the first writes.
+        With sharded weights all ranks must call this, and the first writes.
         """
         return export_model(self.model, self.tokenizer, folder)
 
@@ -318,10 +322,10 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         self.check_architecture()
 
     def check_architecture(self) -> None:
-        """Find out which fast paths are right on the model; an algorithm with further ones adds them.
+        """Checks which fast paths are exact for the model; algorithms with further fast paths extend this.
 
         Raises:
-            UsageError: a model that no algorithm here can train.
+            UsageError: a model that no algorithm can train.
         """
         require_left_to_right(self.model)
         if wants_router_loss(self.model) and not self.balances_experts:
@@ -331,16 +335,15 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     # ---------------------------------------------------------------- metrics
 
     def record(self, weight: Tensor | float = 1.0, **metrics: Tensor | float) -> None:
-        """Add scalars to their running means; the means are logged every ``logging_steps``.
-
-        Any number of names, any subset of them in an update. Never waits for the device.
+        """Adds scalars to their running means, which are logged every ``logging_steps``. Each update may record any
+        subset of names. Does not synchronise with the device.
 
         Args:
-            weight: how much this minibatch counts, such as its number of tokens; 0: nothing was measured.
+            weight: of this minibatch in the mean, such as its number of tokens; 0: ignored.
             metrics: scalars by name, tensors or numbers.
 
         Raises:
-            UsageError: a value that is no scalar.
+            UsageError: a value that is not a scalar.
         """
         w = self._scalar("weight", weight)
         for name, value in metrics.items():
@@ -404,7 +407,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         return sorted({name for names in ranks for name in names})
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add metrics that are functions of means, such as a perplexity; called on what is about to be logged.
+        """Adds metrics that are functions of means, such as the perplexity; called before logging.
 
         Args:
             metrics: of training, or ``eval/…`` of an evaluation.
@@ -412,11 +415,11 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         return metrics
 
     def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
-        """Adds the means over one evaluation batch to the evaluation's, for callbacks and as a curve over the step.
+        """Adds the means over one batch to those of the evaluation, for callbacks and curves.
 
         Args:
             metrics: scalars by name, ``eval/…``.
-            weight: how much the batch counts, such as its number of prompts or tokens.
+            weight: of the batch in the mean, such as its number of prompts or tokens.
         """
         # Lightning takes the mean of the ranks' weights in integers: without a remainder it is exact.
         weight *= self.trainer.world_size
@@ -445,7 +448,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
-        """AdamW; matrices decay, biases and norms don't."""
+        """Returns AdamW with weight decay on matrices, but not on biases and norms."""
         named = list(parameters)
         groups = [
             {"params": [p for p in named if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
@@ -479,7 +482,9 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to the Trainer's ``gradient_clip_val``, or to ``max_grad_norm`` where it sets none; log the norm."""
+        """Clips to the Trainer's ``gradient_clip_val``, or to ``max_grad_norm`` if the Trainer sets none; logs the
+        norm.
+        """
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
@@ -493,14 +498,16 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     # ---------------------------------------------------------------- checkpoints
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """torch's; frozen weights that a checkpoint leaves out stay as they were read."""
+        """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
+        directory.
+        """
         if missing := self._left_out - state_dict.keys():
             own = self.state_dict()
             state_dict = {**state_dict, **{name: own[name] for name in missing}}
         return super().load_state_dict(state_dict, strict, assign)
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
-        """Load a checkpoint's weights into the model that is built from its description."""
+        """Loads a checkpoint's weights into the model built from its description."""
         sources = self.hparams["description"]["frozen"]
         self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
         self.load_state_dict(state_dict)
@@ -556,19 +563,18 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
 
 
 class LanguagePolicy(LanguageModule):
-    """Base of the modules whose model writes completions: sampling, and evaluation on held-out prompts.
+    """Base class of modules that generate completions: sampling, and evaluation on held-out prompts.
 
-    An algorithm sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
+    A subclass sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
 
     Args:
-        model_name_or_path: directory or hub name of a pretrained model; None: one from scratch.
-        sampler: what writes completions: ``native``, the model itself; ``vllm``, an engine in this process that gets
-            the weights after every update; ``vllm_server``, servers started by ``rl serve``.
+        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
+        sampler: engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, which
+            receives the weights after every update; ``vllm_server``, servers started by ``rl serve``.
         sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
             ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
-        max_rows_in_flight: completions that are decoded together at most, which bounds memory; null: all, on CUDA as
-            many as the free memory has room for.
-        **model: those of :class:`LanguageModule`.
+        max_rows_in_flight: maximum number of completions decoded together, which limits memory; null: all, on CUDA as
+            many as fit into free memory. **model: those of :class:`LanguageModule`.
     """
 
     temperature: float
@@ -594,7 +600,7 @@ class LanguagePolicy(LanguageModule):
 
     @property
     def sampler(self) -> Sampler:
-        """What writes completions; made at its first use, with the weights of that moment."""
+        """The engine that generates completions, created on first access with the current weights."""
         if self._sampler is None:
             hp: Any = self.hparams
             ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -604,7 +610,7 @@ class LanguagePolicy(LanguageModule):
         return self._sampler
 
     def update_sampler(self) -> None:
-        """Give the sampler the current weights, if it lacks them."""
+        """Sends the current weights to the sampler if it does not have them."""
         self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -619,14 +625,14 @@ class LanguagePolicy(LanguageModule):
         on_ended: RowListener | None = None,
         **sampling: Any,
     ) -> Completions:
-        """Write ``num_generations`` completions to each prompt with the current weights.
+        """Generates ``num_generations`` completions per prompt with the current weights.
 
         Args:
             prompts: token ids, P lists.
-            seeds: one per completion, P · num_generations; a prompt's completions stand next to each other.
+            seeds: one per completion, P · num_generations; completions of a prompt are adjacent.
             num_generations: completions per prompt.
             on_ended: called with each completion as it ends, see :class:`~rl_modules.language.sampling.Sampler`.
-            sampling: settings that differ from the module's own, such as ``temperature=0.0`` for the likeliest words.
+            sampling: settings that differ from the module's own, such as ``temperature=0.0`` for greedy decoding.
         """
         # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
         precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
@@ -635,7 +641,7 @@ class LanguagePolicy(LanguageModule):
             return self.sampler.sample(prompts, num_generations, seeds, self.settings(**sampling), on_ended)
 
     def settings(self, **different: Any) -> SamplingSettings:
-        """How completions are drawn: as the module's arguments say, but for those given here."""
+        """Returns the sampling settings: the module's arguments, overridden by those given."""
         own = {
             "max_completion_length": self.max_completion_length,
             "temperature": self.temperature,
@@ -664,7 +670,8 @@ class LanguagePolicy(LanguageModule):
         return batch
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first few.
+        """Logs success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first
+        ones.
 
         Args:
             batch: what ``LanguageDataModule.judge`` returns.
@@ -689,18 +696,17 @@ class LanguagePolicy(LanguageModule):
             self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
-        """Show texts and numbers in every logger that can, over the optimizer step."""
+        """Writes a table to every logger that supports tables, at the current optimizer step."""
         for adapter in adapters(self.trainer):
             adapter.write_table(name, columns, rows, self.trainer.global_step)
 
 
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
-    """Whether the most frequent answer of each prompt is a right one (cons@k, also called maj@k).
-
-    Several different answers may be right, so that each right one is looked for in turn.
+    """Returns whether the most frequent answer of each prompt is right (cons@k, also called maj@k). Several answers may
+    be right.
 
     Args:
-        answers: P lists of K final answers; None, where there is none, is an answer like the others.
+        answers: P lists of K final answers; None (no answer) votes like the others.
         correct: which of them are right, [P, K].
 
     Returns:
@@ -714,7 +720,7 @@ def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) 
 
 
 def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:
-    """A transformers config's fields, as far as a checkpoint may hold them."""
+    """Returns the fields of a transformers config that a checkpoint may contain."""
     return {key: value for key, value in config.to_dict().items() if _is_plain(value)}
 
 

@@ -13,9 +13,9 @@ _LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
 
 
 class DPO(PreferencePolicy):
-    """Direct preference optimization: the policy itself is the reward model.
+    """Direct preference optimization: fits the policy to preferences, with the policy as implicit reward model.
 
-    Rafailov et al. 2023, arXiv:2305.18290, eq. 7. Of a prompt x with a chosen and a rejected answer,
+    Rafailov et al. 2023, arXiv:2305.18290, eq. 7. For a prompt x with a chosen and a rejected answer, the loss is the
 
         r(y) = β (log π(y|x) - log π_ref(y|x))            L = -log σ(r(y_c) - r(y_r))
 
@@ -23,7 +23,7 @@ class DPO(PreferencePolicy):
     π ∝ π_ref exp(r*/β), r* the reward of the Bradley-Terry model that generated the preferences.
 
     Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at a pair's first visit
-    and kept, also in checkpoints; both answers are read by one forward pass, after one copy of the prompt; dropout is
+    and kept, also in checkpoints; one forward pass reads both answers after one copy of the prompt; dropout is
     off; ``rpo_alpha`` stands for ``loss_type: [sigmoid, sft]`` with ``loss_weights: [1, rpo_alpha]``.
 
     Args:
@@ -85,7 +85,7 @@ class DPO(PreferencePolicy):
         return total
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Held-out pairs; or completions of held-out prompts, from a datamodule that has them written."""
+        """Evaluates held-out pairs, or completions of held-out prompts if the datamodule generates them."""
         if "answers" in batch:
             self.log_completions(batch, batch_idx)
             return
@@ -93,7 +93,7 @@ class DPO(PreferencePolicy):
         self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Implicit rewards of both answers, [b] each, beside their ``texts``; completions as they are."""
+        """Returns implicit rewards of both answers, [b] each, with their ``texts``; completions unchanged."""
         if "answers" in batch:
             return batch
         sums = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
@@ -105,7 +105,7 @@ class DPO(PreferencePolicy):
     # ---------------------------------------------------------------- the loss
 
     def judge_pairs(self, log_prob: Tensor, batch: dict[str, Any], data: str) -> dict[str, Tensor]:
-        """The ``loss`` of a batch, and TRL's metrics: mean implicit rewards and log-probabilities.
+        """Returns the ``loss`` of a batch and TRL's metrics: mean implicit rewards and log-probabilities.
 
         Args:
             log_prob: of both answers' tokens, [2b, L].
@@ -131,7 +131,7 @@ class DPO(PreferencePolicy):
         self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor,
         chosen_length: Tensor, rejected_length: Tensor,
     ) -> Tensor:  # fmt: skip
-        """The loss of pairs, mean over them: what another method of this family overrides.
+        """Returns the mean loss over pairs; related methods override it.
 
         Args:
             chosen: log π(y_c|x), the sum over the answer's tokens, [b].

@@ -24,19 +24,19 @@ _CHOICES = {
 
 
 class GRPO(JudgedPolicy):
-    """Group relative policy optimization: other answers to the same prompt take the place of a critic.
+    """Group relative policy optimization: the mean reward of the answers to a prompt replaces the critic.
 
-    Shao et al. 2024, arXiv:2402.03300, section 4.1; DeepSeek-AI 2025, arXiv:2501.12948. Of G completions per prompt,
+    Shao et al. 2024, arXiv:2402.03300, section 4.1; DeepSeek-AI 2025, arXiv:2501.12948. With G completions per prompt,
 
         A = (r - mean_g(r)) / std_g(r)          ℓ_t = -min(ρ_t A, clip(ρ_t, 1-ε, 1+ε_high) A) + β·KL(π || π_ref)_t
 
-    and the loss is the sum of ℓ_t over the optimizer step, divided as ``loss_type`` says: neither the number of
-    micro-batches nor of ranks changes a token's weight (but for bnpo, which is defined by the micro-batch).
+    and the loss is the sum of ℓ_t over the optimizer step, normalised according to ``loss_type``. Neither the number of
+    micro-batches nor of ranks changes a token's weight, except for bnpo, which normalises by micro-batch.
 
-    π_old of the first minibatch after a generation is π itself, detached: its ratio is exactly 1. Later ones take the
-    sampler's log-probabilities, or, where sampling was filtered (``top_k``, ``top_p``, ``min_p``,
-    ``repetition_penalty``) or decoding rounds otherwise than training (16 bits), those of one more forward pass.
-    Without a KL, completions whose advantage is 0 are in the normalisers but never go through the model.
+    π_old of the first minibatch after a generation is π itself, detached: its ratio is exactly 1. Later ones use the
+    sampler's log-probabilities. If sampling was filtered (``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``) or
+    decoding rounds differently from training (16 bits), an extra forward pass computes them. Without a KL, completions
+    whose advantage is 0 count in the normalisers but skip the forward pass.
 
     Names and defaults are those of TRL 1.16. Departures from it: ``dapo`` divides by the tokens of the optimizer step
     (TRL: by an equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of
@@ -44,7 +44,7 @@ class GRPO(JudgedPolicy):
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.
-        beta: β, price of the KL to the reference, in units of advantage per nat; 0: no reference is kept.
+        beta: β, weight of the KL to the reference, in units of advantage per nat; 0: no reference.
         epsilon: ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given).
         epsilon_high: ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the
             importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5).
@@ -54,43 +54,44 @@ class GRPO(JudgedPolicy):
             the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``); ``cispo`` (a bounded
             importance weight on log π in place of the clip, reduced as ``dapo``) or ``sapo`` (a sigmoid of the ratio
             in place of the clip, reduced as ``grpo``).
-        sapo_temperature_pos: how fast ``sapo`` fades as the ratio leaves 1, where the advantage is positive; > 0.
-        sapo_temperature_neg: the same where it is not.
+        sapo_temperature_pos: decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages;
+            > 0.
+        sapo_temperature_neg: the same for other advantages; > 0.
         scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
-            generation over all ranks), or by nothing (``none``).
-        advantages: function from rewards [P, G] to advantages [P, G] in place of the group's standardised rewards:
+            generation over all ranks), or not at all (``none``).
+        advantages: function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards:
             ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``.
-        importance_sampling_level: ratio of each ``token``, of the whole ``sequence`` (GSPO), or that one with the
-            gradient of each token (``sequence_token``: GSPO-token, for advantages that differ between tokens).
-        kl_estimator: ``k1``, ``k2`` or ``k3``; as a loss k1 has no expected gradient, see ``functional.kl_estimate``.
+        importance_sampling_level: ratio of each ``token``, of the whole ``sequence`` (GSPO), or the sequence ratio with
+            a gradient per token (``sequence_token``: GSPO-token, for advantages that differ between tokens).
+        kl_estimator: ``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``.
         use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
         reward_weights: one per reward function, the reward model's last; None: all 1.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is one more reward;
-            one with another tokenizer reads the texts in its own tokens.
+        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is an additional
+            reward; with another tokenizer, the texts are tokenized again.
         ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
-        sync_ref_model: let the reference follow the policy.
+        sync_ref_model: update the reference towards the policy.
         ref_model_mixup_alpha: α of π_ref ← α π + (1 - α) π_ref, on the weights; in (0, 1].
         ref_model_sync_steps: optimizer steps between two such updates.
-        mask_truncated_completions: completions without an end count in no loss (DAPO's overlong filter).
-        top_entropy_quantile: share of a micro-batch's tokens, those of the highest entropy, that the policy loss is of
-            (Wang et al. 2025, arXiv:2506.01939: 0.2); in (0, 1].
-        entropy_coef: price of the mean entropy of the tokens' distributions, which the loss is lowered by, in units of
-            advantage per nat; over the tokens of ``top_entropy_quantile``. 0: none.
+        mask_truncated_completions: exclude truncated completions from the loss (DAPO's overlong filter).
+        top_entropy_quantile: share of a micro-batch's tokens in the policy loss, those with the highest entropy (Wang
+            et al. 2025, arXiv:2506.01939: 0.2); in (0, 1].
+        entropy_coef: weight of the entropy bonus, in units of advantage per nat: the mean entropy of the tokens'
+            distributions, over the tokens of ``top_entropy_quantile``. 0: none.
         temperature: of sampling, and of all log-probabilities; > 0.
         top_k: sample from the k likeliest tokens; None: all.
         top_p: sample from the nucleus of this probability; None: all.
         min_p: sample from tokens with this fraction of the likeliest one's probability; None: all.
         repetition_penalty: of sampling; 1: none.
-        importance_sampling_correction: how tokens are weighted where the sampler's probabilities are not training's, by
+        importance_sampling_correction: weight of each token if the sampler's probabilities differ from training's, with
             ρ = π_training / π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole
             completion, clipped to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or
-            ``none``. Null: ``sequence_mask`` for a sampler on another engine, ``none`` for ``native``. Filters are
-            part of ρ: it is the mass that ``top_p`` or ``top_k`` kept where nothing else differs.
+            ``none``. Null: ``sequence_mask`` for a sampler on another engine, ``none`` for ``native``. ρ includes
+            filters: if nothing else differs, it is the probability mass that ``top_p`` or ``top_k`` kept.
         importance_sampling_clip_min: lower bound on ρ; null: none.
         importance_sampling_clip_max: upper bound on ρ; null: none.
         max_completion_length: tokens.
         local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
-        completions_steps: optimizer steps between two tables of completions in TensorBoard; 0: none.
+        completions_steps: optimizer steps between two logged tables of completions; 0: none.
         learning_rate: peak step size.
         **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
             :class:`~rl_modules.language.base.LanguageModule`.
@@ -221,7 +222,7 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- experience
 
     def rewards(self, rollout: Rollout) -> Tensor:
-        """What each completion earns, [B]: the weighted sum of all rewards; NaN where none applies.
+        """Returns the reward of each completion, [B]: the weighted sum of all rewards; NaN if none applies.
 
         Args:
             rollout: a generation, see ``PromptDataModule``.
@@ -233,9 +234,8 @@ class GRPO(JudgedPolicy):
 
         Returns:
             The fields that :meth:`training_step` reads: tokens [B, T]; prompt_length, length, group and advantage [B];
-            mask, log_prob and, if β > 0, ref_log_prob [B, L]; sampling_log_prob and importance_weight [B, L] where the
-            loss is corrected for the sampler; keep [B] bool where rows without advantage need no
-            forward pass.
+            mask, log_prob and, if β > 0, ref_log_prob [B, L]; sampling_log_prob and importance_weight [B, L] if the
+            loss is corrected for the sampler; keep [B] bool if rows without advantage skip the forward pass.
         """
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         if self.mask_truncated_completions:
@@ -273,7 +273,7 @@ class GRPO(JudgedPolicy):
         return result
 
     def importance_weights(self, fields: dict[str, Tensor]) -> Tensor:
-        """A factor on each token's policy loss, [B, L], for what the sampler's probabilities differ from training's.
+        """Returns a factor on each token's policy loss, [B, L], which corrects for the sampler's probabilities.
 
         Args:
             fields: log_prob, sampling_log_prob and mask, [B, L] each.
@@ -286,7 +286,7 @@ class GRPO(JudgedPolicy):
 
     @property
     def correction(self) -> str:
-        """The mode of the importance weights; ``none`` where there are none."""
+        """The mode of the importance weights, or ``none``."""
         return correction_of(self.hparams)
 
     @property
@@ -296,7 +296,7 @@ class GRPO(JudgedPolicy):
 
     @property
     def rescores(self) -> bool:
-        """Whether the sampler's log-probabilities are not those of training."""
+        """Whether the sampler's log-probabilities differ from training's."""
         if self.corrects or self.hparams["sampler"] != "native":
             return True
         filtered = self.top_k or self.min_p or (self.top_p or 1) < 1 or self.repetition_penalty != 1
@@ -304,7 +304,7 @@ class GRPO(JudgedPolicy):
 
     @property
     def rounds_differently(self) -> bool:
-        """Whether log-probabilities of decoding and of training differ by their rounding, and a ratio would show it."""
+        """Whether log-probabilities of decoding and of training differ visibly by rounding."""
         updates = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
         return updates > 1 and not exact
@@ -329,11 +329,12 @@ class GRPO(JudgedPolicy):
         return loss
 
     def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The mean entropy of the tokens that count, as this micro-batch's part of it times their number.
+        """Returns this micro-batch's part of the mean entropy of the counted tokens, times the number of micro-batches.
 
         Args:
             entropy: [b, L].
-            uncertain: which tokens count, [b, L]; under ``top_entropy_quantile`` the micro-batch's most uncertain.
+            uncertain: which tokens count, [b, L]; under ``top_entropy_quantile`` those with the highest entropy in the
+                micro-batch.
             batch: the minibatch.
         """
         mean = F.masked_mean(entropy, uncertain)
@@ -341,9 +342,9 @@ class GRPO(JudgedPolicy):
         return mean * share * batch["n_micro"]
 
     def log_probs(self, batch: dict[str, Any], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log π of the completions' tokens, and their entropies where requested, [b, L].
+        """Returns log π of the completions' tokens and, with ``entropy``, their entropies, [b, L].
 
-        Prompts that several rows of the batch have go through the model once, where that saves enough.
+        Prompts shared by several rows are computed once if that saves enough work.
         """
         text, group = (batch["tokens"], batch["prompt_length"], batch["length"]), batch.get("group")
         if (
@@ -355,11 +356,12 @@ class GRPO(JudgedPolicy):
         return completion_log_probs(self.model, *text, self.temperature, entropy, extent_in(batch))
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """This micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning divides.
+        """Returns this micro-batch's part of the step's loss, times the number of micro-batches, by which Lightning
+        divides.
 
         Args:
             log_prob: of the completions' tokens, [b, L].
-            batch: a minibatch; rows that were left out of it have loss 0 and count in the normalisers.
+            batch: a minibatch; skipped rows have loss 0 and count in the normalisers.
         """
         loss = F.grpo_loss(
             log_prob, batch["log_prob"], batch["advantage"], batch["mask"],
@@ -380,7 +382,7 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- evaluation
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Also the reward model's score of held-out completions, where there is one."""
+        """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""
         super().log_completions(batch, batch_idx)
         if self.reward_model is not None:
             self.log_evaluation({self.score_metric: self.judge_scores(batch).mean()}, len(batch["answers"]))
@@ -388,16 +390,16 @@ class GRPO(JudgedPolicy):
     # ---------------------------------------------------------------- pieces to override
 
     def advantages(self, reward: Tensor, num_generations: int) -> Tensor:
-        """A of each completion, [B] (or [B, L], where tokens differ).
+        """Returns A of each completion, [B] (or [B, L] if tokens differ).
 
         Args:
             reward: of the generation's completions over all ranks, [B]; NaN: not scored.
-            num_generations: completions per prompt, which stand next to each other.
+            num_generations: completions per prompt, which are adjacent.
         """
         return self.score_group(reward.view(-1, num_generations)).flatten()
 
     def score_group(self, rewards: Tensor) -> Tensor:
-        """A of the completions of each prompt: what an algorithm with another baseline or scale overrides.
+        """Returns A of the completions of each prompt; algorithms with another baseline or scale override it.
 
         Args:
             rewards: a row for each prompt's group over all ranks, [P, G]; NaN: not scored.
@@ -414,9 +416,8 @@ class GRPO(JudgedPolicy):
         return scores
 
     def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
-        """Which tokens of the micro-batch are the ``top_entropy_quantile`` with the highest entropies, [b, L] bool.
-
-        The quantile is over all ranks' rows.
+        """Returns which tokens are in the ``top_entropy_quantile`` with the highest entropies, [b, L] bool. The
+        quantile is over all ranks.
         """
         values = torch.where(mask, entropy, torch.nan)
         if self._world_size > 1:
@@ -486,7 +487,7 @@ class GRPO(JudgedPolicy):
             self.write_completions(rollout, fields["advantage"], length)
 
     def write_completions(self, rollout: Rollout, advantage: Tensor, length: Tensor) -> None:
-        """A table of the first completions with their rewards and advantages, and the histogram of lengths."""
+        """Writes a table of the first completions with their rewards and advantages, and a histogram of lengths."""
         if not self.trainer.is_global_zero:
             return
         scores = zip(rollout["reward_names"], rollout["rewards"].unbind(1), strict=True)
@@ -533,10 +534,10 @@ class GRPO(JudgedPolicy):
         Args:
             ratio: ρ, [b, L] or [b, 1].
             advantage: broadcasts with it.
-            counts: where a ratio counts.
+            counts: true where a ratio counts.
             weight: of the means, over the whole micro-batch.
             share: 1 / weight.
-            rows_left_out: the micro-batch has rows without advantage besides, of which no ratio is clipped.
+            rows_left_out: the micro-batch also has skipped rows, whose ratios are not clipped.
         """
         above = self.epsilon if self.epsilon_high is None else self.epsilon_high
         low = counts & (ratio < 1 - self.epsilon) & (advantage < 0)

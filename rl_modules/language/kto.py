@@ -30,8 +30,8 @@ class KTO(PreferencePolicy):
     Args:
         model_name_or_path: the policy to start from; None: new weights.
         beta: β, risk aversion per nat of log-ratio; above 0.
-        loss_type: ``kto``, or ``apo_zero_unpaired``, which counts from z = 0 (arXiv:2408.06266).
-        desirable_weight: λ_D, weight of good answers; ≥ 0. Where the classes are unequal, the paper keeps
+        loss_type: ``kto``, or ``apo_zero_unpaired``, which sets z = 0 (arXiv:2408.06266).
+        desirable_weight: λ_D, weight of good answers; ≥ 0. For unequal classes the paper keeps
             λ_D n_D / (λ_U n_U) in [1, 4/3].
         undesirable_weight: λ_U, weight of bad answers; ≥ 0.
         reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
@@ -79,10 +79,10 @@ class KTO(PreferencePolicy):
         return loss * (b * batch["n_micro"] / batch["step_pairs"])
 
     def judged_log_probs(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the judged answers, and the KL estimate of the mismatched ones.
+        """Returns log-probabilities of the judged answers, and the KL estimate from the mismatched ones.
 
         Args:
-            batch: pairs of a judged answer and another prompt's.
+            batch: pairs of a judged answer and an answer to another prompt.
             data: ``train`` or ``eval``.
 
         Returns:
@@ -96,7 +96,7 @@ class KTO(PreferencePolicy):
         return log_prob, reference, kl.clamp(min=0)
 
     def loss(self, log_prob: Tensor, reference: Tensor, label: Tensor, kl: Tensor) -> Tensor:
-        """The loss of judged answers, mean over them.
+        """Returns the mean loss over judged answers.
 
         Args:
             log_prob: log π(y|x), the sum over the answer's tokens, [b].
@@ -111,7 +111,7 @@ class KTO(PreferencePolicy):
 
     @torch.no_grad()
     def rewards(self, log_prob: Tensor, reference: Tensor, label: Tensor) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """TRL's metrics of good and of bad answers, each with the number of answers that it is a mean of."""
+        """Returns TRL's metrics of good and of bad answers, each with its number of answers."""
         result = []
         for name, mask in (("chosen", label), ("rejected", ~label)):
             reward = self.beta * (log_prob.detach() - reference)
@@ -123,7 +123,7 @@ class KTO(PreferencePolicy):
         return result
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the margin between the mean rewards of good and of bad answers."""
+        """Adds the margin between the mean rewards of good and of bad answers."""
         metrics = super().summarize(metrics)
         for prefix in ("", "eval/"):
             names = [f"{prefix}rewards/{side}" for side in ("chosen", "rejected")]
@@ -134,7 +134,7 @@ class KTO(PreferencePolicy):
     # ---------------------------------------------------------------- evaluation
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Held-out judgements; or completions of held-out prompts, from a datamodule that has them written."""
+        """Evaluates held-out judgements, or completions of held-out prompts if the datamodule generates them."""
         if "answers" in batch:
             self.log_completions(batch, batch_idx)
             return
@@ -145,7 +145,7 @@ class KTO(PreferencePolicy):
             self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, int(count))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Implicit rewards of the judged answers, [b], beside their ``texts``; completions as they are."""
+        """Returns implicit rewards of the judged answers, [b], with their ``texts``; completions unchanged."""
         if "answers" in batch:
             return batch
         # Not kept: the numbers of these answers are those of another order.

@@ -22,22 +22,23 @@ from rl_modules.language.tokenizer import load_tokenizer
 
 
 class RewardModel(LanguageModule):
-    """A judge of texts that learns from comparisons (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
+    """Reward model: learns scores of texts from comparisons (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
 
     -log σ(r_c - r_r - margin) + center_rewards_coefficient · (r_c + r_r)², mean over the pairs of an optimizer step
 
-    The score is read at the last token of prompt, answer and EOS, found by length. Preferences say nothing about the
-    scores' zero: each checkpoint and export carries the mean score of demonstrations, ``reward_offset``, to subtract.
+    The score is read at the last token of prompt, answer and EOS, found by length. Preferences do not determine the
+    zero of scores: each checkpoint and export contains the mean score of demonstrations, ``reward_offset``, to
+    subtract.
 
     Args:
-        model_name_or_path: directory or hub name: of a causal model, such as an exported SFT model, whose head is then
-            drawn anew, or of a reward model to train further; None: one from scratch.
-        center_rewards_coefficient: c, the weight that keeps scores around 0 while training; ≥ 0, TRL suggests 0.01.
+        model_name_or_path: directory or hub name: of a causal model, such as an exported SFT model, which gets a new
+            head, or of a reward model to train further; None: a randomly initialised model.
+        center_rewards_coefficient: c, weight of the term that keeps scores near 0 in training; ≥ 0, TRL suggests 0.01.
         **base: ``model_config``, ``lora``, ``learning_rate`` and the other arguments of
             :class:`~rl_modules.language.base.LanguageModule`.
 
     Raises:
-        UsageError: an argument that can't be used, or a model without a ``score`` head.
+        UsageError: an invalid argument, or a model without a ``score`` head.
     """
 
     learns_from = "preferences"
@@ -87,11 +88,11 @@ class RewardModel(LanguageModule):
 
     @property
     def can_pack(self) -> bool:
-        """Whether batches may hold several texts to a row."""
+        """Whether batches may pack several texts into a row."""
         return can_pack(self.model)
 
     def pair_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Raw scores of the chosen and the rejected answers by one forward pass, [b] each.
+        """Returns raw scores of the chosen and the rejected answers from one forward pass, [b] each.
 
         Args:
             batch: see :func:`rl_modules.language.pair_scores.pair_scores`.
@@ -99,12 +100,12 @@ class RewardModel(LanguageModule):
         return pair_scores(self.model, batch)
 
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-        """What is minimised, mean over the pairs.
+        """Returns the loss, mean over the pairs.
 
         Args:
             chosen: r_c, [b].
             rejected: r_r, [b].
-            margin: by how much the chosen one should win, [b].
+            margin: of the chosen answer, [b].
         """
         return F.bradley_terry_loss(chosen, rejected, margin, self.center_rewards_coefficient)
 
@@ -118,7 +119,7 @@ class RewardModel(LanguageModule):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Normalised scores of both answers, [b] each, beside their ``texts``."""
+        """Returns normalised scores of both answers, [b] each, with their ``texts``."""
         chosen, rejected = (scores - self.reward_offset for scores in self.pair_scores(batch))
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
@@ -144,7 +145,7 @@ class RewardModel(LanguageModule):
 
     @torch.no_grad()
     def normalize(self, batches: Any) -> float:
-        """Measure ``reward_offset``: the mean score of demonstrations, which are to score 0 on average.
+        """Computes ``reward_offset``, the mean score of demonstrations, whose rewards then average 0.
 
         Args:
             batches: iterable of ``tokens`` [b, T] right-padded, ``length`` [b] and ``weight`` [b] (0: counts not);
@@ -173,7 +174,7 @@ class RewardModel(LanguageModule):
 
     @torch.no_grad()
     def score(self, prompts: list[str], completions: list[str]) -> Tensor:
-        """Normalised rewards of answers that have come to their end, [b] float32.
+        """Returns normalised rewards of complete answers, [b] float32.
 
         Args:
             prompts: b texts.
@@ -192,10 +193,9 @@ class RewardModel(LanguageModule):
         return scores - self.reward_offset
 
     def export(self, folder: str | Path) -> Path:
-        """Write a directory that ``AutoModelForSequenceClassification`` and TRL load; LoRA is merged in.
-
-        Their scores are the raw ones, for their heads have no bias: ``reward_offset`` stands in config.json, where
-        :func:`load_reward_model` finds it.
+        """Writes a directory that ``AutoModelForSequenceClassification`` and TRL load; LoRA adapters are merged. They
+        return raw scores, because their heads have no bias; config.json contains ``reward_offset``, which
+        :func:`load_reward_model` reads.
         """
         self.model.config.reward_offset = self.reward_offset
         return export_model(self.model, self.tokenizer, folder)
@@ -213,7 +213,7 @@ class RewardModel(LanguageModule):
 
 
 class FrozenReward(NamedTuple):
-    """A finished reward model: the reward of a text is its score minus ``offset``."""
+    """A trained reward model: the reward of a text is its score minus ``offset``."""
 
     #: Transformers model with a ``score`` head, without gradient, in evaluation mode, on the CPU.
     model: Any
@@ -228,18 +228,19 @@ def load_reward_model(
     torch_dtype: str = "float32",
     attn_implementation: str | None = None,
 ) -> FrozenReward:
-    """A reward model to judge with, from a Lightning checkpoint, an exported directory or a hub name.
+    """Loads a trained reward model from a Lightning checkpoint, an exported directory or a hub name.
 
     ``sequence_scores(model, tokens, length) - offset`` are the rewards.
 
     Args:
-        path: a ``.ckpt`` file of :class:`RewardModel`, or what ``AutoModelForSequenceClassification`` takes.
-        tokenizer: the policy's, whose tokens are to be judged; None: not compared.
+        path: a ``.ckpt`` file of :class:`RewardModel`, or a directory or hub name for
+            ``AutoModelForSequenceClassification``.
+        tokenizer: the policy's, to compare with the reward model's; None: no comparison.
         torch_dtype: of the weights of a directory or hub name; a checkpoint's stay as they were trained.
         attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice, or the checkpoint's own.
 
     Raises:
-        UsageError: it can't be loaded, is no reward model, or has another tokenizer than the policy.
+        UsageError: it can't be loaded, is not a reward model, or has another tokenizer than the policy.
     """
     path = str(path)
     if path.endswith(".ckpt"):
@@ -279,7 +280,9 @@ def is_reward_model(config: Any) -> bool:
 
 
 def initialize_head(head: nn.Linear) -> None:
-    """Draw a reward head's weights with standard deviation 1/√(d+1), d inputs (Ziegler et al. 2019, section 2.2)."""
+    """Initialises a reward head's weights with standard deviation 1/√(d+1), d inputs (Ziegler et al. 2019, section
+    2.2).
+    """
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
     if head.bias is not None:
         nn.init.zeros_(head.bias)

@@ -23,7 +23,7 @@ from rl_modules.language.sharding import Splitter, shard
 
 
 class RLHFPPO(JudgedPolicy):
-    """RLHF: a policy raises the score of a reward model or of verifiers and pays for every nat away from a reference.
+    """RLHF with PPO: maximises the score of a reward model or of verifiers minus a KL penalty to a reference policy.
 
     Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155; details from Huang et al. 2024,
     arXiv:2403.17031. A completion is an episode, a token an action:
@@ -32,41 +32,41 @@ class RLHFPPO(JudgedPolicy):
 
         L = -E[min(ρA, clip(ρ, 1-ε, 1+ε)A)] + vf_coef·½E[max((V-R)², (V_clip-R)²)] - ptx_coef·E[log π(x)]
 
-    E is the mean over all completion tokens of the optimizer step, however it is cut into micro-batches and ranks. The
+    E is the mean over all completion tokens of the optimizer step, over micro-batches and ranks. The
     score is a reward model's, or that of the datamodule's ``reward_funcs`` as in :class:`~rl_modules.GRPO`, or a sum of
-    both. The value model starts as a copy of the reward model; without one, as the policy's body under a head of 0.
-    Policy, reference, reward and value model are all in a checkpoint, which therefore loads and resumes without the
-    directories that they came from.
+    both. The value model starts as a copy of the reward model; without one, as a copy of the policy's body with a head
+    initialised to 0. Policy, reference, reward and value model are all in a checkpoint, which therefore loads and
+    resumes without the directories that they came from.
 
-    Names and defaults are those of TRL's PPO, but for two names that are GRPO's here: ``beta`` is TRL's ``kl_coef``,
-    and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score stands
-    on the last token of the completion (TRL: one place after it), and whitening is over all ranks.
+    Names and defaults are those of TRL's PPO, with two exceptions that follow GRPO: ``beta`` is TRL's ``kl_coef``,
+    and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score is the
+    reward of the completion's last token (TRL: of the next position), and whitening is over all ranks.
 
     Args:
         model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
         reward_model_name_or_path: exported directory or checkpoint of a RewardModel; with another tokenizer than the
-            policy's only under ``value_head_on_policy``, for the value model starts from it. None: the datamodule's
-            reward functions alone.
+            policy's only under ``value_head_on_policy``, because the value model starts from it. None: only the
+            datamodule's reward functions.
         ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
         value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
             of its own: half the memory, but both losses pull at the same weights.
-        beta: β, price of the KL to the reference, in units of score per nat; ≥ 0. At 0 the KL is measured only where
-            ``ref_model_name_or_path`` is given; else no reference is kept.
-        target_kl: nats per completion that β is adapted to hold (Ziegler et al.); None: β stays.
-        kl_gain: how fast: the largest change of β per generation is a fifth of this; in [0, 5).
-        kl_estimator: ``k1`` (the log-ratio) or ``k3`` (never negative; the optimum is then another one).
+        beta: β, weight of the KL to the reference, in units of score per nat; ≥ 0. At 0 a reference is loaded, and the
+            KL measured, only with ``ref_model_name_or_path``.
+        target_kl: target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant.
+        kl_gain: gain of the controller; the largest relative change of β per generation is a fifth of it; in [0, 5).
+        kl_estimator: ``k1`` (the log-ratio) or ``k3`` (never negative, but with another optimum).
         gamma: discount γ per token, in [0, 1].
         lam: λ of generalized advantage estimation, in [0, 1].
         cliprange: ε of the policy's ratio, ≥ 0.
         cliprange_value: ε of the value, in units of score; None: no clipping.
         vf_coef: weight of the value loss.
         whiten_advantages: scale and shift advantages over a generation's tokens to variance 1 and mean 0.
-        whiten_rewards: scale the tokens' rewards likewise, without moving their mean.
-        missing_eos_penalty: taken from the score of completions that have no end, in units of score; None: nothing.
+        whiten_rewards: scale the tokens' rewards to variance 1 and keep their mean.
+        missing_eos_penalty: subtracted from the score of completions without EOS, in units of score; None: 0.
         ptx_coef: weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the
             datamodule's ``ptx_batch_size``.
-        reward_weights: one per reward function, the reward model's last. None: the reward model alone, beside which
-            reward functions are measured only; without a reward model all 1.
+        reward_weights: one per reward function, the reward model's last. None: with a reward model, its score only
+            (reward functions are logged); without one, all 1.
         temperature: of sampling, and of all log-probabilities; > 0.
         top_k: sample from the k likeliest tokens; None: all.
         top_p: sample from the nucleus of this probability; None: all.
@@ -157,7 +157,7 @@ class RLHFPPO(JudgedPolicy):
         self._table_due_at = 0
 
     def reset_run(self) -> None:
-        """Also the adapted β, which starts from its hyperparameter again."""
+        """Clears the state of a run and resets β to its hyperparameter."""
         super().reset_run()
         self.beta = self.hparams["beta"]
         self._table_due_at = 0
@@ -175,7 +175,7 @@ class RLHFPPO(JudgedPolicy):
         return self.hparams["beta"] > 0 or self.hparams["ref_model_name_or_path"] is not None
 
     def build_model(self, config: Any, source: str | None) -> None:
-        """Policy, reference, reward model, and the value model or head."""
+        """Builds policy, reference, reward model, and the value model or head."""
         super().build_model(config, source)
         hp: Any = self.hparams
         if hp.value_head_on_policy:
@@ -206,10 +206,10 @@ class RLHFPPO(JudgedPolicy):
     # ---------------------------------------------------------------- experience
 
     def rewards(self, rollout: Rollout) -> Tensor:
-        """What each completion earns at its end, [B], or what each of its tokens earns, [B, L].
+        """Returns the reward of each completion, [B], or of each token, [B, L].
 
-        The default is the weighted sum of the reward functions' values and the reward model's score, less the penalty
-        for not ending. NaN takes a completion out of the losses.
+        The default is the weighted sum of the reward functions' values and the reward model's score, minus the penalty
+        for a missing EOS. NaN excludes a completion from the losses.
 
         Args:
             rollout: a generation, see ``PromptDataModule``.
@@ -242,10 +242,11 @@ class RLHFPPO(JudgedPolicy):
         return {**{name: rollout[name] for name in names}, "advantage": advantage, "returns": returns}
 
     def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """Log π, V, the policy's entropy and, with a reference, log π_ref of the completions' tokens, [b, L] each.
+        """Returns log π, V, the policy's entropy and, with a reference, log π_ref of the completions' tokens, [b, L]
+        each.
 
-        The sampler's own log-probabilities are of a filtered distribution under top_k, top_p or min_p, and under mixed
-        precision of another rounding; here they come from the arithmetic of training.
+        They are computed in training precision, because the sampler's log-probabilities are those of the filtered
+        distribution under top_k, top_p or min_p, and are rounded differently under mixed precision.
         """
         text = (tokens, prompt_length, length)
         log_prob, value, entropy = self.policy_and_value(*text, entropy=True)
@@ -260,7 +261,7 @@ class RLHFPPO(JudgedPolicy):
         self, tokens: Tensor, prompt_length: Tensor, length: Tensor, entropy: bool = False,
         extent: Extent | None = None,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
-        """Log π and V of the completions' tokens, and the entropies where requested, [b, L] each."""
+        """Returns log π and V of the completions' tokens and, with ``entropy``, the entropies, [b, L] each."""
         text = (tokens, prompt_length, length)
         extent = extent_of(prompt_length, length) if extent is None else extent
         if self.value_head is not None:
@@ -288,18 +289,18 @@ class RLHFPPO(JudgedPolicy):
         return loss
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The clipped surrogate, mean over the counted tokens."""
+        """Returns the clipped surrogate, mean over the counted tokens."""
         return F.ppo_clip_loss(log_prob, batch["log_prob"], batch["advantage"], self.cliprange, batch["mask"])
 
     def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Half the mean squared error to the returns, clipped around the earlier value."""
+        """Returns half the mean squared error to the returns, clipped around the old value."""
         return F.value_loss(value, batch["returns"], batch["value"], self.cliprange_value, batch["mask"])
 
     def demonstration_loss(self, batch: dict[str, Any]) -> Tensor:
         """-E[log π(x)] per token of the demonstrations in the batch, at temperature 1, as its part of the step's mean.
 
         Raises:
-            UsageError: ptx_coef without demonstrations, or the other way round.
+            UsageError: ptx_coef without demonstrations, or demonstrations without ptx_coef.
         """
         if "ptx_tokens" not in batch:
             raise UsageError(f"ptx_coef={self.ptx_coef} needs demonstrations in every step; give the datamodule a "
@@ -316,9 +317,8 @@ class RLHFPPO(JudgedPolicy):
     # ---------------------------------------------------------------- pieces to override
 
     def token_rewards(self, rollout: Rollout) -> Tensor:
-        """r_t of every token, [B, L]: the price of the KL, and the completion's reward on its last token.
-
-        Rewards of tokens, [B, L], stay with their tokens.
+        """Returns r_t of every token, [B, L]: the KL penalty, plus the completion's reward on its last token or the
+        given token rewards.
         """
         mask, earned = rollout["mask"], rollout["reward"]
         kl = self.paid_kl(rollout)
@@ -330,7 +330,7 @@ class RLHFPPO(JudgedPolicy):
         return self.whiten(reward, rollout["mask"], shift_mean=False) if self.whiten_rewards else reward
 
     def paid_kl(self, rollout: Rollout) -> Tensor:
-        """The estimate of the KL to the reference that the policy pays for, [B, L]; 0 without a reference."""
+        """Returns the estimate of the penalised KL to the reference, [B, L]; 0 without a reference."""
         if "ref_log_prob" not in rollout:
             return torch.zeros_like(rollout["log_prob"])
         return F.kl_estimate(rollout["log_prob"], rollout["ref_log_prob"], self.kl_estimator)
@@ -394,7 +394,7 @@ class RLHFPPO(JudgedPolicy):
             self.write_completions(rollout, earned, summed[0])
 
     def write_completions(self, rollout: Rollout, score: Tensor, kl: Tensor) -> None:
-        """A table of a few completions with their score, KL and true rewards."""
+        """Writes a table of a few completions with their score, KL and true rewards."""
         if not self.trainer.is_global_zero:
             return
         columns = {"prompt": rollout["prompts"], "completion": rollout["texts"], "score": score.tolist(),
@@ -406,7 +406,7 @@ class RLHFPPO(JudgedPolicy):
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,
                          batch: dict[str, Any]) -> None:  # fmt: skip
-        """Records losses, ratios, and the fractions that either clip is active on."""
+        """Records losses, ratios, and the fractions of clipped ratios and values."""
         mask, advantage = batch["mask"], batch["advantage"]
         log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
         ratio = log_ratio.exp()
@@ -424,7 +424,9 @@ class RLHFPPO(JudgedPolicy):
         self.record(mask.sum(), **metrics)
 
     def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Also the reward model's score of held-out completions, and how far they are from the reference."""
+        """Logs evaluation metrics, with the reward model's score of held-out completions and their KL to the
+        reference.
+        """
         super().log_completions(batch, batch_idx)
         metrics = {}
         if self.reward_model is not None:

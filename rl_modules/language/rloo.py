@@ -19,9 +19,10 @@ _FIXED = (
 
 
 class RLOO(GRPO):
-    """REINFORCE leave-one-out: the other completions of a prompt are the baseline, and a completion is one action.
+    """REINFORCE leave-one-out: the mean reward of a prompt's other completions is the baseline, and a completion is one
+    action.
 
-    Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019. Of G completions per prompt, y_i with reward r_i,
+    Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019. With G completions y_i per prompt and rewards r_i,
 
         R_i = r_i - β Σ_t (log π(y_it) - log π_ref(y_it))            A_i = R_i - mean of the other R_j
         L   = -mean_i min(ρ_i A_i, clip(ρ_i, 1-ε, 1+ε_high) A_i)     ρ_i = π(y_i) / π_old(y_i)
@@ -32,7 +33,7 @@ class RLOO(GRPO):
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.
-        beta: β, price of the KL to the reference, in units of reward per nat; 0: no reference is kept.
+        beta: β, weight of the KL to the reference, in units of reward per nat; 0: no reference.
         epsilon: ε, how far the ratio of a completion may fall below 1 (and rise above it, unless ``epsilon_high`` is
             given).
         epsilon_high: ε_high of the upper side; None: ``epsilon``.
@@ -71,7 +72,7 @@ class RLOO(GRPO):
     # ---------------------------------------------------------------- experience
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
-        """As GRPO's, after the price of the distance to the reference is taken off the rewards."""
+        """Subtracts the KL penalty from the rewards, then prepares the rollout as GRPO does."""
         if self.kl_coefficient:
             self.sync_reference()
             sums = self.in_parts(rollout, self.log_prob_sums)
@@ -83,7 +84,7 @@ class RLOO(GRPO):
         return super().prepare(rollout)
 
     def log_prob_sums(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """Σ_t log π_ref(y_t) of each completion, [b]; and Σ_t log π(y_t), where sampling and training differ in it."""
+        """Σ_t log π_ref(y_t) of each completion, [b]; and Σ_t log π(y_t), if sampling and training differ in it."""
         text = (tokens, prompt_length, length)
         sums = {}
         if self.rescores:
@@ -96,18 +97,18 @@ class RLOO(GRPO):
     # ---------------------------------------------------------------- optimization
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The clipped loss of whole completions; this micro-batch's part of the step's, see GRPO."""
+        """Returns this micro-batch's part of the clipped loss of whole completions, see GRPO."""
         log_prob, batch = self.as_one_action(log_prob, batch)
         return super().policy_loss(log_prob, batch)
 
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
-        """The loss, and how often the clip of a completion's ratio is active."""
+        """Records the loss and the fractions of clipped ratios of completions."""
         log_prob, batch = self.as_one_action(log_prob, batch)
         super().record_minibatch(log_prob, loss, {**batch, "micro_tokens": batch["micro_rows"]})
 
     @staticmethod
     def as_one_action(log_prob: Tensor, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Log π of each completion as that of a single token, [b, 1], and the batch to go with it."""
+        """Returns log π of each completion as that of a single token, [b, 1], with a matching batch."""
         mask, advantage = batch["mask"], batch["advantage"]
         ours, old = (torch.where(mask, x, 0.0).sum(-1, keepdim=True) for x in (log_prob, batch["log_prob"]))
         if advantage.ndim == 2:

@@ -16,19 +16,19 @@ from rl_modules.language.tiled_head import TokenStatistics
 
 
 class SFT(LanguagePolicy):
-    """Supervised fine-tuning: the likelihood of demonstrations goes up (behaviour cloning, with words for actions).
+    """Supervised fine-tuning: maximises the likelihood of demonstrations (behaviour cloning with tokens as actions).
 
     Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Per optimizer step, over its N tokens that count,
 
         L = -1/N Σ log π(y_t | x, y_<t)
 
-    N is that of the whole step: neither the number of micro-batches nor that of ranks changes a token's weight. The
-    names are TRL's. Departures from it: logits are computed where tokens count and nowhere else; a packed row is as
+    N counts the whole step, so neither the number of micro-batches nor of ranks changes a token's weight. The
+    names are TRL's. Departures from it: logits are computed for counted tokens only; a packed row is as
     wide as the longest sequence of its micro-batch, and packing does not change which sequences a step has; token
-    accuracy and entropy are measured on the step of a point of the curves, not on those between.
+    accuracy and entropy are measured only in logged steps.
 
     Args:
-        max_completion_length: tokens of a completion at most, in evaluation.
+        max_completion_length: maximum number of tokens per completion in evaluations.
         **language: ``model_name_or_path``, ``model_config``, ``lora``, ``learning_rate``, ``lr_scheduler_type``,
             ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
     """
@@ -52,7 +52,7 @@ class SFT(LanguagePolicy):
 
     @property
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
-        """Right answers on held-out prompts; without a reward function, the loss on held-out demonstrations."""
+        """The accuracy on held-out prompts or, without a reward function, the loss on held-out demonstrations."""
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         judged = datamodule is not None and len(datamodule.rewards) > 0
         return ("eval/pass@1", "max") if judged else ("eval/loss", "min")
@@ -83,13 +83,13 @@ class SFT(LanguagePolicy):
         return loss + balance
 
     def demonstrated(self, batch: dict[str, Any], entropy: bool = False, accuracy: bool = False) -> TokenStatistics:
-        """Log π of the demonstrations' tokens that count, in nats, [1, m].
+        """Returns log π of the demonstrations' counted tokens, in nats, [1, m].
 
         Args:
             batch: ``tokens`` [rows, width]; ``counted`` [m], places in ``tokens.flatten()``; ``position_ids`` where
                 rows are packed; ``seed`` of the dropout, in training.
-            entropy: also their entropies.
-            accuracy: also whether each is the likeliest token.
+            entropy: return also the entropies.
+            accuracy: return also whether each token is the likeliest.
         """
         tokens, counted = batch["tokens"], batch["counted"]
         inputs = {"input_ids": tokens}
@@ -109,7 +109,7 @@ class SFT(LanguagePolicy):
         return can_pack_texts(self.model)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Completions of held-out prompts, and likelihood of held-out demonstrations."""
+        """Evaluates completions of held-out prompts and the likelihood of held-out demonstrations."""
         if "texts" in batch:
             self.log_completions(batch, batch_idx)
             return
@@ -125,7 +125,7 @@ class SFT(LanguagePolicy):
         self.validation_step(batch, batch_idx)
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the perplexity, exp of the mean loss per token."""
+        """Adds the perplexity, exp of the mean loss per token."""
         for prefix in ("", "eval/"):
             if f"{prefix}loss" in metrics:
                 metrics = {**metrics, f"{prefix}perplexity": math.exp(min(metrics[f"{prefix}loss"], 700.0))}

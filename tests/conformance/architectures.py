@@ -356,24 +356,25 @@ def row_of(name: str) -> str:
 
 HEADER = f"""# Architectures
 
-Each row is a tiny random model of one architecture. On it the following are compared with transformers' own forward
-pass over one unpadded text, or with its `generate`: {", ".join(CHECKS)}. *Right* means that nothing differs by more
-than {TOLERANCE:.0e} nats (or of the largest gradient); the largest difference stands beside it. The other columns say
-which fast paths the self-check at the start of a run allows on the model; where one is not allowed, the plain path is
-taken, and one line says so.
+Each row is a tiny random model of one architecture. The following are compared with transformers' forward pass over one
+unpadded text, or with its `generate`: {", ".join(CHECKS)}. *Right* means that nothing differs by more than
+{TOLERANCE:.0e} nats (or of the largest gradient); the largest
+difference is in parentheses. The other columns show which fast paths the self-check at the start of a run allows for
+the model; if one is not allowed, the run uses the plain path and prints a line.
 
-* **decoding**: *shared prompts*: all completions of a prompt read one copy of its keys and values (on a CPU); *rows*: a
-  cache whose finished rows leave; *generate*: the model's own, because it keeps states or windows.
-* **prompts once**: GRPO's log-probabilities read each prompt of a group once. With a sliding window, while the longest
-  prompt and the longest completion together fit into it.
+* **decoding**: *shared prompts*: all completions of a prompt read one copy of its keys and values (on a CPU); *rows*:
+  finished rows are removed from the cache; *generate*: the model's own method, because the model has recurrent states
+  or windows.
+* **prompts once**: GRPO computes the prompt of a group once for all log-probabilities. With a sliding window this
+  requires that the longest prompt and completion together fit into the window.
 * **packing**: `packing: true` of SFT puts several texts into a row. Recurrent states, convolutions, ALiBi, and
-  positions that the model counts itself run on from text to text, so that there every text has a row of its own.
-* **last block**: the last feed-forward part runs on the tokens that count alone.
+  positions that the model counts itself continue from one text to the next, so such models use one row per text.
+* **last block**: the last feed-forward layer runs on counted tokens only.
 * **tiles**: large logits are computed tile by tile, see [SFT](sft.md).
 * **reward model**: whether pairs are packed, or transformers has no sequence classification for the type.
 
-Written by `python -m tests.conformance.architectures --write docs/language/architectures.md`, which is also how to see
-a further architecture: add its config's fields to `ARCHITECTURES`.
+`python -m tests.conformance.architectures --write docs/language/architectures.md` writes this page. To test another
+architecture, add its config's fields to `ARCHITECTURES`.
 
 | architecture | checks | decoding | prompts once | packing | last block | tiles | reward model |
 |---|---|---|---|---|---|---|---|

@@ -5,16 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import trl
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.data_utils import apply_chat_template
 
 from datamodules import InstructionDataModule
 from datamodules.language.encoding import TextEncoder
 from rl_modules.language.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.bench
+trl = pytest.importorskip("trl", reason="the bench extra is not installed")
+apply_chat_template = pytest.importorskip("trl.data_utils").apply_chat_template
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {

@@ -26,7 +26,8 @@ SPLITS = ("train", "test")
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Whether what ``key`` stands for belongs to the test split: decided by its hash alone, never by a seed.
+    """Returns whether the question with this ``key`` belongs to the test split; depends on the key's hash only, not on
+    a seed.
 
     Args:
         key: any text; equal texts are always on the same side.
@@ -37,14 +38,12 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 
 class Task:
-    """A family of questions with a verifier. A task of your own is a subclass.
-
-    It says which questions there are (``questions`` with ``size``, or ``draw``, or all three) and what is right
-    (``solve``). Prompts, splits, demonstrations and the accuracy reward follow. Where several answers are right,
-    override ``is_correct``.
+    """A family of questions with a verifier. A custom task is a subclass that defines the questions (``questions`` with
+    ``size``, or ``draw``, or all three) and their right answers (``solve``). Prompts, splits, demonstrations and the
+    accuracy reward are derived from them. If several answers are right, override ``is_correct``.
 
     Args:
-        seed: decides which questions are drawn and in which order; never which split they belong to.
+        seed: determines which questions are drawn and in which order, but not their split.
         think_format: demonstrations and answers have the form ``<think>…</think><answer>…</answer>``, and the format
             is a second reward.
         template: the prompt, with the question's fields in braces; None: the task's own, short enough for a
@@ -77,48 +76,51 @@ class Task:
     # ---------------------------------------------------------------- what a task says of itself
 
     def questions(self) -> Iterator[Question]:
-        """Every question once, in a fixed order. Needed where ``size`` is set."""
+        """Yields every question once, in a fixed order. Required if ``size`` is set."""
         raise UsageError(f"{type(self).__name__} sets size, so it needs questions()")
 
     def draw(self, rng: random.Random) -> Question:
-        """One question at random. Needed where ``size`` is None or beyond a hundred thousand."""
+        """Draws one question at random. Required if ``size`` is None or above 100,000."""
         raise UsageError(f"{type(self).__name__} lists no questions, so it needs draw(rng)")
 
     def key(self, question: Question) -> str:
-        """What the splits must not share: equal keys are on the same side. The default is the whole question."""
+        """Returns the key that decides the split: questions with equal keys are on the same side. The default is the
+        question itself.
+        """
         return json.dumps(question, sort_keys=True, default=str)
 
     def solve(self, question: Question, rng: random.Random) -> Record:
-        """The columns of the question's record: ``answer``, perhaps ``completion`` (a demonstration), perhaps more.
+        """Returns the columns of the question's record: ``answer``, optionally ``completion`` (a demonstration) and
+        others.
 
         Args:
             question: its fields.
-            rng: for demonstrations that are drawn.
+            rng: generator for random demonstrations.
         """
         raise UsageError(f"{type(self).__name__} needs solve(question, rng)")
 
     def reasoning(self, question: Question, columns: Record) -> str:
-        """What a demonstration thinks under ``think_format``."""
+        """Returns the thoughts of a demonstration under ``think_format``."""
         return ""
 
     def is_correct(self, answer: str, record: Record) -> bool:
-        """Whether an extracted answer is right. The default compares it with the reference."""
+        """Returns whether an extracted answer is right. The default compares it with the reference."""
         return answer == record["answer"]
 
     # ---------------------------------------------------------------- what the rest of the code asks for
 
     def records(self, split: str, n: int | None) -> list[Record]:
-        """The first ``n`` records of a split, the same at every call.
+        """Returns the first ``n`` records of a split, the same at every call.
 
         Args:
-            split: ``train`` or ``test``. No question of one is in the other, whatever the seeds.
-            n: how many, all different; None: all that exist, or ten thousand where there are too many to list.
+            split: ``train`` or ``test``. The splits are disjoint for all seeds.
+            n: number of different records; None: all, or 10,000 if there are too many to list.
 
         Returns:
             Records with ``prompt``, ``answer``, ``completion`` (a demonstration without EOS) and the task's columns.
 
         Raises:
-            UsageError: an unknown split, or fewer questions than wanted.
+            UsageError: an unknown split, or fewer than ``n`` questions.
         """
         self._check_request(split, n)
         chooser = random.Random(stream_seed(self.seed, 0, f"questions/{split}"))
@@ -126,7 +128,7 @@ class Task:
         return [self.record(question, solver) for question in self._choose(split, n, chooser)]
 
     def record(self, question: Question, rng: random.Random) -> Record:
-        """A question as a record, with a demonstration."""
+        """Returns a question as a record, with a demonstration."""
         columns = self.solve(question, rng)
         completion = columns.get("completion", columns.get("answer"))
         if self.think_format and completion is not None:
@@ -134,17 +136,17 @@ class Task:
         return {"prompt": self.prompt(question), **columns, "completion": completion}
 
     def prompt(self, question: Question) -> str | list[dict[str, str]]:
-        """The question in words, or as a user's message under ``chat``.
+        """Returns the question as text, or as a user's message under ``chat``.
 
         Raises:
-            UsageError: the template names a field that there is not.
+            UsageError: the template names an unknown field.
         """
         text = fill(self.template, question, f"template={self.template!r} of task {self.name!r}")
         return [{"role": "user", "content": text}] if self.chat else text
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
-        """Functions with TRL's signature; the first is the accuracy, in [0, 1]."""
+        """Returns reward functions with TRL's signature; the first is the accuracy, in [0, 1]."""
         from datamodules.language.rewards import think_answer_format
 
         return [self.accuracy, think_answer_format] if self.think_format else [self.accuracy]
@@ -152,7 +154,7 @@ class Task:
     def accuracy(
         self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
-        """1.0 where the final answer is right, 0.0 where it is wrong or missing."""
+        """Returns 1.0 for a right final answer, 0.0 for a wrong or missing one."""
         from datamodules.language.text import text_of
 
         rewards: list[float | None] = []
@@ -162,36 +164,40 @@ class Task:
         return rewards
 
     def score(self, record: Record, completion: str) -> float:
-        """The accuracy of one completion, in [0, 1]."""
+        """Returns the accuracy of one completion, in [0, 1]."""
         answer = self.final_answer(completion)
         return float(answer is not None and self.is_correct(answer, record))
 
     def final_answer(self, completion: str) -> str | None:
-        """The text between ``<answer>`` tags under ``think_format`` (None without), else the completion, stripped."""
+        """Returns the text between ``<answer>`` tags under ``think_format`` (None without tags), otherwise the stripped
+        completion.
+        """
         return answer_of(completion) if self.think_format else completion.strip()
 
     def extract(self, completion: str) -> str | None:
-        """The final answer in a form in which equal answers are equal texts, for a majority vote; None: none."""
+        """Returns the final answer in a canonical form for a majority vote; None: no answer."""
         return self.final_answer(completion)
 
     def utility(self, record: Record, completion: str) -> float:
-        """How good a completion truly is, in [0, 1]. The default is its accuracy."""
+        """Returns the true quality of a completion, in [0, 1]. The default is its accuracy."""
         return self.score(record, completion)
 
     def utilities(
         self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
-        """The utility of each completion: a reward function that a config can name, ``reward_funcs: [utilities]``."""
+        """Returns the utility of each completion; a reward function that a config can name, ``reward_funcs:
+        [utilities]``.
+        """
         from datamodules.language.text import text_of
 
         records = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
         return [self.utility(record, text_of(text)) for record, text in zip(records, completions, strict=True)]
 
     def preferences(self, split: str, n: int | None) -> list[Record]:
-        """``n`` comparisons of two completions, decided with Bradley–Terry noise from their utilities.
+        """Returns ``n`` comparisons of two completions, decided by a Bradley–Terry model of their utilities.
 
         Raises:
-            UsageError: the task has none.
+            UsageError: the task has no preferences.
         """
         raise UsageError(f"task {self.name!r} makes no preferences; task 'paths' does")
 
@@ -242,15 +248,15 @@ class Task:
 
 
 def fill(template: str, fields: dict[str, Any], where: str) -> str:
-    """Put fields into a template's braces. Only plain names count, so a template can reach nothing else.
+    """Fills the fields into a template's braces. Only plain names are replaced, so a template can access nothing else.
 
     Args:
-        template: text with ``{name}``; braces around anything else stay as they are.
+        template: text with ``{name}``; other braces are kept.
         fields: the values by name.
-        where: what the template is, for the message.
+        where: name of the template for the error message.
 
     Raises:
-        UsageError: a name that is not among the fields, or whose value is null.
+        UsageError: a name without a field, or with the value null.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -264,7 +270,7 @@ def fill(template: str, fields: dict[str, Any], where: str) -> str:
 
 
 def bayes_accuracy(records: Sequence[Record]) -> float:
-    """The accuracy of the best possible judge of these comparisons, who knows the true utilities.
+    """Returns the accuracy of the best possible judge of these comparisons, which knows the true utilities.
 
     mean_i max(p_i, 1 - p_i), with p_i the true probability that the chosen completion wins.
 
@@ -272,7 +278,7 @@ def bayes_accuracy(records: Sequence[Record]) -> float:
         records: preferences with ``probability``.
 
     Raises:
-        UsageError: there are none, or they carry no probability.
+        UsageError: no records, or records without ``probability``.
     """
     if not records or any("probability" not in record for record in records):
         raise UsageError("the Bayes accuracy needs preferences with a 'probability', as tasks synthesise them")

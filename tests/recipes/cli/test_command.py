@@ -157,6 +157,24 @@ def test_list_copy_and_help_load_no_lightning(tmp_path):
     assert (tmp_path / "mine.yaml").read_text() == (configs.CONFIGS / "ppo/cartpole.yaml").read_text()
 
 
+@pytest.mark.parametrize("command", ["export", "serve", "list", "copy", "doctor", "completion"])
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_a_command_without_a_run_explains_itself(rl, command, option):
+    code, out, err = rl(command, option)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: rl {command}")
+
+
+def test_help_of_export_and_serve_names_every_option(rl):
+    named = {
+        "export": ["ckpt_path", "output", "model"],
+        "serve": ["engine", "host", "port", "gpu_memory_utilization", "max_rows_in_flight"],
+    }
+    for command, options in named.items():
+        _, out, _ = rl(command, "--help")
+        assert re.findall(r"^  --(\w+)", out, re.MULTILINE) == options
+
+
 def test_recipe_runs_its_default_config_and_layers_others(rl):
     Path("mine.yaml").write_text("model:\n  init_args:\n    gamma: 0.5\n")
     code, out, _ = rl("fit", "--print_config", default_config="ppo/cartpole.yaml")
