@@ -62,10 +62,10 @@ def _evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[
 
 
 def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
-    """Plays the test episodes with the final policy; returns ``final/mean_reward`` and ``final/std_reward``."""
+    """Plays the test episodes with the final policy; returns ``test/mean_reward`` and ``test/std_reward``."""
     trainer.loggers = []  # the caller puts them back
     trainer.test(model, datamodule=data, verbose=False, weights_only=True)
-    return {f"final/{name}": trainer.callback_metrics[f"test/{name}"].item() for name in ("mean_reward", "std_reward")}
+    return {name: trainer.callback_metrics[name].item() for name in ("test/mean_reward", "test/std_reward")}
 
 
 def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float], time: dict[str, float]) -> dict:
@@ -82,7 +82,7 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
     episodes = data.hparams.n_test_episodes * ranks
     result = "not evaluated"
     if final:
-        mean, std = final["final/mean_reward"], final["final/std_reward"]
+        mean, std = final["test/mean_reward"], final["test/std_reward"]
         result = f"mean return {mean:.1f} ± {std:.1f} over {episodes} episodes"
     rows = {
         f"{type(model).__name__} on {data.env_name}": result,
