@@ -6,8 +6,8 @@ import lightning as L
 def evaluate_on_start(trainer: L.Trainer, wanted: bool) -> None:
     """Have a fit begin with a whole evaluation, or not.
 
-    It is Lightning's sanity check with all batches: it leaves the global generators as they were, callbacks that save
-    or stop take no part in it, and a run that resumes from a checkpoint skips it.
+    It is Lightning's sanity check with all batches: it leaves the global generators as they were, and callbacks that
+    save or stop take no part in it. The modules' ``on_load_checkpoint`` takes it back for a run that resumes.
 
     Args:
         trainer: of the fit, which has not begun.

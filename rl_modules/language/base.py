@@ -610,6 +610,9 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         unlogged = checkpoint["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]
+        if self._trainer is not None and self._fitting:
+            # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
+            self.trainer.num_sanity_val_steps = 0
 
 
 class LanguagePolicy(LanguageModule):

@@ -108,6 +108,7 @@ def test_a_resumed_run_does_not_repeat_it(name: str, tmp_path: Path) -> None:
     resumed = fit(make_model(), make_data(), logger=rest, ckpt_path=tmp_path / "part.ckpt", **trainer)
     resumed.save_checkpoint(tmp_path / "rest.ckpt")
     assert 0 in part.of(metric) and 0 not in rest.of(metric)
+    assert not part.of(metric).keys() & rest.of(metric).keys()
     assert {**part.of(metric), **rest.of(metric)} == whole.of(metric)
     if name == "PPO":
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "rest.ckpt")
