@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from datamodules.collector import Collector
 from datamodules.envs.masks import ActionMasks, mask_source
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
-from datamodules.evaluation import run_episodes
+from datamodules.evaluation import has_time_limit, run_episodes
+from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
@@ -55,6 +56,7 @@ class EnvironmentArguments(TypedDict, total=False):
     eval_freq: int
     n_eval_episodes: int
     n_test_episodes: int
+    eval_on_start: bool | None
     eval_deterministic: bool
     eval_max_steps: int
     stats_window_size: int
@@ -89,6 +91,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
             ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
+        eval_on_start: evaluate before the first update too, where there are evaluations; None: where the environment
+            has a time limit, for an untrained policy may never end an episode. A resumed run does not repeat it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
         n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
         eval_deterministic: evaluate the policy's most likely actions instead of samples.
@@ -122,6 +126,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_obs: float = 10.0,
         clip_reward: float = 10.0,
         eval_freq: int = 10_000,
+        eval_on_start: bool | None = None,
         n_eval_episodes: int = 10,
         n_test_episodes: int = 50,
         eval_deterministic: bool = True,
@@ -150,6 +155,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.warm_start_statistics = warm_start_statistics
         self.sign_reward = sign_reward
         self.eval_freq = at_least("eval_freq", eval_freq, 0)
+        self.eval_on_start = eval_on_start
         self.n_eval_episodes = at_least("n_eval_episodes", n_eval_episodes)
         self.n_test_episodes = at_least("n_test_episodes", n_test_episodes)
         self.eval_deterministic = eval_deterministic
@@ -378,8 +384,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return
-        # Lightning's sanity check would play episodes of the untrained policy and learn nothing from them.
-        trainer.num_sanity_val_steps = 0
+        starts = has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
+        evaluate_on_start(trainer, starts and self.eval_freq > 0)
         if self.eval_freq and isinstance(self.env_id, VectorEnv):
             rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
                            "give a callable that makes it, or eval_freq=0")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -9,6 +10,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs.episodes import episode_seed
+
+
+def has_time_limit(env: Any) -> bool:
+    """Whether an environment ends every episode after a number of steps, as far as it says so."""
+    spec = getattr(env, "spec", None)
+    if getattr(spec, "max_episode_steps", None) is not None:
+        return True
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, gym.wrappers.TimeLimit):
+            return True
+        env = env.env
+    return False
 
 
 class Predicts(Protocol):

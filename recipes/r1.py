@@ -20,7 +20,14 @@ from recipes.stages import check_configs, config_text, evaluate, load_policy, ru
 from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
-CURVES = ("eval/pass@1", "eval/rewards/think_answer_format", "reward", "completions/mean_length", "entropy", "loss")
+CURVES = (
+    "eval/pass@1",
+    "eval/rewards/think_answer_format",
+    "train/reward",
+    "train/completions/mean_length",
+    "train/entropy",
+    "train/loss",
+)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -26,13 +26,13 @@ from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
 CURVES = (
-    "rewards/utilities/mean",
+    "train/rewards/utilities/mean",
     "eval/rewards/utilities",
-    "objective/scores",
-    "objective/kl",
+    "train/objective/scores",
+    "train/objective/kl",
     "eval/accuracy",
     "eval/rewards/accuracies",
-    "loss",
+    "train/loss",
 )
 #: What the table shows, by the metric's name in an evaluation.
 COLUMNS = {

@@ -198,7 +198,7 @@ class MetricsMixin(L.LightningModule):
             f"{prefix}/mean_ep_length": length.float().mean(),
         }
         self.log_dict(metrics, logger=not self.is_fitting, batch_size=len(reward), sync_dist=True)
-        if self.is_fitting and not self.trainer.sanity_checking:
+        if self.is_fitting:
             for logger in self.trainer.loggers:
                 values = {name: value.item() for name, value in metrics.items()}
                 logger.log_metrics(values, step=self.source.num_timesteps)
