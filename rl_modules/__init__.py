@@ -6,6 +6,10 @@ Classes are imported when they are first used, so that a control task pays for n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_modules.common.deferred import defer_imports
+
+defer_imports()  # before the first import of Lightning
+
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
     "DDPG": "rl_modules.ddpg",
