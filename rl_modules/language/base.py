@@ -340,8 +340,9 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     # ---------------------------------------------------------------- metrics
 
     def record(self, weight: Tensor | float = 1.0, **metrics: Tensor | float) -> None:
-        """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``. Each update may
-        record any subset of names. Does not synchronise with the device.
+        """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
+
+        Each update may record any subset of names. Does not synchronise with the device.
 
         Args:
             weight: of this minibatch in the mean, such as its number of tokens; 0: ignored.

@@ -78,18 +78,6 @@ def test_fit_leaves_best_and_last_checkpoint_curves_and_settings(trained):
     assert any("hparams" in tag for tag in events.summary_metadata)
 
 
-def test_a_control_task_pays_for_no_language_model(tmp_path):
-    code = (
-        "import sys; from recipes.cli import main; "
-        "main(['fit', '--config', 'ppo/cartpole.yaml', '--data.total_timesteps=256', '--data.n_test_episodes=1']); "
-        "heavy = ('rl_modules.language', 'datamodules.language', 'transformers.modeling_utils', 'peft', 'datasets'); "
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m recipes list | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[3], capture_output=True, text=True,
@@ -147,7 +135,9 @@ def test_resume_goes_on_from_the_checkpoint(rl, trained):
 def test_list_copy_and_help_load_no_lightning(tmp_path):
     script = (
         "import sys; from recipes.cli import main; main(['list']); main(['copy', 'ppo/cartpole.yaml', 'mine.yaml']); "
-        "main(['--help']); assert not {'torch', 'lightning', 'gymnasium'} & set(sys.modules), 'heavy import'"
+        "main(['--help']); main(['--version']); "
+        "assert not {'torch', 'lightning', 'gymnasium', 'numpy', 'jsonargparse'} & set(sys.modules), 'heavy import'; "
+        "main(['completion', 'bash']); assert not {'torch', 'lightning'} & set(sys.modules), 'heavy import'"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
