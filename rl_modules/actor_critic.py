@@ -12,6 +12,7 @@ from rl_modules.common.checks import unit_interval
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, schedule_value
+from rl_modules.custom_networks import CustomActorCritic
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
 
@@ -64,6 +65,9 @@ class ActorCriticModule(ControlModule):
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Policy and value function from the hyperparameters; without ``critic`` the policy alone."""
         hp: Any = self.hparams
+        if hp.get("network") is not None:
+            custom: Any = CustomActorCritic(hp.network, self.observation_space, self.action_space, critic)
+            return custom
         return ActorCritic(
             self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
             critic,

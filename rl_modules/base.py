@@ -10,7 +10,7 @@ from gymnasium import spaces
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from rl_modules import ranks
+from rl_modules import custom_networks, ranks
 from rl_modules.checkpoints import CheckpointMixin
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints
@@ -97,6 +97,7 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         # Callables are code, which a checkpoint must not hold.
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
         make_plain(self.hparams)
+        custom_networks.make_plain(self.hparams)
         check_ranges(self.hparams)
         check_widths(self.hparams.get("net_arch"))
         self.optimizer_factory = optimizer
@@ -190,7 +191,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         seed = getattr(getattr(self._trainer, "datamodule", None), "seed", 0)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            self.build_network()
+            with custom_networks.extractor_of(self.hparams.get("features_extractor")):
+                self.build_network()
 
     def _check_trainer(self) -> None:
         name, trainer = type(self).__name__, self._trainer

@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.spaces import image_channels, image_shape, is_image, pixel_scale
+from rl_modules.custom_networks import chosen_extractor
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.relu_mlp import is_fast, pays, relu_mlp
 
@@ -282,7 +283,9 @@ def full_precision(x: Tensor) -> Tensor:
 
 
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
-    """The encoder that fits an observation space; its width is ``.out_features``."""
+    """The encoder that fits an observation space, or the user's; its width is ``.out_features``."""
+    if (custom := chosen_extractor(space)) is not None:
+        return custom
     if isinstance(space, spaces.Box) and image_channels(space) is not None:
         return NatureCNN(space, features_dim)
     if isinstance(space, spaces.Dict | spaces.Tuple):

@@ -16,6 +16,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
+from rl_modules.custom_networks import Custom
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ValueNetwork
 
@@ -64,6 +65,10 @@ class TRPO(ActorCriticModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the policy network from both spaces: an import path, or class_path
+            with init_args; the critic is built from ``net_arch``. None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     experience = WHOLE_ROLLOUTS
@@ -92,6 +97,8 @@ class TRPO(ActorCriticModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, gae_lambda, normalize_advantage, None, learning_rate, optimizer, lr_scheduler, log_every,

@@ -214,8 +214,7 @@ def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
         for end in (0, -1):
             words = [f"--{argument}={as_word(found.bounds[end] if 'int' not in found.kind else int(found.bounds[end]))}"
                      for argument, found in sweep.search.items()]  # fmt: skip
-            for config in sweep.config:
-                words += ["--config", config]
+            configs_of = [word for config in sweep.config for word in ("--config", config)]
             with pytest.raises(SystemExit) as exit_:
-                main(["fit", *words, "--print_config"])
+                main(["fit", *configs_of, *words, "--print_config"])
             assert exit_.value.code in (0, None)

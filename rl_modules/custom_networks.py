@@ -1,0 +1,300 @@
+"""Networks of the user's own: named by an import path with arguments, made, and checked before a run starts."""
+
+import functools
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.spaces import image_channels, observation_arrays, pixel_scale, tree_map
+from rl_modules.distributions import (
+    DiagGaussian,
+    Distribution,
+    as_distribution,
+    make_distribution,
+    parameter_count,
+)
+
+#: A module class or callable: its import path, ``{"class_path": ..., "init_args": {...}}``, or in Python itself. The
+#: command line's parser would call a ``Callable[..., nn.Module]`` before the spaces are known: ``Any`` stands for it.
+Custom = str | dict[str, Any] | Any
+
+_extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
+
+
+def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
+    """A class or callable as its import path with arguments: what a checkpoint may hold.
+
+    Args:
+        name: of the argument, for messages.
+        given: as the user gave it; ``functools.partial`` brings arguments.
+
+    Raises:
+        UsageError: it can't be found again by a path, or is of another type.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, dict):
+        if not isinstance(given.get("class_path"), str) or set(given) - {"class_path", "init_args"}:
+            raise UsageError(f"{name}={given!r} must have the key class_path, and perhaps init_args")
+        return given
+    arguments: dict[str, Any] = {}
+    target: Any = given
+    if isinstance(given, functools.partial) and not given.args:
+        target, arguments = given.func, dict(given.keywords)
+    path = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    if isinstance(target, nn.Module) or not callable(target) or "<" in path or path.endswith("."):
+        raise UsageError(f"{name}={given!r} has no import path, by which a checkpoint could find it again; give a "
+                         "class or function at the first level of a module, or functools.partial of one with keyword "
+                         "arguments")  # fmt: skip
+    return {"class_path": path, "init_args": arguments}
+
+
+def make_plain(hparams: Any) -> None:
+    """Converts ``network`` and ``features_extractor`` of a module's ``hparams`` by :func:`to_plain`, in place.
+
+    Raises:
+        UsageError: one can't be converted, or both are given.
+    """
+    given = [name for name in ("network", "features_extractor") if hparams.get(name) is not None]
+    for name in given:
+        hparams[name] = to_plain(name, hparams[name])
+    if len(given) == 2:
+        raise UsageError("network and features_extractor are both given; network is the whole network, with its own "
+                         "features")  # fmt: skip
+
+
+def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
+    """Imports and calls what an argument names.
+
+    Args:
+        name: of the argument, for messages.
+        given: as :func:`to_plain` returned it.
+        *arguments: spaces, which come before ``init_args``.
+
+    Raises:
+        UsageError: it can't be imported, does not take the arguments, or makes no module.
+    """
+    described: Any = given if isinstance(given, dict) else {"class_path": given}
+    path, settings = described["class_path"], described.get("init_args") or {}
+    found = _imported(name, path)
+    try:
+        made = found(*arguments, **settings)
+    except Exception as error:
+        spaces_given = " and ".join(str(space) for space in arguments)
+        raise UsageError(f"{name}: {path} can't be made from {spaces_given} with init_args={settings}: "
+                         f"{_what_happened(error)}") from error  # fmt: skip
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{name}: {path} made {type(made).__name__}; it must make a torch.nn.Module")
+    return made
+
+
+def _imported(name: str, path: str) -> Callable[..., Any]:
+    module, _, attribute = path.replace(":", ".").rpartition(".")
+    if not module:
+        raise UsageError(f"{name}={path!r} must be an import path such as my_package.MyNetwork")
+    try:
+        package = importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{name}={path!r}: the module {module!r} can't be imported: {error}") from error
+    found = getattr(package, attribute, None)
+    if found is None:
+        near = did_you_mean(attribute, vars(package))
+        raise UsageError(f"{name}={path!r}: the module {module!r} has no {attribute!r}{near}")
+    if not callable(found):
+        raise UsageError(f"{name}={path!r} is a {type(found).__name__}; give a module class, or a function that makes "
+                         "a module")  # fmt: skip
+    return found
+
+
+# ---------------------------------------------------------------- feature extractors
+
+
+@contextmanager
+def extractor_of(given: Custom | None) -> Iterator[None]:
+    """Within it, :func:`rl_modules.networks.build_encoder` makes this feature extractor; None: its own."""
+    token = _extractor.set(given)
+    try:
+        yield
+    finally:
+        _extractor.reset(token)
+
+
+def chosen_extractor(space: spaces.Space) -> nn.Module | None:
+    """The feature extractor that :func:`extractor_of` set; None where it set none."""
+    given = _extractor.get()
+    return None if given is None else FeaturesExtractor(given, space)
+
+
+class FeaturesExtractor(nn.Module):
+    """A user's feature extractor, as Stable-Baselines3 calls its own: ``cls(observation_space, **init_args)``.
+
+    It receives float observations as in SB3: images divided by 255, Discrete and MultiDiscrete one-hot, a Dict as a
+    dictionary. Its ``features_dim`` is the width of its output.
+
+    Args:
+        given: as :func:`to_plain` returned it.
+        space: space of one observation.
+
+    Shape: [B, *obs] → [B, features_dim].
+
+    Raises:
+        UsageError: it can't be made, has no ``features_dim``, or returns another shape.
+    """
+
+    def __init__(self, given: Custom, space: spaces.Space) -> None:
+        super().__init__()
+        self.space = space
+        self.extractor = make("features_extractor", given, space)
+        width = getattr(self.extractor, "features_dim", None)
+        if not isinstance(width, int):
+            raise UsageError(f"features_extractor: {type(self.extractor).__name__}.features_dim={width!r} must be the "
+                             "width of its output, a whole number")  # fmt: skip
+        self.out_features = width
+        check_shape("features_extractor", self, (2, width), space)
+
+    def forward(self, observation: Any) -> Tensor:
+        return self.extractor(as_floats(observation, self.space))
+
+
+def as_floats(observation: Any, space: spaces.Space) -> Any:
+    """A batch of observations as floats: pixels in [0, 1], choices one-hot, [B, …]."""
+    if isinstance(space, spaces.Dict):
+        return {name: as_floats(observation[name], part) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return {str(i): as_floats(observation[str(i)], part) for i, part in enumerate(space)}
+    if isinstance(space, spaces.Discrete):
+        return nnf.one_hot(observation.long().reshape(len(observation)), int(space.n)).float()
+    if isinstance(space, spaces.MultiDiscrete):
+        choices = observation.long().flatten(1).unbind(1)
+        options = space.nvec.reshape(-1).tolist()
+        return torch.cat([nnf.one_hot(x, n) for x, n in zip(choices, options, strict=True)], 1).float()
+    x = observation if observation.is_floating_point() else observation.float()
+    if isinstance(space, spaces.Box) and image_channels(space) is not None:
+        x = x / (pixel_scale(space) or 255.0)
+    return x
+
+
+# ---------------------------------------------------------------- whole networks
+
+
+class CustomActorCritic(nn.Module):
+    """A user's policy and value network.
+
+    ``cls(observation_space, action_space, **init_args)`` receives observations as rollouts store them, and returns the
+    policy and the value [B]; without a critic the policy alone. The policy is a distribution (this project's or
+    ``torch.distributions``'), or the numbers that :func:`rl_modules.distributions.make_distribution` reads: logits, and
+    for a Box the means beside the log standard deviations, [B, 2A], or the means alone and the module's ``log_std``.
+
+    Args:
+        given: as :func:`to_plain` returned it.
+        observation_space: space of one observation.
+        action_space: space of one action.
+        critic: whether a value is asked for; else zeros are returned.
+    """
+
+    def __init__(
+        self, given: Custom, observation_space: spaces.Space, action_space: spaces.Space, critic: bool = True
+    ) -> None:
+        super().__init__()
+        self.action_space, self.critic = action_space, critic
+        self.module = make("network", given, observation_space, action_space)
+        out = run_on_zeros("network", self.module, observation_space)
+        if critic and not (isinstance(out, tuple) and len(out) == 2 and getattr(out[1], "shape", None) == (2,)):
+            raise UsageError(f"network: {_name(self.module)} returned {shapes_of(out)} for 2 observations; it must "
+                             "return the policy and the value of shape (2,)")  # fmt: skip
+        policy = out[0] if isinstance(out, tuple) else out
+        if isinstance(policy, Tensor) and policy.shape not in self._shapes:
+            wanted = " or ".join(map(str, self._shapes))
+            raise UsageError(f"network: {_name(self.module)} returned a policy of shape {tuple(policy.shape)} for 2 "
+                             f"observations; the action space {action_space} needs {wanted}")  # fmt: skip
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        width = parameter_count(self.action_space)
+        if not isinstance(self.action_space, spaces.Box):
+            return [(2, width)]
+        return [(2, 2 * width), *([(2, width)] if isinstance(getattr(self.module, "log_std", None), Tensor) else [])]
+
+    def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
+        out = self.module(observation)
+        policy, value = out if isinstance(out, tuple) else (out, None)
+        if isinstance(policy, Tensor):
+            policy = self._distribution(policy.float())
+        policy = as_distribution(policy)
+        if not self.critic or value is None:
+            return policy, policy.mode().new_zeros(len(policy.mode()), dtype=torch.float32)
+        return policy, value.float()
+
+    def _distribution(self, numbers: Tensor) -> Distribution:
+        if isinstance(self.action_space, spaces.Box) and numbers.shape[-1] == 2 * parameter_count(self.action_space):
+            mean, log_std = numbers.chunk(2, dim=-1)
+            return DiagGaussian(mean, log_std)
+        return make_distribution(self.action_space, numbers, getattr(self.module, "log_std", None))
+
+
+def custom_q_network(given: Custom, observation_space: spaces.Space, *shape: int) -> nn.Module:
+    """A user's network of action values, ``cls(observation_space, action_space, **init_args)``.
+
+    Args:
+        given: as :func:`to_plain` returned it.
+        observation_space: space of one observation.
+        *shape: what it returns per observation: [A], or [N, A] with N quantiles.
+
+    Raises:
+        UsageError: it can't be made, or returns another shape.
+    """
+    module = make("network", given, observation_space, spaces.Discrete(shape[-1]))
+    check_shape("network", module, (2, *shape), observation_space)
+    return module
+
+
+def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Tensor) -> Any:
+    """What a module returns for two observations of zeros, and ``others``."""
+    arrays = tree_map(np.zeros_like, observation_arrays(space, space.sample()))
+    zeros = tree_map(lambda x: torch.from_numpy(np.stack([np.asarray(x)] * 2)), arrays)
+    was_training = module.training
+    try:
+        with torch.no_grad():
+            return module.eval()(zeros, *others)
+    except Exception as error:
+        raise UsageError(f"{name}: {_name(module)} can't read two observations of {space}: "
+                         f"{_what_happened(error)}") from error  # fmt: skip
+    finally:
+        module.train(was_training)
+
+
+def check_shape(name: str, module: nn.Module, shape: tuple[int, ...], space: spaces.Space) -> None:
+    """Raises a UsageError where a module returns no tensor of ``shape`` for two observations."""
+    out = run_on_zeros(name, module, space)
+    if not isinstance(out, Tensor) or out.shape != shape:
+        raise UsageError(f"{name}: {_name(module)} returned {shapes_of(out)} for 2 observations; it must return a "
+                         f"tensor of shape {shape}")  # fmt: skip
+
+
+def shapes_of(out: Any) -> str:
+    """What a module returned, for a message."""
+    if isinstance(out, Tensor):
+        return f"a tensor of shape {tuple(out.shape)}"
+    if isinstance(out, tuple):
+        return " and ".join(shapes_of(part) for part in out) or "nothing"
+    return type(out).__name__
+
+
+def _what_happened(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"
+
+
+def _name(module: nn.Module) -> str:
+    return type(module.extractor if isinstance(module, FeaturesExtractor) else module).__name__
