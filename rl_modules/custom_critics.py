@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 from rl_modules.critics import LOG_STD_MAX, LOG_STD_MIN, ActionBounds, PolicyAndCritics, SquashedGaussianPolicy
-from rl_modules.custom_networks import Custom, make, run_on_zeros, shapes_of
+from rl_modules.custom_networks import Custom, full_precision, in_dtype_of, make, run_on_zeros, shapes_of
 
 
 class CustomGaussianPolicy(SquashedGaussianPolicy):
@@ -19,8 +19,8 @@ class CustomGaussianPolicy(SquashedGaussianPolicy):
         self.module = module
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.module(observation)
-        return mean.float(), log_std.float().clamp(LOG_STD_MIN, LOG_STD_MAX)
+        mean, log_std = self.module(in_dtype_of(self.module, observation))
+        return full_precision(mean), full_precision(log_std).clamp(LOG_STD_MIN, LOG_STD_MAX)
 
 
 class CustomPolicy(nn.Module):
@@ -31,7 +31,7 @@ class CustomPolicy(nn.Module):
         self.module = module
 
     def forward(self, observation: Any) -> Tensor:
-        return self.module(observation).float()
+        return full_precision(self.module(in_dtype_of(self.module, observation)))
 
 
 class CustomCritics(nn.Module):
@@ -46,7 +46,8 @@ class CustomCritics(nn.Module):
 
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
         # `frozen` spares work only: the algorithms ask for the gradients of the policy alone.
-        q = self.module(observation, action).float()
+        observation = in_dtype_of(self.module, observation)
+        q = full_precision(self.module(observation, in_dtype_of(self.module, action)))
         return q[:1] if only_first else q
 
 

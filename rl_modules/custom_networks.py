@@ -163,7 +163,7 @@ class FeaturesExtractor(nn.Module):
         check_shape("features_extractor", self, (2, width), space)
 
     def forward(self, observation: Any) -> Tensor:
-        return self.extractor(as_floats(observation, self.space))
+        return self.extractor(in_dtype_of(self.extractor, as_floats(observation, self.space)))
 
 
 def as_floats(observation: Any, space: spaces.Space) -> Any:
@@ -226,14 +226,14 @@ class CustomActorCritic(nn.Module):
         return [(2, 2 * width), *([(2, width)] if isinstance(getattr(self.module, "log_std", None), Tensor) else [])]
 
     def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
-        out = self.module(observation)
+        out = self.module(in_dtype_of(self.module, observation))
         policy, value = out if isinstance(out, tuple) else (out, None)
         if isinstance(policy, Tensor):
-            policy = self._distribution(policy.float())
+            policy = self._distribution(full_precision(policy))
         policy = as_distribution(policy)
         if not self.critic or value is None:
             return policy, policy.mode().new_zeros(len(policy.mode()), dtype=torch.float32)
-        return policy, value.float()
+        return policy, full_precision(value)
 
     def _distribution(self, numbers: Tensor) -> Distribution:
         if isinstance(self.action_space, spaces.Box) and numbers.shape[-1] == 2 * parameter_count(self.action_space):
@@ -255,7 +255,29 @@ def custom_q_network(given: Custom, observation_space: spaces.Space, *shape: int
     """
     module = make("network", given, observation_space, spaces.Discrete(shape[-1]))
     check_shape("network", module, (2, *shape), observation_space)
-    return module
+    return CustomQNetwork(module)
+
+
+class CustomQNetwork(nn.Module):
+    """A user's network of action values: observations in its dtype, values in float32 at least."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, observation: Any) -> Tensor:
+        return full_precision(self.module(in_dtype_of(self.module, observation)))
+
+
+def in_dtype_of(module: nn.Module, observation: Any) -> Any:
+    """Observations with their floats in the dtype of a module's parameters."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, observation)
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """At least float32: ratios of probabilities and values in bfloat16 would drown in its three digits."""
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Tensor) -> Any:
@@ -265,7 +287,7 @@ def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Ten
     was_training = module.training
     try:
         with torch.no_grad():
-            return module.eval()(zeros, *others)
+            return module.eval()(*(in_dtype_of(module, x) for x in (zeros, *others)))
     except Exception as error:
         raise UsageError(f"{name}: {_name(module)} can't read two observations of {space}: "
                          f"{_what_happened(error)}") from error  # fmt: skip

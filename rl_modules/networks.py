@@ -12,9 +12,10 @@ from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.spaces import image_channels, image_shape, is_image, pixel_scale
-from rl_modules.custom_networks import chosen_extractor
+from rl_modules.custom_networks import chosen_extractor, full_precision
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.relu_mlp import is_fast, pays, relu_mlp
+from rl_modules.state_dependent_noise import StateDependentGaussian
 
 _MINUS_ONE = torch.tensor(-1.0)
 
@@ -277,11 +278,6 @@ def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
     return list(net_arch)
 
 
-def full_precision(x: Tensor) -> Tensor:
-    """At least float32: ratios of probabilities and values in bfloat16 would drown in its three digits."""
-    return x if x.dtype is torch.float64 else x.float()
-
-
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
     """The encoder that fits an observation space, or the user's; its width is ``.out_features``."""
     if (custom := chosen_extractor(space)) is not None:
@@ -305,6 +301,7 @@ class ActorCritic(nn.Module):
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2 (hidden), 0.01 (policy), 1 (value), as the original PPO.
         critic: false leaves the value tower out; :meth:`forward` then returns zeros for the value.
+        use_sde: state-dependent noise, for Box actions: log standard deviations per feature and action.
     """
 
     def __init__(
@@ -316,9 +313,11 @@ class ActorCritic(nn.Module):
         log_std_init: float = 0.0,
         ortho_init: bool = True,
         critic: bool = True,
+        use_sde: bool = False,
     ) -> None:
         super().__init__()
         self.action_space = action_space
+        self.use_sde = use_sde
         self.encoder = build_encoder(observation_space)
         width = _width(self.encoder)
         if net_arch is None:
@@ -336,7 +335,8 @@ class ActorCritic(nn.Module):
         self.value_head = nn.Linear([width, *vf][-1], 1) if critic else None
         self.log_std: nn.Parameter | None = None
         if isinstance(action_space, spaces.Box):
-            self.log_std = nn.Parameter(torch.full((parameter_count(action_space),), float(log_std_init)))
+            shape = ([width, *pi][-1],) * use_sde + (parameter_count(action_space),)
+            self.log_std = nn.Parameter(torch.full(shape, float(log_std_init), dtype=torch.float32, device="cpu"))
         if ortho_init:
             orthogonal(self.encoder)
             orthogonal(self.towers)
@@ -358,7 +358,13 @@ class ActorCritic(nn.Module):
             latents = self.towers(features)
         else:
             latents = [tower(features) for tower in self.towers]  # type: ignore[attr-defined]
-        policy = make_distribution(self.action_space, full_precision(self.policy_head(latents[0])), self.log_std)
+        numbers = full_precision(self.policy_head(latents[0]))
+        policy: Distribution
+        if self.use_sde and self.log_std is not None:
+            # As in Stable-Baselines3, the noise does not train the features.
+            policy = StateDependentGaussian(numbers, self.log_std, full_precision(latents[0]).detach())
+        else:
+            policy = make_distribution(self.action_space, numbers, self.log_std)
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
         return policy, full_precision(self.value_head(latents[1]).squeeze(-1))

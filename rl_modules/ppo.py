@@ -61,6 +61,9 @@ class PPO(ActorCriticModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise. ``log_std_init`` is that of its entries.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per rollout.
         network: module class or callable that makes the whole network from both spaces (policy and value): an
             import path, or class_path with init_args; None: built from the arguments above.
         features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
@@ -93,6 +96,8 @@ class PPO(ActorCriticModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
         network: Custom | None = None,
         features_extractor: Custom | None = None,
     ) -> None:
