@@ -32,7 +32,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     controls = isinstance(data, ControlDataModule)
     step = data.num_timesteps if controls else trainer.global_step
     measured = data.metrics() if controls else {}
-    final, interrupted = _evaluate(trainer, model, data, controls)
+    final, interrupted = evaluate(trainer, model, data, controls)
     if controls:
         rows = {**control_rows(trainer, model, data, final, measured), **exact_row(model, data)}
     else:
@@ -46,7 +46,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     return interrupted
 
 
-def _evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
+def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
     """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
     loggers = trainer.loggers
     try:
