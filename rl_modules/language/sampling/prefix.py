@@ -222,7 +222,7 @@ def _attend(
     # A row's keys lie in a buffer with room: products of bfloat16 across such gaps are several times slower.
     own = asked @ key.contiguous().transpose(2, 3)
     if cache.holes is not None:
-        own = own.masked_fill(cache.holes, -torch.inf)
+        own = own.masked_fill_(cache.holes, -torch.inf)
     scores = torch.cat([by_row(shared), own], -1)
     weight = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     result = by_row(by_prompt(weight[..., :length]) @ prompt_value) + weight[..., length:] @ value
