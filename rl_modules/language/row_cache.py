@@ -174,13 +174,14 @@ class RowLayer(DynamicLayer):
     def append_empty(self, count: int, room: int) -> None:
         """Add rows without a token; the prompts that were read are not this layer's to hold."""
         if self._buffers is None or not self._count:
-            like = (self.keys, self.values)
-            self._buffers = tuple(x.new_empty((count, x.shape[1], room, x.shape[3])) for x in like)
+            keys, values = (x.new_empty((count, x.shape[1], room, x.shape[3])) for x in (self.keys, self.values))
+            self._buffers = keys, values
             self._begin = self._end = 0
         rows = self._count + count
         if rows > len(self._buffers[0]):
             width = self._end - self._begin
             self._move(rows, 0, width + max(room, width // 2))
+        assert self._buffers is not None
         for buffer in self._buffers:
             buffer[self._count : rows, :, : self._end] = 0  # what a mask hides must be a number still
         self._count, self.is_initialized = rows, True

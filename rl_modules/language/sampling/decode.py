@@ -41,20 +41,28 @@ class _Live:
     def drop(self, done: list[bool], cache: RowCache) -> None:
         """Move rows from the end into the places of those that are done: few rows move, each at most once a step."""
         left = len(done) - sum(done)
-        moves = [[i for i in range(left) if done[i]], [i for i in range(left, len(done)) if not done[i]]]
-        holes, movers = torch.tensor(moves, dtype=torch.int64).to(self.row.device, non_blocking=True)
+        empty = [i for i in range(left) if done[i]]
+        moved = [i for i in range(left, len(done)) if not done[i]]
+        holes, movers = torch.tensor([empty, moved], dtype=torch.int64).to(self.row.device, non_blocking=True)
         for name, lines in vars(self).items():
             if lines is not None:
                 lines[holes] = lines[movers]
                 setattr(self, name, lines[:left])
-        cache.replace(*moves, left)
+        cache.replace(empty, moved, left)
 
 
 class _Decoding:
     """One call of :func:`decode`: the rows under way, and what is needed to go on with them."""
 
     def __init__(
-        self, model: Any, cache: RowCache, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced: bool
+        self,
+        model: Any,
+        cache: RowCache,
+        prompts: Prompts,
+        rule: NextToken,
+        draws: Tensor,
+        record: Record,
+        synced: bool,
     ) -> None:
         self.cache, self.prompts, self.rule, self.draws, self.record = cache, prompts, rule, draws, record
         none = prompts.source[:0]

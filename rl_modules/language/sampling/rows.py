@@ -47,8 +47,8 @@ class Prompts:
         mask = torch.arange(width) >= width - length.unsqueeze(-1)
         sources = [place[prompt] for prompt in listed for _ in range(num_generations)]
         source = torch.tensor(sources, dtype=torch.int64)
-        on_device = (x.to(device, non_blocking=True) for x in (tokens, mask, length, source))
-        return cls(*on_device, lengths, sources)
+        tokens, mask, length, source = (x.to(device, non_blocking=True) for x in (tokens, mask, length, source))
+        return cls(tokens, mask, length, source, lengths, sources)
 
     @property
     def positions(self) -> Tensor:
