@@ -203,3 +203,29 @@ def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers
     torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(found, torch.autograd.grad(plain.square().sum(), list(network.parameters())), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["encoder", "towers", "towers.layers", "towers.layers.0", "towers.layers.1", "policy_head"]
+)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_every_part_are_called(name, kind):
+    network = ActorCritic(spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2))
+    calls = []
+    part = network.get_submodule(name)
+    getattr(part, f"register_{kind}_hook")(lambda *_: calls.append(name) and None)
+    observation = torch.randn(2, 3, requires_grad=True)
+    policy, value = network(observation)
+    (policy.log_p.sum() + policy.log_p[0, 0] + value.sum()).backward()
+    assert calls == [name]
+
+
+def test_global_hooks_see_every_layer():
+    network = QNetwork(spaces.Box(-1, 1, (3,), np.float32), 2)
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        network(torch.randn(1, 3))
+    finally:
+        handle.remove()
+    assert seen.count("Linear") == 3 and "Sequential" in seen and seen[-1] == "QNetwork"
