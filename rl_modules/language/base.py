@@ -27,6 +27,13 @@ from rl_modules.language.frozen_weights import (
 from rl_modules.language.hyperparameters import make_plain
 from rl_modules.language.logits import prepare_head
 from rl_modules.language.metric_names import displayed_name, monitors, refuse_bare_monitor
+from rl_modules.language.model_objects import (
+    check_model_object,
+    is_name,
+    prepared,
+    refuse_objects,
+    tokenizer_name,
+)
 from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import wants_router_loss
@@ -60,11 +67,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     """Base class of the language algorithms; a subclass defines ``training_step``.
 
     Args:
-        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
+        model_name_or_path: directory or hub name of a pretrained model, in Python also the model itself, which is
+            copied; None: a randomly initialised model. A checkpoint of a run that began with an object holds all of its
+            weights.
         model_config: fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06
             million parameters (another ``model_type`` starts from that type's own defaults).
-        tokenizer_name_or_path: directory or hub name; None: the model's, or, without a pretrained model, the character
-            tokenizer.
+        tokenizer_name_or_path: directory or hub name, in Python also a tokenizer; None: the model's, or, without a
+            pretrained model, the character tokenizer.
         lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
             Reinforcement learning trains without dropout, so ``lora_dropout`` is 0 there.
         torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's
@@ -127,8 +136,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     ) -> None:
         super().__init__()
         # Callables are code, which a checkpoint must not hold.
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
+        objects = {"model_name_or_path": model_name_or_path, "tokenizer_name_or_path": tokenizer_name_or_path}
+        objects = {name: value for name, value in objects.items() if not is_name(value)}
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *objects], logger=False)
+        for parameters in (self._hparams, self._hparams_initial):
+            parameters.update(dict.fromkeys(objects))
         make_plain(self)
+        refuse_objects(self.hparams)
         check_ranges(self.hparams)
         hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
@@ -146,6 +160,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         self.scheduler_factory = lr_scheduler
         self.model: Any = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        # In a tuple, because an attribute would become a part of this module.
+        self._given_model: tuple[Any, ...] = ()
+        if "model_name_or_path" in objects:
+            check_model_object(model_name_or_path, model_config)
+            self._given_model = (model_name_or_path,)
+        if "tokenizer_name_or_path" in objects:
+            self._tokenizer = prepared(tokenizer_name_or_path, "tokenizer_name_or_path")
         # Sums of (metric · weight) and of weights since the last point of the curves.
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
@@ -190,7 +211,8 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
             if hp.description is not None:
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
             else:
-                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or hp.model_name_or_path)
+                own = tokenizer_name(self._given_model[0]) if self._given_model else hp.model_name_or_path
+                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or own)
         return self._tokenizer
 
     @property
@@ -201,7 +223,12 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         hp: Any = self.hparams
         if hp.description is not None:
             return max_length(make_config(None, hp.description["config"], self.tokenizer, self.dropout))
-        return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
+        return max_length(make_config(self._source, hp.model_config, self.tokenizer, self.dropout))
+
+    @property
+    def _source(self) -> Any:
+        """Where the weights come from: a directory, hub name or model; None: new ones."""
+        return self._given_model[0] if self._given_model else self.hparams["model_name_or_path"]
 
     def configure_model(self) -> None:
         """Builds the model from its source or, when loading a checkpoint, from the checkpoint's description.
@@ -235,7 +262,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     def _build(self, sharded: bool) -> None:
         hp: Any = self.hparams
         described = hp.description is not None
-        source = self.frozen_source("model.") if described else hp.model_name_or_path
+        source = self.frozen_source("model.") if described else self._source
         fields = hp.description["config"] if described else hp.model_config
         config = make_config(None if described else source, fields, self.tokenizer, self.dropout)
         # New weights come from the datamodule's seed and leave the global generators as they were: the CPU's, and that
@@ -257,6 +284,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
             description, sources = self._description(config)
         if (generation := description.get("generation_config")) is not None:
             transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
+        self._given_model = ()
         self._sources = sources  # of the weights as they were read: a precision may convert them
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
@@ -302,8 +330,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         """
         shard(self.model, split)
 
-    def build_model(self, config: Any, source: str | None) -> None:
-        """Sets ``self.model``; algorithms with further models (reference, value) extend this."""
+    def build_model(self, config: Any, source: Any) -> None:
+        """Sets ``self.model``; algorithms with further models (reference, value) extend this.
+
+        Args:
+            config: the architecture.
+            source: directory, hub name or model that the weights come from; None: new ones.
+        """
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
                                 hp.gradient_checkpointing, self.lora)  # fmt: skip

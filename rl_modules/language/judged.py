@@ -77,7 +77,7 @@ class JudgedPolicy(LanguagePolicy):
             if judge is not None:
                 shard(judge, split)
 
-    def build_model(self, config: Any, source: str | None) -> None:
+    def build_model(self, config: Any, source: Any) -> None:
         """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams

@@ -176,7 +176,7 @@ class RLHFPPO(JudgedPolicy):
     def wants_reference(self) -> bool:
         return self.hparams["beta"] > 0 or self.hparams["ref_model_name_or_path"] is not None
 
-    def build_model(self, config: Any, source: str | None) -> None:
+    def build_model(self, config: Any, source: Any) -> None:
         """Builds policy, reference, reward model, and the value model or head."""
         super().build_model(config, source)
         hp: Any = self.hparams
