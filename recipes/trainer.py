@@ -85,6 +85,11 @@ class Trainer(L.Trainer):
         ):
             summary.finish(self, model, data, time.monotonic() - started_s)
 
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
+        """Writes a checkpoint from where a run resumes, or with ``weights_only`` one without the optimizer's state."""
+        # Lightning tells at each call that this is its default, unless it is said.
+        super().save_checkpoint(filepath, weights_only, storage_options)
+
     def _prepare(self, model: Any, data: Any) -> None:
         """Adds the logger and the progress bar of this run."""
         controls = isinstance(data, ControlDataModule)

@@ -143,7 +143,7 @@ def peft() -> Any:
 @pytest.mark.parametrize(("make_module", "message"), [
     (lambda: SFT(model_name_or_path=causal()).tokenizer, "loaded from no directory.*give tokenizer_name_or_path"),
     (lambda: SFT(model_name_or_path=causal(), model_config={"hidden_size": 4}), "model_config=.*can't change a model"),
-    (lambda: SFT(model_name_or_path=nn.Linear(2, 2)), "model_name_or_path is a Linear; it takes a directory, a hub name or a"),
+    (lambda: SFT(model_name_or_path=nn.Linear(2, 2)), "model_name_or_path is a Linear; it takes a directory, a hub"),
     (lambda: SFT(model_name_or_path=3), "model_name_or_path is a int; it takes a directory"),
     (lambda: SFT(model_name_or_path=peft()), r"model_name_or_path is a PeftModel.*lora=\{"),
     (lambda: SFT(model_name_or_path=causal(), tokenizer_name_or_path=len), "tokenizer_name_or_path is a builtin"),
