@@ -71,7 +71,7 @@ class Meter(L.Callback):
         self._counting = False
 
     def now(self) -> float:
-        """Seconds, when the device has done what it was asked for."""
+        """Seconds, once the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()

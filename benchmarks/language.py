@@ -40,7 +40,7 @@ DATA: dict[str, dict[str, Any]] = {
 
 #: Sequences, or pairs, of an optimizer step.
 BATCH = 64
-#: What tells the time; see ``--clock``.
+#: The clock; see ``--clock``.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 now = CLOCKS["wall"]
 

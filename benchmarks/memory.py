@@ -6,7 +6,7 @@
 Supervised fine-tuning has 16 texts of 512 tokens in a step, GRPO 16 completions of 384 tokens to prompts of 128 (its
 EOS is never sampled), the model 4 layers of 128 hidden units: logits and what is computed from them are nearly all of
 the memory. Each contestant runs in a process of its own. Counted is the highest resident size of training less the
-resident size before it, when model and data are there; seconds are those of the steps behind the first. Gradient
+resident size before it, when model and data are there; seconds are those of the steps after the first. Gradient
 checkpointing is off on both sides.
 """
 

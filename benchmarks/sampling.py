@@ -3,7 +3,7 @@
 32 prompts of 64 tokens, 8 completions each, every length from 4 to 64 about equally often, temperature 1. Our sampler
 draws EOS tokens, with a hazard by position that makes the lengths so (set by a hook on the model; its time counts).
 Then ``generate`` stops each row at the very length that ours had, without the hook. It gives no log-probabilities and
-is not asked for any; ours do come with them.
+computes none; ours come with them.
 
     python -m benchmarks.sampling                    # both models, the thread count of OMP_NUM_THREADS
     python -m benchmarks.sampling --model 25M --pairs 3

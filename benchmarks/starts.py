@@ -165,7 +165,7 @@ def report() -> None:
     """Writes the table between its two marks on the page."""
     before, found, rest = PAGE.read_text("utf-8").partition(BEGIN)
     if not found:
-        raise SystemExit(f"{PAGE} has no line {BEGIN.strip()}, behind which the table goes")
+        raise SystemExit(f"{PAGE} has no line {BEGIN.strip()}, after which the table goes")
     PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 

@@ -18,7 +18,7 @@ from datamodules.envs.masks import ActionMasks, mask_source
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import run_episodes
 from datamodules.loader import LazyLoader
-from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checks import at_least, make_plain, unit_interval
@@ -285,10 +285,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         gamma = self.norm_gamma
         if gamma is None:
             gamma = (self.learner.discount if self.has_learner else None) or 0.99
-        normalizers = Normalizers(
-            ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
-            RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
-        )
+        normalizers = Normalizers()
+        if self.norm_obs or self.norm_reward:
+            from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+
+            normalizers = Normalizers(
+                ObservationNormalizer(self.observation_space, clip_obs) if self.norm_obs else None,
+                RewardNormalizer(self.n_envs, gamma, clip_reward) if self.norm_reward else None,
+            )
         if self._world_size > 1:
             for part in normalizers.parts():
                 part.track_own()
@@ -427,29 +431,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             "time/time_elapsed": elapsed_s,
             "time/total_timesteps": float(self.num_timesteps),
         }
-        episodes = self.collector.episodes
-        if episodes.returns:
-            metrics["rollout/ep_rew_mean"] = float(np.mean(episodes.returns))
-            metrics["rollout/ep_len_mean"] = float(np.mean(episodes.lengths))
-        if episodes.successes:
-            metrics["rollout/success_rate"] = float(np.mean(episodes.successes))
-        return metrics
+        return {**metrics, **self.collector.episodes.means()}
 
     def metrics_over_ranks(self) -> dict[str, float]:
         """Returns :meth:`metrics` over the episodes of all ranks; all ranks must call it."""
-        metrics = self.metrics()
-        if self._world_size > 1:
-            episodes, device = self.collector.episodes, self.learner_trainer.strategy.root_device
-            own = [sum(episodes.returns), sum(episodes.lengths), len(episodes.returns), sum(episodes.successes),
-                   len(episodes.successes)]  # fmt: skip
-            sums = torch.tensor(own, dtype=torch.float64, device=device)
-            torch.distributed.all_reduce(sums)
-            reward, length, count, successes, known = sums.tolist()
-            if known:
-                metrics["rollout/success_rate"] = successes / known
-            if count:
-                metrics["rollout/ep_rew_mean"], metrics["rollout/ep_len_mean"] = reward / count, length / count
-        return metrics
+        if self._world_size == 1:
+            return self.metrics()
+        device = self.learner_trainer.strategy.root_device
+        return {**self.metrics(), **self.collector.episodes.means_over_ranks(device)}
 
     # ---------------------------------------------------------------- state
 

@@ -1,8 +1,5 @@
-"""The replay buffer and the two ways to draw from it."""
+"""The replay buffer."""
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,148 +152,6 @@ class ReplayBuffer:
         self.head = state["head"].clone()
 
 
-class UniformSampler:
-    """Every transition equally likely, with replacement.
-
-    Args:
-        buffer: where to draw from.
-        seed: seed of the private generator.
-    """
-
-    def __init__(self, buffer: ReplayBuffer, seed: int) -> None:
-        self.buffer = buffer
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def draw(self, n: int) -> Tensor:
-        """Flat numbers of ``n`` valid rows; at least one must be valid."""
-        used = self.buffer.filled * self.buffer.n_envs
-        index = torch.randint(used, (n,), generator=self.generator)
-        # Few rows are no transitions; those are drawn anew.
-        while not (valid := self.buffer.valid.numpy()[index.numpy()]).all():
-            missed = np.flatnonzero(~valid)
-            index[missed] = torch.randint(used, (len(missed),), generator=self.generator)
-        return index
-
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The generator's state; ``newest`` matters to samplers with a priority per row."""
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"].cpu())
-
-
-class SumTree:
-    """Numbers whose prefix sums can be searched in logarithmic time.
-
-    Args:
-        size: how many, all 0 at first.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.leaves = 1 << max(size - 1, 1).bit_length()
-        self.nodes = np.zeros(2 * self.leaves)
-
-    @property
-    def total(self) -> float:
-        """The sum of all."""
-        return float(self.nodes[1])
-
-    def __getitem__(self, index: np.ndarray) -> np.ndarray:
-        return self.nodes[self.leaves + index]
-
-    def __setitem__(self, index: np.ndarray, value: np.ndarray | float) -> None:
-        node = self.leaves + index
-        self.nodes[node] = value
-        while len(node) and node[0] > 1:
-            node = np.unique(node // 2)
-            # Added afresh each time, so that rounding errors do not pile up.
-            self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1]
-
-    def find(self, prefix: np.ndarray) -> np.ndarray:
-        """For each number u in [0, total), the index i with sum(:i) <= u < sum(:i+1); never one whose value is 0."""
-        node = np.ones(len(prefix), np.int64)
-        while node[0] < self.leaves:
-            left = 2 * node
-            goes_right = (prefix >= self.nodes[left]) & (self.nodes[left + 1] > 0)
-            prefix = prefix - self.nodes[left] * goes_right
-            node = left + goes_right
-        return node - self.leaves
-
-
-class PrioritizedSampler:
-    """Transitions in proportion to the size of their last TD error.
-
-    P(i) = p_i^α / Σ_k p_k^α,   p_i = |δ_i| + ε;   a new transition has the largest priority seen so far.
-
-    A minibatch of k takes one from each k-th of the total, which leaves P as it is and spreads the draws.
-
-    Args:
-        buffer: where to draw from.
-        seed: seed of the private generator.
-        alpha: α, how much priorities matter; 0 draws uniformly.
-        epsilon: ε, in units of reward; keeps transitions without error alive.
-
-    Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and algorithm 1.
-    """
-
-    def __init__(self, buffer: ReplayBuffer, seed: int, alpha: float = 0.6, epsilon: float = 1e-6) -> None:
-        self.buffer = buffer
-        self.alpha = alpha
-        self.epsilon = epsilon
-        self.generator = torch.Generator().manual_seed(seed)
-        self.tree = SumTree(buffer.total)
-        self.largest = 1.0
-
-    def added(self, transitions: Tensor, blocked: Tensor) -> None:
-        """Set the priorities of the rows that :meth:`ReplayBuffer.add` returned."""
-        self.tree[blocked.numpy()] = 0.0
-        self.tree[transitions.numpy()] = self.largest**self.alpha
-
-    def draw(self, n: int) -> Tensor:
-        """Flat numbers of ``n`` valid rows."""
-        uniform = torch.rand(n, generator=self.generator, dtype=torch.float64).numpy()
-        return torch.from_numpy(self.tree.find((np.arange(n) + uniform) * (self.tree.total / n)))
-
-    def weights(self, index: Tensor, beta: float, largest_of_ranks: Callable[[float], float] | None = None) -> Tensor:
-        """Importance weights of a minibatch, [M] float32, of which the largest is 1.
-
-        w_i = (N P(i))^-β / max_j (N P(j))^-β, where N, the number of transitions, cancels.
-
-        Args:
-            index: flat numbers as :meth:`draw` returns them, [M].
-            beta: β, how much of the bias is corrected; 1 is all of it.
-            largest_of_ranks: from this rank's largest to that of all ranks, whose minibatches are parts of one; None:
-                there is one rank.
-        """
-        weight = self.tree[index.numpy()] ** -beta
-        if largest_of_ranks is None:
-            largest = weight.max()
-        else:
-            # Each rank draws from a buffer of its own, whose sum of priorities no longer cancels.
-            weight = weight * self.tree.total**beta
-            largest = largest_of_ranks(float(weight.max()))
-        return torch.from_numpy((weight / largest).astype(np.float32))
-
-    def update(self, index: Tensor, td_error: Tensor) -> None:
-        """Set the priorities of a minibatch from its absolute TD errors, [M] each."""
-        priority = td_error.abs().double().cpu().numpy() + self.epsilon
-        self.largest = max(self.largest, float(priority.max()))
-        self.tree[index.numpy()] = priority**self.alpha
-
-    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The generator's state, and the priorities of the rows that the buffer's has."""
-        return {
-            "generator": self.generator.get_state(),
-            "powers": torch.from_numpy(self.tree[self.buffer.rows_to_save(newest).numpy()]),
-            "largest": self.largest,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"].cpu())
-        self.tree[np.arange(len(state["powers"]))] = state["powers"].numpy()
-        self.largest = state["largest"]
-
-
 def replay_bytes(
     observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int, prioritized: bool
 ) -> int:
@@ -306,28 +161,6 @@ def replay_bytes(
     flags = torch.float32.itemsize + 2 * torch.bool.itemsize
     tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0
     return total * (row + flags) + tree
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take, in bytes: what the machine has free, or the container's limit leaves."""
-    known = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        known.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    elif hasattr(os, "sysconf"):
-        # No system but Linux says what is free; what is installed is a bound all the same.
-        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for folder, limit, used, cached in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
-    ):
-        group = Path(folder)
-        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # Cached files count as used, but give way.
-            known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
-    return min(known, default=2**63)
 
 
 def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """Steps a vector of environments with a policy."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 from datamodules.envs import restore
 from datamodules.envs.guard import raise_in_one_sentence, require_finite
 from datamodules.episode_statistics import EpisodeStatistics
-from datamodules.memory import Memory
-from datamodules.normalization import Normalizers
+from datamodules.normalizers import Normalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
+
+if TYPE_CHECKING:  # imported where a policy has a memory
+    from datamodules.memory import Memory
 
 
 class Collector:

@@ -54,6 +54,31 @@ class EpisodeStatistics:
         for i in np.flatnonzero(done & np.asarray(info.get("_is_success", done), bool)):
             self.successes.append(float(info["is_success"][i]))
 
+    def means(self) -> dict[str, float]:
+        """``rollout/*``: means over the last finished episodes; nothing before the first has ended."""
+        means = {}
+        if self.returns:
+            means["rollout/ep_rew_mean"] = float(np.mean(self.returns))
+            means["rollout/ep_len_mean"] = float(np.mean(self.lengths))
+        if self.successes:
+            means["rollout/success_rate"] = float(np.mean(self.successes))
+        return means
+
+    def means_over_ranks(self, device: torch.device) -> dict[str, float]:
+        """:meth:`means` of the episodes of all ranks; all ranks call it together.
+
+        Args:
+            device: the strategy's, where collectives take their tensors.
+        """
+        own = [sum(self.returns), sum(self.lengths), len(self.returns), sum(self.successes), len(self.successes)]
+        sums = torch.tensor(own, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(sums)
+        reward, length, count, successes, known = sums.tolist()
+        means = {"rollout/ep_rew_mean": reward / count, "rollout/ep_len_mean": length / count} if count else {}
+        if known:
+            means["rollout/success_rate"] = successes / known
+        return means
+
     def forget(self, which: np.ndarray) -> None:
         """Begin new episodes in the environments chosen by a mask, [N]."""
         self.running_return[which], self.running_length[which] = 0.0, 0

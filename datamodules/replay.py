@@ -14,10 +14,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
-from datamodules.buffers import PrioritizedSampler, ReplayBuffer, UniformSampler, available_bytes, replay_bytes
+from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
+from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
+from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import REPLAY
 from rl_modules.common.errors import UsageError
@@ -297,7 +299,7 @@ class ReplayDataModule(ControlDataModule):
         return len(transitions)
 
     def _draw(self, remaining: int) -> None:
-        """Draw up to ``remaining`` minibatches, let the module prepare them, and put them in line."""
+        """Draw up to ``remaining`` minibatches, let the module prepare them, and queue them."""
         module: Any = self.learner
         # With priorities every minibatch is drawn after what was learned from the last.
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)

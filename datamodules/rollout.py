@@ -11,10 +11,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
-from datamodules.buffers import available_bytes
 from datamodules.envs.vector import EnvId
+from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
-from datamodules.memory import Memory
 from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, RolloutSource
@@ -83,6 +82,8 @@ class RolloutDataModule(ControlDataModule):
     def begin_run(self) -> None:
         super().begin_run()
         if self.has_learner and hasattr(self.learner, "initial_state"):
+            from datamodules.memory import Memory  # only recurrent policies have one
+
             self.collector.memory = Memory(self.learner)
         self._resolve()
         self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))

@@ -35,7 +35,7 @@ class Pipeline:
         self._began_s = time.monotonic()
         #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
-        #: Peak memory of the process during each stage, in MiB; None where the system does not tell.
+        #: Peak memory of the process during each stage, in MiB; None where the system does not report it.
         self.memory: dict[str, float | None] = {}
 
     def stage(
@@ -292,7 +292,7 @@ def _reset_peak_memory() -> None:
 
 
 def _peak_memory() -> float | None:
-    """MiB: on a GPU what torch had allocated, else the process's resident memory; None where nothing tells."""
+    """MiB: on a GPU what torch had allocated, else the process's resident memory; None where nothing reports it."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20

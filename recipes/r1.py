@@ -5,7 +5,7 @@ python -m recipes.r1 --final r1/final.yaml                       with a last sta
 python -m recipes.r1 --cold_start none --grpo r1/zero.yaml       R1-Zero: reinforcement learning on a base model
 
 Every stage is one ``rl fit`` with a config of its own; ``--grpo.model.beta=0.01`` changes an option of a stage's. A
-stage that is done is skipped, one that was stopped goes on where it stood: run the same command again.
+stage that is done is skipped, one that was stopped resumes: run the same command again.
 
 Source: DeepSeek-AI 2025, arXiv:2501.12948, sections 2.2 and 2.3.
 """

@@ -6,7 +6,7 @@ python -m recipes.rlhf --preferences dpo --rounds 3     twice more, on compariso
 python -m recipes.rlhf --seed 1 --folder runs/rlhf1 --ppo.model.beta=0.05
 
 Every stage is one ``rl fit`` with a config of its own, or a folder of files; ``--ppo.model.beta=0.05`` changes an
-option of one. A stage that is done is skipped, one that was stopped goes on where it stood: run the same command again.
+option of one. A stage that is done is skipped, one that was stopped resumes: run the same command again.
 
 Both roads in one folder share the first two stages and one table.
 

@@ -82,7 +82,7 @@ def config_text(config: str) -> str:
 
 
 def rl_words(config: str, arguments: dict[str, str]) -> list[str]:
-    """The words behind an ``rl`` command.
+    """The arguments of an ``rl`` command.
 
     Args:
         config: a YAML file, or the name of an installed config.
@@ -128,7 +128,7 @@ class Policy:
     def write(
         self, records: Sequence[dict[str, Any]], seeds: Sequence[int], num_generations: int, **sampling: Any
     ) -> tuple[list[str], list[list[int]], list[bool]]:
-        """Completions of records' prompts, in the chat template and behind the system prompt of the policy's training.
+        """Completions of records' prompts, in the chat template and with the system prompt of the policy's training.
 
         Args:
             records: P of them.

@@ -17,22 +17,13 @@ from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.checks import at_least, make_plain, plain
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
-from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask, split_space
+from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
-from rl_modules.common.spaces import (
-    check_same_space,
-    normalize,
-    observation_arrays,
-    require_observation,
-    space_from_dict,
-    space_to_dict,
-    to_environment,
-    tree_leaves,
-    tree_map,
-)
+from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
+from rl_modules.prediction import policy_input
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -275,30 +266,11 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         """
         if not self.is_built:
             self.configure_model()
-        try:
-            observation, mask = split_mask(observation)
-            if isinstance(observation, dict) and not isinstance(self.observation_space, spaces.Dict | spaces.Tuple):
-                observation = observation[OBSERVED]
-            arrays = observation_arrays(self.observation_space, observation)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
-            pair = isinstance(observation, tuple) and len(observation) == 2
-            hint = "; it looks like the pair that reset returns, of which the observation is the first" if pair else ""
-            shown = f"{str(observation)[:80]!r} (type {type(observation).__name__})"
-            space = self.observation_space
-            raise UsageError(f"the observation {shown} does not fit the space {space}{hint}") from error
-        single = require_observation(self.observation_space, arrays)
-        if single:
-            arrays = tree_map(lambda x: np.asarray(x)[None], arrays)
-        if self.observation_statistics is not None:
-            arrays = tree_map(normalize, arrays, split_mask(self.observation_statistics)[0])
-        mask = mask if action_masks is None else action_masks
-        if mask is not None:
-            arrays = join_mask(arrays, self._mask_arrays(mask, len(tree_leaves(arrays)[0])))
-        tensors = tree_map(lambda x: torch.as_tensor(x).to(self.device), arrays)
+        tensors, n, single = policy_input(self, observation, action_masks)
         if self._predict_generator is None or self._predict_generator.device != self.device:
             self._predict_generator = torch.Generator(self.device)
         with evaluation_mode(self.modules()):
-            memory = self.memory_arguments(len(tree_leaves(arrays)[0]), state, episode_start)
+            memory = self.memory_arguments(n, state, episode_start)
             acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic, **memory)
         if "next_state" in acted:
             state = acted["next_state"].cpu().numpy()
@@ -308,22 +280,6 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
     def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
         """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
         return {}
-
-    def _mask_arrays(self, mask: Any, n: int) -> np.ndarray:
-        """Action masks of n observations, [n, size] bool.
-
-        Raises:
-            UsageError: another shape, or a row that allows nothing.
-        """
-        array, size = np.asarray(mask), mask_size(self.action_space)
-        if size is None or array.size != n * size:
-            raise UsageError(f"action_masks has shape {array.shape}; {n} observations and the action space "
-                             f"{self.action_space} need {(n, size) if size else 'none'}")  # fmt: skip
-        rows = array.reshape(n, size).astype(bool)
-        first = np.cumsum([0, *choices(self.action_space)[:-1]])
-        if not np.logical_or.reduceat(rows, first, axis=1).all():
-            raise UsageError("action_masks allows no action in some row; allow one for each choice")
-        return rows
 
     def learn(self, *args: Any, **arguments: Any) -> None:
         """Raises an error that points to the Trainer's ``fit``; Stable-Baselines3 trains with a method of this name.

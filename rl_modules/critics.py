@@ -9,24 +9,13 @@ from torch import Tensor, nn
 
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
-from rl_modules.networks import (
-    ParallelLinear,
-    activation,
-    apply_tower,
-    build_encoder,
-    full_precision,
-    hidden_widths,
-    mlp,
-)
+from rl_modules.encoders import build_encoder, encoding_width
+from rl_modules.layers import ParallelLinear, activation, full_precision, hidden_widths, mlp
+from rl_modules.q_network import apply_tower
 from rl_modules.relu_mlp import pays, relu_mlp
 
 #: Bounds of the log standard deviation of a squashed Gaussian, as in the original SAC code.
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
-
-
-def encoded_width(encoder: Any) -> int:
-    """Width of an encoder's output."""
-    return int(encoder.out_features)
 
 
 def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -97,7 +86,7 @@ class SquashedGaussianPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(observation_space)
-        sizes = [encoded_width(self.encoder), *net_arch]
+        sizes = [encoding_width(self.encoder), *net_arch]
         self.trunk = mlp(sizes, activation_fn)
         # Both heads in one layer: torch initialises it like two.
         self.head = nn.Linear(sizes[-1], 2 * width)
@@ -140,7 +129,7 @@ class DeterministicPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(observation_space)
-        sizes = [encoded_width(self.encoder), *net_arch]
+        sizes = [encoding_width(self.encoder), *net_arch]
         self.trunk = mlp(sizes, activation_fn)
         self.head = nn.Linear(sizes[-1], width)
 
@@ -177,7 +166,7 @@ class Critics(nn.Module):
         super().__init__()
         self.n_critics = n_critics
         self.encoder = build_encoder(observation_space)
-        sizes = [encoded_width(self.encoder) + width, *net_arch, n_outputs]
+        sizes = [encoding_width(self.encoder) + width, *net_arch, n_outputs]
         pairs = zip(sizes[:-1], sizes[1:], strict=True)
         self.layers: Any = nn.ModuleList(ParallelLinear(n_critics, narrow, wide) for narrow, wide in pairs)
         # In place: no derivative reads what comes out of the layer before.

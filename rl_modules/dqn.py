@@ -17,7 +17,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.distributions import sample_allowed
-from rl_modules.networks import QNetwork
+from rl_modules.q_network import QNetwork
 
 
 class DQN(ControlModule):

@@ -12,7 +12,8 @@ from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.dqn import DQN
-from rl_modules.networks import QNetwork, full_precision
+from rl_modules.layers import full_precision
+from rl_modules.q_network import QNetwork
 
 
 class QuantileNetwork(QNetwork):
@@ -25,7 +26,7 @@ class QuantileNetwork(QNetwork):
         net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
         activation_fn: ``tanh``, ``relu``, …
         dueling: quantiles of V(s) and of the advantages in separate streams, joined as in
-            :class:`~rl_modules.networks.QNetwork`.
+            :class:`~rl_modules.q_network.QNetwork`.
 
     Shape: [B, *obs] → [B, N, A] float32.
     """

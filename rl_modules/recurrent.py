@@ -16,7 +16,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import is_image, tree_leaves, tree_map
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
-from rl_modules.networks import build_encoder, full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.encoders import build_encoder
+from rl_modules.layers import full_precision, hidden_widths, mlp, orthogonal
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -32,7 +33,7 @@ class RecurrentActorCritic(nn.Module):
         n_layers: recurrent layers on top of each other.
         shared: the critic reads the policy's memory, without gradient into it.
         critic_rnn: the critic has a memory of its own; without either it reads a linear layer of the features.
-        net_arch: hidden widths behind the memory, as in :class:`~rl_modules.networks.ActorCritic`.
+        net_arch: hidden widths after the memory, as in :class:`~rl_modules.networks.ActorCritic`.
         activation_fn: ``tanh``, ``relu``, …
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation of everything but the memory.
@@ -157,7 +158,7 @@ class RecurrentMixin(ActorCriticModule):
     """Gives an actor-critic algorithm a memory; to be put before it among a class's bases.
 
     A minibatch is whole sequences: consecutive steps of one environment, with the memory's state before the first, as
-    it was when the policy acted. The algorithm is asked for ``minibatch_loss(policy, value, batch)``, all flat.
+    it was when the policy acted. The algorithm defines ``minibatch_loss(policy, value, batch)``, all flat.
 
     It reads ``rnn lstm_hidden_size n_lstm_layers shared_lstm enable_critic_lstm sequence_length burn_in`` from
     ``hparams``.

@@ -16,7 +16,8 @@ from torch import Tensor
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
-from datamodules.normalization import Normalizers, ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.normalizers import Normalizers
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
 from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO

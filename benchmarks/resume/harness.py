@@ -180,7 +180,7 @@ def run(case: Case, result: Path, kills: int, kills_per_run: int = 5) -> None:
 
 def summary(saved: dict[str, Any]) -> dict[str, Any]:
     """Sums and medians over a case's runs."""
-    # A run that ended before its first kill tells nothing about resuming.
+    # A run that ended before its first kill says nothing about resuming.
     runs = [entry for entry in saved["runs"] if entry["kills"]]
     return {
         "kills": sum(entry["kills"] for entry in runs),

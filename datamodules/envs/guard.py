@@ -37,7 +37,7 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
     if processes:
         where = "its own traceback stands above"
         _end(envs, processes)
-    raise UsageError(f"the environment {name} raised {type(error).__name__}: {error} ({where}); mend it, then resume "
+    raise UsageError(f"the environment {name} raised {type(error).__name__}: {error} ({where}); fix it, then resume "
                      "from the last checkpoint with --resume") from error  # fmt: skip
 
 

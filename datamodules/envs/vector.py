@@ -10,7 +10,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.masks import ActionMasks
-from datamodules.envs.pool import EnvPoolVector
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
@@ -156,6 +155,8 @@ def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vector
     if not isinstance(env_id, str):
         raise UsageError(f"env_id={environment_name(env_id)!r} is a callable; vectorization_mode='envpool' takes an id "
                          "that EnvPool knows")  # fmt: skip
+    from datamodules.envs.pool import EnvPoolVector
+
     envs = EnvPoolVector(env_id, n_envs, env_kwargs)
     # What only the engine understands, such as num_threads, is nothing to Gymnasium.
     example = gym.make(env_id, disable_env_checker=True)

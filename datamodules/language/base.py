@@ -263,7 +263,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def policy(self) -> Any:
-        """The module in training: asked for its tokenizer, the tokens it can take, and completions."""
+        """The module in training, which provides the tokenizer, the context length and completions."""
         assert self.trainer is not None, "the datamodule belongs to a trainer from setup on"
         return self.trainer.lightning_module
 
@@ -297,7 +297,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether there are held-out records: a task makes them, of a file or dataset they must be asked for."""
+        """Whether there are held-out records: a task makes them, a file or dataset needs an argument for them."""
         hp: Any = self.hparams
         return bool(hp.n_eval) and (hp.task is not None or hp.eval_path is not None or bool(hp.eval_steps))
 
@@ -327,7 +327,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return self.held_out_completions()
 
     def held_out_completions(self) -> LazyLoader:
-        """Batches of completions of held-out prompts, written when asked for; see :meth:`judge` for their fields."""
+        """Batches of completions of held-out prompts, written as they are read; see :meth:`judge` for the fields."""
         hp: Any = self.hparams
         # Every rank makes as many batches, for under sharding they write together.
         share = len(self.eval_records) // self._world_size
@@ -383,7 +383,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         Returns:
             ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
             chat template), ``rewards`` [P·K, F] (NaN: not applicable),
-            ``reward_names``, ``correct`` [P, K] bool (None where there is no reward function to tell), ``answers`` (P
+            ``reward_names``, ``correct`` [P, K] bool (None where there is no reward function), ``answers`` (P
             lists of K), ``length`` and ``finished`` [P·K].
         """
         tokenizer = self.policy.tokenizer

@@ -17,7 +17,7 @@ def as_conversation(row: Record, place: str) -> Record:
 
     Returns:
         The row with ``conversation``, all messages; ``prompt``, the messages before the assistant's first, or before
-        the completion; ``completion``, the text of the message behind them.
+        the completion; ``completion``, the text of the message after them.
 
     Raises:
         UsageError: messages that can't be used, or among which the assistant has none.

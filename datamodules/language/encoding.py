@@ -100,7 +100,7 @@ class TextEncoder:
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation, and which of them the assistant wrote.
 
-        The template's own ``{% generation %}`` blocks tell. A template without them must render a conversation's
+        The template's own ``{% generation %}`` blocks mark them. A template without them must render a conversation's
         beginning as it renders the beginning of the whole: then each assistant turn is what is added to the messages
         before it, opened for the assistant.
 

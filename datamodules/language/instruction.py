@@ -190,7 +190,7 @@ class InstructionDataModule(LanguageDataModule):
         Returns:
             Per micro-batch the fields of :meth:`Sequences.batch`, and ``step_tokens``: tokens that count in the whole
             step, averaged over ranks, as their gradients will be; ``n_micro``; ``num_tokens``: all tokens of the step
-            over all ranks, told once, with its last micro-batch.
+            over all ranks, recorded once, with its last micro-batch.
         """
         n_micro = self._n_micro
         sequences, index = self._drawn(number)
@@ -240,7 +240,7 @@ class InstructionDataModule(LanguageDataModule):
 
     @property
     def _packs(self) -> bool:
-        """Whether rows are packed: where asked for and the model keeps texts apart. Asked when the model is there."""
+        """Whether rows are packed: ``packing`` is true and the model keeps texts apart. Needs the model."""
         return self.packing and self.policy.can_pack
 
     @property
@@ -298,7 +298,7 @@ class InstructionDataModule(LanguageDataModule):
 
 
 def _parts(record: Record) -> tuple[list[int], list[int]]:
-    """The tokens that come first and those behind them: prompt and completion, or the first token and the others."""
+    """The tokens that come first and those after them: prompt and completion, or the first token and the others."""
     if "text_ids" in record:
         return record["text_ids"][:1], record["text_ids"][1:]
     return record["prompt_ids"], record.get("completion_ids", [])

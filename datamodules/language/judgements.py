@@ -57,7 +57,7 @@ def encode_judgements(data: "LanguageDataModule", records: list[Record], limit: 
 
     The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the record
     half the source away, so that answers to one prompt, which stand together, are not matched with each other. It is
-    fixed, so that reference log-probabilities are computed once; one that does not fit behind the prompt is cut.
+    fixed, so that reference log-probabilities are computed once; one that does not fit after the prompt is cut.
 
     Args:
         data: turns texts into tokens.

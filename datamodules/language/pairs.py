@@ -1,4 +1,4 @@
-"""Tokenized pairs side by side: each answer behind a prompt of its own, or both behind one, several pairs to a row."""
+"""Tokenized pairs side by side: each answer after a prompt of its own, or both after one, several pairs to a row."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ class Pairs:
         pieces = [piece for pair in zip(prompts, chosen, rejected, strict=True) for piece in pair]
         #: Tokens of prompt, chosen and rejected answer, [n, 3].
         self.lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.long).view(-1, 3)
-        #: All pieces behind each other, prompt, chosen and rejected answer of each pair.
+        #: All pieces in order: prompt, chosen and rejected answer of each pair.
         self.tokens = torch.tensor([token for piece in pieces for token in piece], dtype=torch.int32)
         flat = self.lengths.flatten()
         self._start = (flat.cumsum(0) - flat).view(-1, 3)
@@ -49,8 +49,8 @@ class Pairs:
 
         Args:
             index: which ones, [b].
-            packing: prompt, chosen and rejected answer behind each other, the prompt read once, and several pairs to a
-                row, in rows as wide as the longest; False: one row per answer.
+            packing: prompt, chosen and rejected answer one after the other, the prompt read once, and several pairs to
+                a row, in rows as wide as the longest; False: one row per answer.
 
         Returns:
             ``tokens`` [rows, width], 0 where nothing stands; ``lengths`` [b, 3], the tokens of each prompt, chosen and
@@ -86,7 +86,7 @@ class Pairs:
         tokens[place] = self.tokens[self._start[index[pair], piece][owner] + within].long()
         batch = {"tokens": tokens.view(rows, width), "last": last, "lengths": lengths}
         if packing:
-            # Both answers go on where the prompt ends.
+            # Both answers start where the prompt ends.
             position = torch.where(piece > 0, lengths[pair, 0], 0)[owner] + within
             for name, values, filler in (
                 ("position_ids", position, 0), ("segment", owner, -1), ("prompt_segment", 3 * pair[owner], -1)

@@ -215,7 +215,7 @@ class PreferenceDataModule(LanguageDataModule):
             return [torch.tensor(row, dtype=torch.int32) for row in ids]
         records = load_records(
             task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
-            # A task with an end may have fewer than are asked for.
+            # A finite task may have fewer than are wanted.
             n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
             required=("prompt", "completion"),
         )[:n]  # fmt: skip

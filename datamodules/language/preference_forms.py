@@ -63,7 +63,7 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         last = messages[-1] if messages else None
         if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
-            raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages behind the {shared} that both "
+            raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages after the {shared} that both "
                              "answers share, where exactly one with role and content should be")  # fmt: skip
         if last.get("tool_calls"):
             raise UsageError(f"{place}: {name!r} calls tools, which is lost where the text of an answer is compared; "

@@ -301,7 +301,7 @@ def _accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dic
     """What of ``given`` the function takes."""
     try:
         parameters = inspect.signature(func).parameters
-    except (TypeError, ValueError):  # builtins written in C tell nothing
+    except (TypeError, ValueError):  # builtins written in C have no signature
         return given
     for parameter in parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind in (

@@ -120,7 +120,7 @@ class RowLengths:
 
 
 def _cut(fields: dict[str, Any], extent: Extent, before: int) -> dict[str, Any]:
-    """Fields without the columns behind the longest row; per-token fields are ``before`` columns wide so far."""
+    """Fields without the columns after the longest row; per-token fields are ``before`` columns wide so far."""
     _, total, width = extent
     result = dict(fields)
     for name, value in fields.items():

@@ -122,7 +122,7 @@ def joined_sequences(prompts: list[list[int]], written: Any, num_generations: in
         prompts: P lists of token ids.
         written: the sampler's ``Completions`` of P · num_generations rows.
         num_generations: completions per prompt.
-        pad_id: what stands behind the end.
+        pad_id: fills the columns after the end.
 
     Returns:
         ``tokens`` [B, T], ``prompt_length`` [B], ``length`` [B].

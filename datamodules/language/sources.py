@@ -149,7 +149,7 @@ def _lines(path: str | Path) -> Iterator[bytes]:
 
 
 def describe_dataset(dataset: Any) -> str:
-    """A name for a dataset that was given as an object: its kind, rows and fingerprint, which tells changes.
+    """A name for a dataset that was given as an object: its kind, rows and fingerprint, which reveals changes.
 
     Args:
         dataset: a ``datasets.Dataset`` or ``DatasetDict``, or their iterable kinds, which are streamed.

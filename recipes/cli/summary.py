@@ -99,7 +99,7 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
 
 
 def exact_row(model: Any, data: Any) -> dict[str, str]:
-    """Returns the exact expected return of a tabular agent's greedy policy, where the environment tells its table."""
+    """Returns the exact expected return of a table's greedy policy, where the environment has a transition table."""
     if not hasattr(model, "greedy_policy"):
         return {}
     data.setup("check")

@@ -29,7 +29,7 @@ def quiet() -> None:
         ours.setLevel(logging.INFO)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # The report of a profiler that the user asked for.
+    # The report of a profiler that the user requested.
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     for message in _HIDDEN:
         warnings.filterwarnings("ignore", message)

@@ -45,7 +45,7 @@ def settings_for_fit(trainer: Any, record_every: int, is_control: bool) -> list:
 
 
 def settings_for_evaluation(trainer: Any) -> None:
-    """Turns off loggers, and the progress bar unless it is asked for: the result is printed or written to a file."""
+    """Turns off loggers, and the progress bar unless it is requested: the result is printed or written to a file."""
     trainer["logger"] = False
     if trainer.get("enable_progress_bar") is None:
         trainer["enable_progress_bar"] = False

@@ -157,7 +157,7 @@ def verify(run: Path, start: str | None = None) -> Verdict:
 
 
 class _AtEnd(L.Callback):
-    """Compares after the last batch, where no next one is asked for."""
+    """Compares after the last batch, which no other follows."""
 
     def __init__(self, comparer: _Comparer) -> None:
         self.comparer = comparer

@@ -38,7 +38,7 @@ def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what
     """
     try:
         accepted = inspect.signature(factory).parameters
-    except ValueError:  # some builtins tell nothing of what they take
+    except ValueError:  # some builtins have no signature
         return
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         for setting in settings:

@@ -2,7 +2,7 @@
 
 With a vocabulary of 150,000 words the logits are by far the largest tensor of a training step, and a log-softmax
 over them would be another one, kept for the backward pass. Both functions here work through the logits in pieces
-that fit into the processor's cache, keep one number per token, and recompute the rest when the gradient is asked for.
+that fit into the processor's cache, keep one number per token, and recompute the rest in the backward pass.
 """
 
 from __future__ import annotations

@@ -491,7 +491,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
-        #: Norm of the last gradient before it was clipped; a checkpoint is not written behind one that is NaN.
+        #: Norm of the last gradient before it was clipped; no checkpoint is written after one that is NaN.
         self.grad_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.record(grad_norm=self.grad_norm)
 

@@ -43,15 +43,15 @@ class JudgedPolicy(LanguagePolicy):
         #: The reward model's tokenizer where it is another than the policy's: texts are then encoded again.
         self.reward_tokenizer: Any = None
 
-    #: What is monitored where no reward function tells which completions are right.
+    #: What is monitored where no reward function says which completions are right.
     score_metric = "eval/rewards/reward_model"
 
     @property
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
-        """Right answers on held-out prompts; where no reward function tells, the reward model's score."""
+        """Right answers on held-out prompts; where no reward function says which, the reward model's score."""
         datamodule: Any = getattr(self._trainer, "datamodule", None)
-        tells = datamodule is None or len(datamodule.rewards) > 0
-        return ("eval/pass@1" if tells else self.score_metric, "max")
+        has_rewards = datamodule is None or len(datamodule.rewards) > 0
+        return ("eval/pass@1" if has_rewards else self.score_metric, "max")
 
     @property
     def wants_reference(self) -> bool:

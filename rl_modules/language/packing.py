@@ -28,12 +28,12 @@ def packed_inputs(model: Any, tokens: Tensor, position_ids: Tensor) -> dict[str,
 
 
 def wants_one_row(model: Any) -> bool:
-    """Whether packed rows go end to end: flash attention tells texts apart by position within one row only."""
+    """Whether packed rows go end to end: flash attention separates texts by position within one row only."""
     return "flash" in str(model.config._attn_implementation)
 
 
 def can_pack_texts(model: Any) -> bool:
-    """Whether texts in one row, told apart by ``position_ids``, have the log-probabilities that each has alone.
+    """Whether texts in one row, separated by ``position_ids``, have the log-probabilities that each has alone.
 
     Recurrent states, convolutions, ALiBi and positions that are counted by the model itself run on from text to text.
     """

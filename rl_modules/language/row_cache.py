@@ -46,7 +46,7 @@ class RowCache(Cache):
 
     @property
     def needs_mask(self) -> bool:
-        """Whether the model must be told of the prompts' padding, after :meth:`expand`."""
+        """Whether the model needs a mask for the prompts' padding, after :meth:`expand`."""
         return True
 
     def attention(self, model: Any) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class RowCache(Cache):
 
 
 class RowLayer(DynamicLayer):
-    """One layer's keys and values, with room to spare behind them.
+    """One layer's keys and values, with spare room after them.
 
     ``DynamicLayer`` copies all keys and values to append one, and all rows to drop one. Here the first call stores the
     prompts, :meth:`expand` moves them to buffers with room, and each further call writes in place and returns views.

@@ -42,7 +42,7 @@ def extent_in(batch: dict[str, Any]) -> Extent | None:
 def completion_positions(prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
     """Where each completion's tokens stand in their sequences, [b, L] with L the longest completion.
 
-    Column j is that of token j of the completion; behind a completion's end its last place is repeated.
+    Column j is that of token j of the completion; after a completion's end its last place is repeated.
 
     Args:
         prompt_length: tokens before the completion, [b], ≥ 1.
@@ -74,7 +74,7 @@ def completion_log_probs(
         extent: of the batch; None asks the device.
 
     Returns:
-        log π(y_j) in nats, [b, L] float32, 0 behind each completion's end; and H_j in nats, likewise, or None.
+        log π(y_j) in nats, [b, L] float32, 0 after each completion's end; and H_j in nats, likewise, or None.
     """
     first, last, width = extent_of(prompt_length, length) if extent is None else extent
     counts = completion_mask(length, width)

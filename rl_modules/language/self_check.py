@@ -89,7 +89,7 @@ def require_left_to_right(model: Any) -> None:
 
 
 def _with_other_ending(model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers behind all tokens but the last, whose last token differs."""
+    """Numbers after all tokens but the last, whose last token differs."""
     text = probe_texts(model, [8])[0][None]
     other = torch.cat([text[:, :-1], text[:, :1]], 1)
     first, second = (_outputs(model, tokens)[:, :-1] for tokens in (text, other))

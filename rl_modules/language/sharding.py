@@ -23,7 +23,7 @@ Splitter = Callable[[nn.Module], Any]
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Sharding whose checkpoints are those of a run without: one file that any strategy goes on from.
+    """Sharding whose checkpoints are those of a run without: one file that a run resumes from under any strategy.
 
     Lightning's own writes a folder, whose index is a pickle, or a file whose optimizer states are numbered in another
     way than anywhere else.
@@ -36,7 +36,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights, whole; of all ranks, which put them together, the first keeps them."""
         assert self.lightning_module is not None
-        # As parameters, two that are one (an output layer tied to the embedding) are told to be.
+        # As parameters, so that two that are one (an output layer tied to the embedding) stay one.
         return whole(self.lightning_module.state_dict(keep_vars=True), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def can_share(model: Any, width: int) -> bool:
 
 
 def layout_width(prompt_length: Tensor, length: Tensor) -> int:
-    """Columns of :func:`grouped_log_probs`' layout: the longest prompt, and behind it the longest completion."""
+    """Columns of :func:`grouped_log_probs`' layout: the longest prompt, then the longest completion."""
     return int(prompt_length.max() + length.max())
 
 
@@ -95,7 +95,7 @@ def grouped_log_probs(
         entropy: also return the entropies.
 
     Returns:
-        log π(y_j) in nats, [b, L] float32, 0 behind each completion's end; and H_j in nats, likewise, or None.
+        log π(y_j) in nats, [b, L] float32, 0 after each completion's end; and H_j in nats, likewise, or None.
     """
     source, first = _first_rows(group)
     rows, width = torch.arange(len(length), device=length.device), int(length.max())

@@ -1,4 +1,4 @@
-"""The output layer and the softmax behind it by tiles of tokens, computed again in the backward pass.
+"""The output layer and its softmax by tiles of tokens, recomputed in the backward pass.
 
 With a vocabulary of 150,000 words the logits of a batch are its largest tensor, and their gradient is as large. By
 tiles, no more than one tile of either exists at a time, whatever the size of the batch (Hsu et al. 2024,
@@ -32,9 +32,9 @@ class TokenStatistics(NamedTuple):
 
     #: log π in nats, [1, m] float32.
     log_prob: Tensor
-    #: H in nats, [1, m] float32; None where not asked for. Without gradient under ``equal_weights``.
+    #: H in nats, [1, m] float32; None where not requested. Without gradient under ``equal_weights``.
     entropy: Tensor | None
-    #: Whether a token is the likeliest, [1, m] bool; None where not asked for.
+    #: Whether a token is the likeliest, [1, m] bool; None where not requested.
     is_likeliest: Tensor | None
 
 
@@ -168,7 +168,7 @@ class _Tiles(torch.autograd.Function):
             ctx.save_for_backward(states, target, log_prob, *weights)
         ctx.asked, device = asked, states.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        # The entropies' gradient is computed where a loss has asked for it, which `equal_weights` rules out.
+        # The entropies' gradient is computed where a loss needs it, which `equal_weights` rules out.
         ctx.mark_non_differentiable(*(others if asked.at_once or not asked.entropy else others[1:]))
         ctx.set_materialize_grads(False)
         return log_prob, *others
@@ -200,7 +200,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
-    """Find out what a model does to its output layer's numbers, from an example; False: it can't be told.
+    """Infers from an example what a model does to its output layer's numbers; False: it can't be inferred.
 
     Nothing, a factor or divisor (Granite, Cohere) or a soft cap (Gemma-2), any of which is a number in its config.
 
@@ -211,7 +211,7 @@ def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
     """
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if any(True for _ in network.parameters(recurse=False)):
-        return False  # a weight of the model's own may be behind the output layer
+        return False  # a weight of the model's own may follow the output layer
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.get_output_embeddings().modules()):
         return False  # the second pass would drop other numbers
     for tail in _tails_of(text_config(model.config)):

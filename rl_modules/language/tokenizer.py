@@ -35,7 +35,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name; None: the character tokenizer.
 
-    A tokenizer without a pad token pads with its EOS token: padding is told by lengths here, never by ids.
+    A tokenizer without a pad token pads with its EOS token: lengths decide what is padding here, never ids.
 
     Raises:
         UsageError: it can't be loaded, or it has no EOS token, without which no completion could end.

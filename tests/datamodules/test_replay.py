@@ -10,14 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from datamodules.buffers import (
-    PrioritizedSampler,
-    ReplayBuffer,
-    SumTree,
-    UniformSampler,
-    available_bytes,
-    replay_bytes,
-)
+from datamodules.buffers import ReplayBuffer, replay_bytes
+from datamodules.free_memory import available_bytes
+from datamodules.samplers import PrioritizedSampler, SumTree, UniformSampler
 from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter

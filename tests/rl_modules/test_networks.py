@@ -10,7 +10,11 @@ from rl_modules import relu_mlp
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
-from rl_modules.networks import ActorCritic, NatureCNN, ParallelMLP, QNetwork, Tanh, build_encoder
+from rl_modules.encoders import build_encoder
+from rl_modules.layers import ParallelMLP, Tanh
+from rl_modules.nature_cnn import NatureCNN
+from rl_modules.networks import ActorCritic
+from rl_modules.q_network import QNetwork
 from rl_modules.relu_mlp import pays
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)

@@ -138,7 +138,7 @@ def decode(
         rule: how logits become a token.
         draws: uniform numbers, (steps, B).
         record: where the completions go.
-        synced_gpus: go on calling the model until no rank needs it any more.
+        synced_gpus: keep calling the model until no rank needs it any more.
     """
     forward = _forward(model, cache)
     with cache.attention(transformers_model(model)):
@@ -224,7 +224,7 @@ def transformers_model(model: Any) -> Any:
 
 
 def _forward(model: Any, cache: RowCache) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """A function from tokens, positions and mask to the logits behind the last token, (n, V)."""
+    """A function from tokens, positions and mask to the logits after the last token, (n, V)."""
     known = inspect.signature(transformers_model(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 

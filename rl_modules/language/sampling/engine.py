@@ -1,4 +1,4 @@
-"""Engines that write completions with weights that they are given, in this process or behind ``rl serve``."""
+"""Engines that write completions with weights that they are given, in this process or in ``rl serve``."""
 
 from __future__ import annotations
 

@@ -272,13 +272,13 @@ class ServerSampler:
                     continue
 
     def sleep(self) -> None:
-        """Servers have devices of their own, and go on."""
+        """Servers have devices of their own and keep running."""
 
     def wake(self) -> None:
         """Servers are awake."""
 
     def close(self) -> None:
-        """Servers go on; they may serve another run."""
+        """Servers keep running; they may serve another run."""
 
 
 def _parts(model: Any) -> Iterator[bytes]:

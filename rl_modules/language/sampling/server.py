@@ -1,4 +1,4 @@
-"""``rl serve``: an engine behind HTTP, to which a run sends its weights and its prompts.
+"""``rl serve``: an engine served over HTTP, to which a run sends its weights and its prompts.
 
 Bodies are JSON, weights safetensors: nothing is unpickled. Requests are answered one after the other.
 
@@ -36,7 +36,7 @@ class NotReadyError(Exception):
 
 
 class Service:
-    """The state behind the requests: an engine and its weights.
+    """The server's state: an engine and its weights.
 
     Args:
         make_engine: starts an engine for a model.

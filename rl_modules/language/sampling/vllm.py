@@ -1,4 +1,4 @@
-"""vLLM behind the sampler's protocol: how it is started, and what our settings are called there."""
+"""vLLM as a sampler: how it is started, and what our settings are called there."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+"""The normalisers of a run, as one."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:  # imported where something is normalised
+    from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
+
+
+class Normalizers:
+    """The normalisers of a run: of observations, of rewards, both or none.
+
+    Args:
+        of_observations: updated with every observation; None: observations stay as they are.
+        of_rewards: updated with every reward; None: rewards stay as they are.
+    """
+
+    def __init__(
+        self, of_observations: "ObservationNormalizer | None" = None, of_rewards: "RewardNormalizer | None" = None
+    ) -> None:
+        self.of_observations = of_observations
+        self.of_rewards = of_rewards
+
+    def observation(self, observation: Any) -> Any:
+        """Observations in units of their running standard deviation, or as they are."""
+        return observation if self.of_observations is None else self.of_observations(observation)
+
+    def reward(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """A step's rewards, [N], scaled or as they are."""
+        return reward if self.of_rewards is None else self.of_rewards(reward, done, valid)
+
+    def statistics(self) -> Any:
+        """What :func:`rl_modules.common.spaces.normalize` takes; None where observations stay as they are."""
+        return None if self.of_observations is None else self.of_observations.statistics()
+
+    def parts(self) -> "list[RunningMeanStd]":
+        """All running statistics, in a fixed order."""
+        return [part for normalizer in (self.of_observations, self.of_rewards) if normalizer
+                for part in normalizer.parts()]  # fmt: skip
+
+    def merge_ranks(self, gather: Callable[[np.ndarray], list[np.ndarray]]) -> None:
+        """Give every rank the statistics of what all have seen.
+
+        Args:
+            gather: from this rank's flat array to the list of all ranks', in their order.
+        """
+        parts = self.parts()
+        if not parts:
+            return
+        sizes = np.cumsum([len(part.own()) for part in parts])[:-1]
+        everyone = [np.split(flat, sizes) for flat in gather(np.concatenate([part.own() for part in parts]))]
+        for i, part in enumerate(parts):
+            part.merge_ranks([split[i] for split in everyone])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """None where nothing is normalised."""
+        if self.of_observations is None and self.of_rewards is None:
+            return None
+        return {
+            "observation": None if self.of_observations is None else self.of_observations.state_dict(),
+            "reward": None if self.of_rewards is None else self.of_rewards.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """The inverse of :meth:`state_dict`, for the parts that both have."""
+        if state is None:
+            return
+        if self.of_observations is not None and state["observation"] is not None:
+            self.of_observations.load_state_dict(state["observation"])
+        if self.of_rewards is not None and state["reward"] is not None:
+            self.of_rewards.load_state_dict(state["reward"])
+
+    def warm_start(self, state: dict[str, Any]) -> None:
+        """Take the statistics of an earlier run; its running returns belong to its own environments."""
+        if self.of_observations is not None and state["observation"] is not None:
+            self.of_observations.load_state_dict(state["observation"])
+        if self.of_rewards is not None and state["reward"] is not None:
+            self.of_rewards.running.load_state_dict(state["reward"]["running"])

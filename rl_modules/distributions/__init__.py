@@ -1,0 +1,115 @@
+"""Action distributions with private random generators.
+
+`torch.distributions` has no ``generator`` argument, and its checks cost more than the arithmetic of a small policy.
+These are the same densities (the tests compare them), with the few methods that policy gradients need. ``S`` below
+is the batch shape; every distribution is over one action per batch element, so ``log_prob``, ``entropy`` and ``kl``
+have shape S, summed over the action's components.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+from rl_modules.distributions.categorical import Categorical, MultiCategorical
+
+
+class Distribution(Protocol):
+    """What the algorithms ask of a policy's action distribution."""
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """One action per batch element, without gradient."""
+
+    def mode(self) -> Tensor:
+        """The most likely action, shape as :meth:`sample`."""
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Log π(a|s) in nats, shape S."""
+
+    def entropy(self) -> Tensor:
+        """Entropy in nats, shape S (differential for continuous actions)."""
+
+    def kl(self, other: Any) -> Tensor:
+        """KL(self || other) in nats, shape S; ``other`` is of the same class."""
+
+    def detach(self) -> "Distribution":
+        """The same distribution without gradient."""
+
+    def rows(self, rows: Tensor) -> "Distribution":
+        """The distribution of some batch elements, chosen by a mask of shape S."""
+
+    def masked(self, mask: Tensor) -> "Distribution":
+        """The same distribution, given that only what the mask allows can happen; layout as in
+        :func:`rl_modules.common.masks.mask_size`, [*S, size].
+        """
+
+    def parameters(self) -> Tensor:
+        """What :func:`distribution_from` makes it from again, shape [*S, P], without gradient."""
+
+
+def as_distribution(policy: Any) -> Distribution:
+    """What a network returned as policy: a :class:`Distribution`, or a wrapped ``torch.distributions`` object."""
+    if not isinstance(policy, torch.distributions.Distribution):
+        return policy
+    from rl_modules.distributions.torch_distribution import TorchDistribution
+
+    return TorchDistribution(policy)
+
+
+def parameter_count(space: spaces.Space) -> int:
+    """How many numbers per state a policy must output for this action space.
+
+    Raises:
+        UsageError: the space has no distribution here.
+    """
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        return int(space.nvec.sum())
+    if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
+        return int(space.shape[0])
+    if isinstance(space, spaces.Box) and len(space.shape) == 1:
+        return int(space.shape[0])
+    raise UsageError(
+        f"the action space {space} has no action distribution; it must be Discrete, a vector Box, a vector "
+        "MultiDiscrete or a vector MultiBinary"
+    )
+
+
+def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None) -> Distribution:
+    """The distribution over ``space`` with a policy's outputs as its parameters.
+
+    Args:
+        space: the action space.
+        parameters: shape [*S, parameter_count(space)]; means for Box, logits otherwise.
+        log_std: shape [D], needed for Box only.
+    """
+    if isinstance(space, spaces.Box):
+        if log_std is None:
+            raise UsageError(f"the action space {space} needs log_std, the log standard deviation")
+        from rl_modules.distributions.gaussian import DiagGaussian
+
+        return DiagGaussian(parameters, log_std)
+    if isinstance(space, spaces.MultiDiscrete):
+        return MultiCategorical(parameters, space.nvec.tolist())
+    if isinstance(space, spaces.MultiBinary):
+        from rl_modules.distributions.bernoulli import Bernoulli
+
+        return Bernoulli(parameters)
+    return Categorical(parameters)
+
+
+def distribution_from(space: spaces.Space, parameters: Tensor) -> Distribution:
+    """The distribution over ``space`` whose :meth:`Distribution.parameters` these are, [*S, P]."""
+    if isinstance(space, spaces.Box):
+        mean, log_std = parameters.chunk(2, dim=-1)
+        return make_distribution(space, mean, log_std)
+    return make_distribution(space, parameters)
+
+
+def sample_allowed(space: spaces.Space, mask: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Actions drawn uniformly from what the mask allows, [*S, *act], from a mask [*S, size]."""
+    logits = torch.zeros(*mask.shape[:-1], parameter_count(space), dtype=torch.float32, device=mask.device)
+    return make_distribution(space, logits).masked(mask).sample(generator)

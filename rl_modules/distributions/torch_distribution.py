@@ -1,0 +1,60 @@
+"""Distributions of torch, for networks that return one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+
+
+class TorchDistribution:
+    """A ``torch.distributions`` object with private randomness, for networks that return one.
+
+    Args:
+        distribution: over one action per batch element: components joined by ``torch.distributions.Independent``.
+    """
+
+    def __init__(self, distribution: torch.distributions.Distribution) -> None:
+        self.distribution = distribution
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        device = None if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        # These objects draw from the global generators, which stay as they were.
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self.distribution.sample()
+
+    def mode(self) -> Tensor:
+        return self.distribution.mode.detach()
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        log_prob = self.distribution.log_prob(action)
+        if log_prob.shape != self.distribution.batch_shape or log_prob.dim() != 1:
+            raise UsageError(f"the policy's {type(self.distribution).__name__} has log_prob of shape "
+                             f"{tuple(log_prob.shape)}, expected one number per action; join its components by "
+                             "torch.distributions.Independent(…, 1)")  # fmt: skip
+        return log_prob
+
+    def entropy(self) -> Tensor:
+        return self.distribution.entropy()
+
+    def kl(self, other: Any) -> Tensor:
+        return torch.distributions.kl_divergence(self.distribution, other.distribution)
+
+    def detach(self) -> "TorchDistribution":
+        raise UsageError(f"TRPO needs a detached copy of the policy, which {type(self.distribution).__name__} does not "
+                         "have; return one of rl_modules.distributions")  # fmt: skip
+
+    def rows(self, rows: Tensor) -> "TorchDistribution":
+        raise UsageError(f"{type(self.distribution).__name__} has no rows to choose from; return one of "
+                         "rl_modules.distributions")  # fmt: skip
+
+    def masked(self, mask: Tensor) -> "TorchDistribution":
+        raise UsageError(f"action_mask: {type(self.distribution).__name__} can't be masked; return one of "
+                         "rl_modules.distributions")  # fmt: skip
+
+    def parameters(self) -> Tensor:
+        raise UsageError(f"the KL penalty keeps the policy's parameters, which {type(self.distribution).__name__} does "
+                         "not give as one tensor; return one of rl_modules.distributions")  # fmt: skip

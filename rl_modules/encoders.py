@@ -1,0 +1,86 @@
+"""Encoders: from one observation space's tensors to one vector per observation."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from rl_modules.common.spaces import image_channels, pixel_scale
+
+
+def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
+    """The encoder that fits an observation space; its width is ``.out_features``."""
+    if isinstance(space, spaces.Box) and image_channels(space) is not None:
+        from rl_modules.nature_cnn import NatureCNN  # only images need it
+
+        return NatureCNN(space, features_dim)
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return CombinedEncoder(space)
+    return VectorEncoder(space)
+
+
+class VectorEncoder(nn.Module):
+    """Everything that is no image, as one float vector: Discrete and MultiDiscrete one-hot, the rest flattened.
+
+    Args:
+        space: Box, Discrete, MultiDiscrete or MultiBinary.
+
+    Small pictures, uint8 of two and more dimensions that no convolution fits, are divided by 255.
+
+    Shape: [B, *space.shape] → [B, out_features].
+    """
+
+    def __init__(self, space: spaces.Space) -> None:
+        super().__init__()
+        self.options: list[int] = []
+        self.scale = 1.0
+        if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
+            self.scale = pixel_scale(space) or 1.0
+        if isinstance(space, spaces.Discrete):
+            self.options = [int(space.n)]
+        elif isinstance(space, spaces.MultiDiscrete):
+            self.options = [int(n) for n in space.nvec.reshape(-1)]
+        self.out_features = sum(self.options) or math.prod(space.shape or ())
+
+    def forward(self, observation: Tensor) -> Tensor:
+        if not self.options:
+            flat = observation.reshape(observation.shape[0], -1)
+            flat = flat if flat.is_floating_point() else flat.float()
+            return flat if self.scale == 1.0 else flat / self.scale
+        choices = observation.reshape(observation.shape[0], -1).long().unbind(1)
+        return torch.cat([nnf.one_hot(c, n) for c, n in zip(choices, self.options, strict=True)], dim=1).float()
+
+
+class CombinedEncoder(nn.Module):
+    """Dict and Tuple observations: each part by its own encoder, side by side.
+
+    Args:
+        space: Dict or Tuple, nested as deep as one likes.
+        features_dim: width of each image's encoding.
+
+    Shape: nested dictionary of [B, …] → [B, out_features].
+    """
+
+    def __init__(self, space: spaces.Dict | spaces.Tuple, features_dim: int = 256) -> None:
+        super().__init__()
+        parts = space.items() if isinstance(space, spaces.Dict) else ((str(i), part) for i, part in enumerate(space))
+        # A module's name may hold no dot, a Dict's key may.
+        self.keys = []
+        self.encoders = nn.ModuleList()
+        for key, part in parts:
+            self.keys.append(key)
+            self.encoders.append(build_encoder(part, features_dim))
+        self.out_features = sum(encoding_width(encoder) for encoder in self.encoders)
+
+    def forward(self, observation: dict[str, Any]) -> Tensor:
+        encoded = [encoder(observation[key]) for key, encoder in zip(self.keys, self.encoders, strict=True)]
+        return torch.cat(encoded, dim=1)
+
+
+def encoding_width(encoder: Any) -> int:
+    """Width of an encoder's output."""
+    return int(encoder.out_features)

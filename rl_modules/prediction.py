@@ -1,0 +1,68 @@
+"""From an observation as the environment returns it to what a policy's network takes."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask
+from rl_modules.common.spaces import normalize, observation_arrays, require_observation, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from rl_modules.base import ControlModule
+
+
+def policy_input(module: "ControlModule", observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
+    """One observation or a batch of them as tensors on the module's device, normalised and with their masks.
+
+    Args:
+        module: has been built.
+        observation: as the environment returns it, alone or with a leading batch dimension.
+        action_masks: true where an action is allowed; None: the observation's own ``action_mask``, if it has one.
+
+    Returns:
+        The argument of ``act`` with a batch dimension, the number of observations, and whether there was one without.
+
+    Raises:
+        UsageError: an observation or a mask of another shape than its space.
+    """
+    space = module.observation_space
+    try:
+        observation, mask = split_mask(observation)
+        if isinstance(observation, dict) and not isinstance(space, spaces.Dict | spaces.Tuple):
+            observation = observation[OBSERVED]
+        arrays = observation_arrays(space, observation)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        pair = isinstance(observation, tuple) and len(observation) == 2
+        hint = "; it looks like the pair that reset returns, of which the observation is the first" if pair else ""
+        shown = f"{str(observation)[:80]!r} (type {type(observation).__name__})"
+        raise UsageError(f"the observation {shown} does not fit the space {space}{hint}") from error
+    single = require_observation(space, arrays)
+    if single:
+        arrays = tree_map(lambda x: np.asarray(x)[None], arrays)
+    n = len(tree_leaves(arrays)[0])
+    if module.observation_statistics is not None:
+        arrays = tree_map(normalize, arrays, split_mask(module.observation_statistics)[0])
+    mask = mask if action_masks is None else action_masks
+    if mask is not None:
+        arrays = join_mask(arrays, mask_rows(module.action_space, mask, n))
+    return tree_map(lambda x: torch.as_tensor(x).to(module.device), arrays), n, single
+
+
+def mask_rows(space: spaces.Space, mask: Any, n: int) -> np.ndarray:
+    """Action masks of n observations, [n, size] bool.
+
+    Raises:
+        UsageError: another shape, or a row that allows nothing.
+    """
+    array, size = np.asarray(mask), mask_size(space)
+    if size is None or array.size != n * size:
+        raise UsageError(f"action_masks has shape {array.shape}; {n} observations and the action space {space} need "
+                         f"{(n, size) if size else 'none'}")  # fmt: skip
+    rows = array.reshape(n, size).astype(bool)
+    first = np.cumsum([0, *choices(space)[:-1]])
+    if not np.logical_or.reduceat(rows, first, axis=1).all():
+        raise UsageError("action_masks allows no action in some row; allow one for each choice")
+    return rows

@@ -1,0 +1,75 @@
+"""The network of DQN: the value of every action."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rl_modules.common.spaces import is_image
+from rl_modules.encoders import build_encoder, encoding_width
+from rl_modules.layers import ParallelMLP, full_precision, hidden_widths, mlp
+from rl_modules.relu_mlp import is_fast, pays, relu_mlp
+
+
+class QNetwork(nn.Module):
+    """Q(s, ·): the value of every action, on one encoder.
+
+    Args:
+        observation_space: space of one observation.
+        n_actions: number of actions.
+        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
+        activation_fn: ``tanh``, ``relu``, …
+        dueling: V(s) and advantages A(s, ·) as separate streams from the last hidden layer on, which each has its own;
+            Q = V + A - mean A (Wang et al. 2016, arXiv:1511.06581, eq. 9).
+
+    Shape: [B, *obs] → [B, n_actions] float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        n_actions: int,
+        net_arch: Sequence[int] | None = None,
+        activation_fn: str = "relu",
+        dueling: bool = False,
+    ) -> None:
+        super().__init__()
+        self.encoder = build_encoder(observation_space)
+        if net_arch is None:
+            net_arch = [] if is_image(observation_space) else [64, 64]
+        sizes = [encoding_width(self.encoder), *hidden_widths(net_arch)]
+        self.dueling = dueling
+        split = len(sizes) - 1 if dueling and net_arch else len(sizes)
+        self.trunk = mlp(sizes[:split], activation_fn)
+        if dueling:
+            self.streams = ParallelMLP(2, sizes[split - 1 :], activation_fn)
+            self.value_head = nn.Linear(sizes[-1], 1)
+        self.head = nn.Linear(sizes[-1], n_actions)
+
+    def forward(self, observation: Any) -> Tensor:
+        if not self.dueling:
+            return apply_tower(self.trunk, self.head, self.encoder(observation))
+        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
+        for_value, for_advantage = self.streams(features)
+        advantage = self.head(for_advantage)
+        return full_precision(self.value_head(for_value) + advantage - advantage.mean(1, keepdim=True))
+
+
+def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
+    """The output of hidden layers and a head, float32 at least: [B, in] → [B, out].
+
+    ReLU layers without hooks go through :func:`rl_modules.relu_mlp.relu_mlp` where it is faster; it can be
+    differentiated once.
+    """
+    x = features.to(head.weight.dtype)
+    if is_fast(x):
+        parts: list[Any] = [*trunk, head]
+        weights = [layer.weight for layer in parts[::2]]
+        if (
+            pays(x, weights)
+            and all(isinstance(part, nn.ReLU) for part in parts[1:-1:2])
+            and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        ):
+            return relu_mlp(x, weights, [layer.bias for layer in parts[::2]])
+    return full_precision(head(trunk(x)))
