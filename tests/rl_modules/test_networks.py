@@ -203,3 +203,11 @@ def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers
     torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(found, torch.autograd.grad(plain.square().sum(), list(network.parameters())), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_exported_tanh_holds_no_global_tensor_and_has_the_same_bits():
+    x = torch.linspace(-20, 20, 4001).unsqueeze(0)
+    program = torch.export.export(Tanh(), (x,))
+    assert not [node for node in program.graph.nodes if node.op == "get_attr"]
+    assert not program.constants
+    assert torch.equal(program.module()(x), Tanh()(x))
