@@ -45,7 +45,7 @@ class Row:
 
     config: str
     target: float | None
-    tag: str = "final/mean_reward"
+    tag: str = "test/mean_reward"
     curve: str = "rollout/ep_rew_mean"
 
     @property
@@ -159,7 +159,7 @@ def read_run(folder: Path, row: Row) -> dict:
     keep = np.unique(np.linspace(0, len(curve) - 1, 200).astype(int))
     return {
         "final": events.Scalars(row.tag)[-1].value,
-        "total_timesteps": events.Scalars("final/mean_reward")[-1].step,
+        "total_timesteps": events.Scalars("test/mean_reward")[-1].step,
         "curve": [curve[i] for i in keep],
     }
 

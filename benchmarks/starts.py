@@ -114,7 +114,7 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path) -> None:
             result = {
                 "start": first["eval/pass@1"],
                 **{tag: curves[f"eval/{tag}"][-1][1] for tag in ("pass@1", "pass@4", "cons@4")},
-                "entropy": curves["entropy"][-1][1] if "entropy" in curves else None,
+                "entropy": curves["train/entropy"][-1][1] if "train/entropy" in curves else None,
                 "curve": curves["eval/pass@1"],
                 "seconds": round(time.monotonic() - began_s),
             }

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from datamodules.collector import Collector
 from datamodules.envs.masks import ActionMasks, mask_source
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
-from datamodules.evaluation import run_episodes
+from datamodules.evaluation import KeptEnvs, has_time_limit, run_episodes
+from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
@@ -27,7 +28,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, space_to_dict
+from rl_modules.common.spaces import observation_arrays, space_brief, space_to_dict
 
 Batch = dict[str, Any]
 
@@ -44,6 +45,8 @@ class EnvironmentArguments(TypedDict, total=False):
     autoreset_mode: str
     env_kwargs: dict[str, Any] | None
     wrappers: list[str | dict[str, Any]] | None
+    eval_env_kwargs: dict[str, Any] | None
+    eval_wrappers: list[str | dict[str, Any]] | None
     action_masks: bool
     norm_obs: bool
     norm_reward: bool
@@ -55,6 +58,7 @@ class EnvironmentArguments(TypedDict, total=False):
     eval_freq: int
     n_eval_episodes: int
     n_test_episodes: int
+    eval_on_start: bool | None
     eval_deterministic: bool
     eval_max_steps: int
     stats_window_size: int
@@ -76,6 +80,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
+        eval_env_kwargs: keyword arguments for the environments of evaluation, over those of ``env_kwargs``.
+        eval_wrappers: wrappers of the environments of evaluation, instead of ``wrappers``; None: the same.
         action_masks: restrict actions to those that the environment allows in an ``action_mask`` of its Dict
             observation or infos, or by a method ``action_masks()``. False: ignore masks.
         norm_obs: normalise observations by their running mean and standard deviation; ranks share theirs after every
@@ -89,6 +95,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
             ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
+        eval_on_start: evaluate before the first update too, where there are evaluations; None: where the environment
+            has a time limit, for an untrained policy may never end an episode. A resumed run does not repeat it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
         n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
         eval_deterministic: evaluate the policy's most likely actions instead of samples.
@@ -113,6 +121,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         autoreset_mode: str = "same_step",
         env_kwargs: dict[str, Any] | None = None,
         wrappers: list[str | dict[str, Any]] | None = None,
+        eval_env_kwargs: dict[str, Any] | None = None,
+        eval_wrappers: list[str | dict[str, Any]] | None = None,
         action_masks: bool = True,
         norm_obs: bool = False,
         norm_reward: bool = False,
@@ -122,6 +132,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_obs: float = 10.0,
         clip_reward: float = 10.0,
         eval_freq: int = 10_000,
+        eval_on_start: bool | None = None,
         n_eval_episodes: int = 10,
         n_test_episodes: int = 50,
         eval_deterministic: bool = True,
@@ -142,6 +153,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.autoreset_mode = autoreset_mode
         self.env_kwargs = self.hparams["env_kwargs"]
         self.wrappers = wrappers or []
+        self.eval_env_kwargs = {**(self.env_kwargs or {}), **(eval_env_kwargs or {})}
+        self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
+        self._eval_envs = KeptEnvs()
         self.action_masks = action_masks
         self._mask_source: str | None = None
         self.norm_obs = norm_obs
@@ -150,6 +164,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.warm_start_statistics = warm_start_statistics
         self.sign_reward = sign_reward
         self.eval_freq = at_least("eval_freq", eval_freq, 0)
+        self.eval_on_start = eval_on_start
         self.n_eval_episodes = at_least("n_eval_episodes", n_eval_episodes)
         self.n_test_episodes = at_least("n_test_episodes", n_test_episodes)
         self.eval_deterministic = eval_deterministic
@@ -189,6 +204,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             observation_arrays(self.observation_space, self.observation_space.sample())
             if isinstance(self._example, VectorEnv):
                 self.n_envs = self._example.num_envs
+            elif self._evaluates_elsewhere:
+                self._make_vector(1, "sync", "same_step").close()  # a mistake is reported before training
         if stage == "fit":
             self._collector = self._make_collector()
             self.num_timesteps = self._started_at = 0
@@ -215,6 +232,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             if self._example is not self.env_id and not getattr(self._example, "closed", False):
                 self._example.close()
             self._example = None
+        self._eval_envs.close()
 
     @property
     def has_learner(self) -> bool:
@@ -312,14 +330,34 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if isinstance(self.example_env, VectorEnv):
             if for_training:
                 return self.example_env
-            made = make_env(self.env_id, self.env_kwargs)
+            made = make_env(self.env_id, self.eval_env_kwargs)
             if made is self.example_env:
                 raise UsageError(f"{self.env_name} was given as one vector, in which training steps: it can't be "
                                  "evaluated meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
             return made
-        return make_vector_env(
-            self.env_id, n_envs, vectorization_mode, autoreset_mode, self.env_kwargs, self.wrappers, self._mask_source
+        env_kwargs, wrappers = self.env_kwargs, self.wrappers
+        if not for_training:
+            env_kwargs, wrappers = self.eval_env_kwargs, self.eval_wrappers
+        envs = make_vector_env(
+            self.env_id, n_envs, vectorization_mode, autoreset_mode, env_kwargs, wrappers, self._mask_source
         )
+        if not for_training and self._evaluates_elsewhere:
+            self._require_spaces(envs)
+        return envs
+
+    @property
+    def _evaluates_elsewhere(self) -> bool:
+        """Whether the environments of evaluation are made differently from those of training."""
+        return bool(self.hparams["eval_env_kwargs"]) or self.hparams["eval_wrappers"] is not None
+
+    def _require_spaces(self, envs: VectorEnv) -> None:
+        """Raises where the environments of evaluation have other spaces than those of training."""
+        for name in ("observation_space", "action_space"):
+            there, here = getattr(envs, f"single_{name}"), getattr(self, name)
+            if space_to_dict(there) != space_to_dict(here):
+                raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} "
+                                 f"{space_brief(there)}, in training it is {space_brief(here)}; the policy needs the "
+                                 "same")  # fmt: skip
 
     def before_collecting(self) -> None:
         """Copies the statistics of an earlier run into the normalisers; called before each collection."""
@@ -378,8 +416,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return
-        # Lightning's sanity check would play episodes of the untrained policy and learn nothing from them.
-        trainer.num_sanity_val_steps = 0
+        starts = has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
+        evaluate_on_start(trainer, starts and self.eval_freq > 0)
         if self.eval_freq and isinstance(self.env_id, VectorEnv):
             rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
                            "give a callable that makes it, or eval_freq=0")  # fmt: skip
@@ -405,14 +443,10 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         """One batch of whole episodes, played on demand: {return, length, seed}, [n_episodes]."""
 
         def play() -> Iterator[Batch]:
-            envs = self._make_vector(min(n_episodes, 50), "sync", "same_step")
+            wanted = min(n_episodes, 50)
+            envs = self._eval_envs.get(wanted, lambda: self._make_vector(wanted, "sync", "same_step"))
             streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(envs.num_envs)]
-            try:
-                yield run_episodes(
-                    self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps
-                )
-            finally:
-                envs.close()
+            yield run_episodes(self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps)
 
         return LazyLoader(1, play)
 

@@ -1,7 +1,9 @@
 """Whole episodes of a policy, in environments of their own."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -11,12 +13,44 @@ from torch import Tensor
 from datamodules.envs.episodes import episode_seed
 
 
+def has_time_limit(env: Any) -> bool:
+    """Whether an environment ends every episode after a number of steps, as far as it says so."""
+    spec = getattr(env, "spec", None)
+    if getattr(spec, "max_episode_steps", None) is not None:
+        return True
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, gym.wrappers.TimeLimit):
+            return True
+        env = env.env
+    return False
+
+
 class Predicts(Protocol):
     """What can be evaluated: Stable-Baselines3's ``predict``."""
 
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[np.ndarray, Any]: ...
+
+
+class KeptEnvs:
+    """The environments of evaluation, kept from one evaluation to the next by their number."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, VectorEnv] = {}
+
+    def get(self, number: int, make: Callable[[], VectorEnv]) -> VectorEnv:
+        """The environments; made by ``make`` where there are none of that number, or they were closed."""
+        if number not in self._kept or getattr(self._kept[number], "closed", False):
+            self._kept[number] = make()
+        return self._kept[number]
+
+    def close(self) -> None:
+        """Close all."""
+        for envs in self._kept.values():
+            if not getattr(envs, "closed", False):
+                envs.close()
+        self._kept.clear()
 
 
 def run_episodes(

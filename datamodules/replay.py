@@ -255,11 +255,12 @@ class ReplayDataModule(ControlDataModule):
             # Rounds are short, and looking the parts up takes as long as an action.
             self._parts = list(module.modules())
         begin_episodes = getattr(module, "begin_episodes", None)
+        policy_act = module.rollout_act() if hasattr(module, "rollout_act") else module.act
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
             if begin_episodes is not None and self.collector.episode_start.any():
                 begin_episodes(self.collector.episode_start)
-            acted = module.act(tree_map(lambda x: x.to(device), observation), generator)
+            acted = policy_act(tree_map(lambda x: x.to(device), observation), generator)
             return {"action": acted["action"].cpu()}
 
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():

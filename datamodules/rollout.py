@@ -203,7 +203,8 @@ class RolloutDataModule(ControlDataModule):
         self.before_collecting()
         with evaluation_mode(learner.modules()), torch.no_grad():
             with self.learner_trainer.precision_plugin.forward_context():
-                rollout = self.collector.collect(learner.act, self.n_steps, learner.device)
+                act = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
+                rollout = self.collector.collect(act, self.n_steps, learner.device)
             valid = rollout["valid"]
             self.after_collecting(valid)
             prepared = learner.prepare(rollout)

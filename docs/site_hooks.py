@@ -13,7 +13,7 @@ LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 #: Packages whose errors a person meets.
 PACKAGES = ("rl_modules", "datamodules", "recipes")
 TITLES = {"kl": "KL", "rlhf": "RLHF", "grpo": "GRPO", "linalg": "Linear algebra"}
-FIELDS = ("Run", "Expect", "Cost", "Source")
+FIELDS = ("Run", "Expect", "Cost", "Source", "Device")
 
 
 def outside(page: str, link: str) -> Path | None:
@@ -94,7 +94,7 @@ def config_page() -> str:
         for path in sorted(folder.glob("*.yaml")):
             what, fields = header(path)
             cells = [f"`{folder.name}/{path.name}`", what.split(": ", 1)[-1],
-                     *(fields.get(field, "—") for field in FIELDS[1:])]  # fmt: skip
+                     *(fields.get(field, "—") for field in FIELDS[1:4])]  # fmt: skip
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return "\n".join(text)

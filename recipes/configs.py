@@ -14,6 +14,11 @@ def names() -> list[str]:
     return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("*/*.yaml"))
 
 
+def sweeps() -> list[str]:
+    """Returns the names of all installed sweeps, ``sweeps/recipe/task.yaml``."""
+    return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("sweeps/*/*.yaml"))
+
+
 def short_name(argument: str) -> str:
     """An argument for display: an installed config's path as its name, anything else as it is."""
     path = Path(argument)

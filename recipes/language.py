@@ -14,7 +14,7 @@ from recipes.cli import resume
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Metrics of the progress bar; it shows the first two that a run has.
-SHOWN = ("eval/pass@1", "reward", "eval/accuracy", "accuracy", "loss")
+SHOWN = ("eval/pass@1", "train/reward", "eval/accuracy", "train/accuracy", "train/loss")
 
 
 class StepProgressBar(TransitionProgressBar):
@@ -46,7 +46,7 @@ class StepProgressBar(TransitionProgressBar):
         speed = (trainer.global_step - started_at) / max(time.monotonic() - started_s, 1e-9)
         module: Any = trainer.lightning_module
         latest = {**module.latest_metrics, **trainer.callback_metrics}
-        known = [f"{name.removeprefix('eval/')} {float(latest[name]):.3g}" for name in SHOWN if name in latest]
+        known = [f"{name.partition('/')[2]} {float(latest[name]):.3g}" for name in SHOWN if name in latest]
         return f"{speed:.2f}/s", "  ".join(known[:2])
 
 
@@ -106,21 +106,21 @@ def task_name(settings: Any) -> str | None:
 
 
 def final_metrics(trainer: L.Trainer, model: L.LightningModule, data: Any) -> dict[str, float]:
-    """Evaluates on all held-out records; returns ``final/*`` metrics, none if the datamodule has no such records."""
+    """Evaluates on all held-out records; returns the last point of the ``eval/*`` curves, none without such records."""
     if not data.can_evaluate:
         return {}
     loggers, trainer.loggers = trainer.loggers, []
     trainer.test(model, datamodule=data, verbose=False, weights_only=True)
     trainer.loggers = loggers
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
-    return {name.replace("eval/", "final/"): value for name, value in found.items() if value == value}
+    return {name: value for name, value in found.items() if value == value}
 
 
 def summary(model: Any, data: Any, final: dict[str, float], steps: int, seconds: float) -> dict[str, str]:
     """Returns the summary of a run, one row per name."""
-    first = model.best_metric[0].replace("eval/", "final/")
-    order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("final/"), name))
-    shown = [f"{name.removeprefix('final/')} {final[name]:.4g}" for name in order]
+    first = model.best_metric[0]
+    order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("eval/"), name))
+    shown = [f"{name.removeprefix('eval/')} {final[name]:.4g}" for name in order]
     rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown) or "no held-out records to evaluate on"}
     rows["optimizer steps"] = f"{steps:,} in {seconds:.1f} s"
     if model.num_tokens > model.began_with:

@@ -16,11 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from recipes.pipeline import Pipeline
-from recipes.stages import check_configs, config_text, evaluate, load_policy, run_command, stage_options
+from recipes.stages import (
+    check_folder,
+    check_stages,
+    config_text,
+    evaluate,
+    load_policy,
+    run_command,
+    stage_options,
+)
 from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
-CURVES = ("eval/pass@1", "eval/rewards/think_answer_format", "reward", "completions/mean_length", "entropy", "loss")
+CURVES = (
+    "eval/pass@1",
+    "eval/rewards/think_answer_format",
+    "train/reward",
+    "train/completions/mean_length",
+    "train/entropy",
+    "train/loss",
+)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -51,9 +66,9 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     """All stages, the table and the curves."""
-    check_configs(given.cold_start, given.grpo, *([given.reward_model, given.final] if given.final != "none" else []))
-    pipeline = Pipeline(given.folder)
     seed = {"seed_everything": str(given.seed)}
+    check(given, options, seed)
+    pipeline = Pipeline(given.folder)
     rows: dict[str, dict[str, float]] = {}
     judge = {**seed, **_of_group(options["grpo"], "data"), **options["evaluation"]}
     model: Path | None = None
@@ -99,6 +114,24 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     first = [name for name in names if name.startswith(("pass@", "cons@", "rewards/"))]
     pipeline.table(table, [*first, "mean_length"])
     pipeline.curves(trained, CURVES)
+
+
+def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
+    """Refuses what any stage would refuse, before the first one starts."""
+    check_folder(given.folder)
+    if given.grpo == "none":
+        raise UsageError("--grpo none: the reinforcement learning needs a config; --cold_start and --final may be none")
+    if given.preference_prompts < 1:
+        raise UsageError(f"preference_prompts={given.preference_prompts} must be at least 1")
+    left_out = {name for name in ("cold_start", "final") if getattr(given, name) == "none"}
+    stages = [stage for stage in ("cold_start", "grpo", "reward_model", "final") if stage not in left_out]
+    if "final" in left_out:
+        stages.remove("reward_model")
+    judge = {**seed, **_of_group(options["grpo"], "data"), **options["evaluation"]}
+    check_stages({
+        **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in stages},
+        "evaluation": ("test", given.grpo, judge),
+    })  # fmt: skip
 
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:

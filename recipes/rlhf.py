@@ -21,18 +21,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recipes.pipeline import Pipeline
-from recipes.stages import check_configs, config_text, evaluate, load_policy, run_command, stage_options
+from recipes.stages import (
+    check_folder,
+    check_stages,
+    config_text,
+    evaluate,
+    load_policy,
+    run_command,
+    stage_options,
+)
 from rl_modules.common.errors import UsageError
 
 STAGES = ("sft", "preferences", "reward_model", "ppo", "dpo", "evaluation")
 CURVES = (
-    "rewards/utilities/mean",
+    "train/rewards/utilities/mean",
     "eval/rewards/utilities",
-    "objective/scores",
-    "objective/kl",
+    "train/objective/scores",
+    "train/objective/kl",
     "eval/accuracy",
     "eval/rewards/accuracies",
-    "loss",
+    "train/loss",
 )
 #: What the table shows, by the metric's name in an evaluation.
 COLUMNS = {
@@ -93,9 +101,9 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     """All stages, the table and the curves."""
-    check_configs(given.sft, given.reward_model, given.ppo)
-    pipeline = Pipeline(given.folder)
     seed = {"seed_everything": str(given.seed)}
+    check(given, options, seed)
+    pipeline = Pipeline(given.folder)
     sft = pipeline.fit("sft", given.sft, {**seed, **options["sft"]})
     pairs = compared(pipeline, given, options, "preferences", sft, [sft.parent])
     done = [sft.parent, pairs]
@@ -133,6 +141,18 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         trained = ["reward_model", "ppo"]
     add_earlier(pipeline, rows, pairs)
     summarise(pipeline, rows, trained)
+
+
+def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
+    """Refuses what any stage would refuse, before the first one starts."""
+    check_folder(given.folder)
+    later = ["dpo"] if given.preferences == "dpo" else ["reward_model", "ppo"]
+    data = {key: value for key, value in options["ppo"].items() if key.startswith("data.")}
+    check_stages({
+        **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in ("sft", *later)},
+        "preferences": ("test", given.sft, {**seed, **options["preferences"]}),
+        "evaluation": ("test", given.ppo, {**seed, **data, **options["evaluation"]}),
+    })  # fmt: skip
 
 
 def compared(

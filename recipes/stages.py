@@ -3,8 +3,9 @@
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -56,24 +57,52 @@ def stage_options(words: Sequence[str], stages: Sequence[str], example: str) -> 
     return options
 
 
-def check_configs(*names: str) -> None:
-    """Checks the configs of all stages before the first one trains.
+def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> None:
+    """Checks the configs and options of all stages before the first one starts.
+
+    Each is parsed, and its classes are instantiated: names, types, ranges, and whether the model and the datamodule
+    belong together. The models and files that earlier stages will write are not looked for.
 
     Args:
-        names: files, or names of installed configs; ``none`` stands for a stage that is left out.
+        stages: by name the command (``fit`` or ``test``), the config, and options beside it.
 
     Raises:
-        UsageError: one that does not exist or can't be read, or whose classes do not.
+        UsageError: names the stage.
     """
     from recipes.cli import config_files
-    from recipes.cli.classes import chosen_classes
+    from recipes.cli.lightning_cli import RLCLI
     from recipes.cli.options import refuse_keys
+    from rl_modules.common.pairing import check_pairing
 
-    for name in names:
-        if name != "none":
-            path = configs.find(name)
-            refuse_keys(path, config_files.check(path))
-            chosen_classes(["--config", str(path)])
+    class Checked(RLCLI):
+        def _require_weights(self, config: Any) -> None:
+            """Does nothing: an earlier stage will write them."""
+
+        def _check_environment(self) -> None:
+            check_pairing(self.model, self.datamodule)
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Runs nothing."""
+
+    for _, config, _ in stages.values():
+        path = configs.find(config)
+        refuse_keys(path, config_files.check(path))
+    for stage, (command, config, options) in stages.items():
+        try:
+            Checked(command, rl_words(config, options))
+        except UsageError as error:
+            raise UsageError(f"stage {stage}: {error}") from error
+
+
+def check_folder(folder: str) -> None:
+    """Raises where a pipeline's folder can't be made.
+
+    Raises:
+        UsageError: it, or one above it, is a file.
+    """
+    if blocked := next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None):
+        raise UsageError(f"folder {folder} is a file" if blocked == Path(folder) else
+                         f"folder {folder} lies below {blocked}, which is a file")  # fmt: skip
 
 
 def config_text(config: str) -> str:
@@ -81,7 +110,7 @@ def config_text(config: str) -> str:
     return yaml.safe_dump(yaml.safe_load(configs.find(config).read_text("utf-8")))
 
 
-def rl_words(config: str, arguments: dict[str, str]) -> list[str]:
+def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
     """The arguments of an ``rl`` command.
 
     Args:

@@ -3,8 +3,15 @@
 Classes are imported when they are first used, so that a control task pays for no language model.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from rl_modules.common.deferred import defer_imports
+
+defer_imports()  # before the first import of Lightning
+# Lightning calls torch by an old name once per run.
+warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 _EXPORTS = {
     "A2C": "rl_modules.a2c",

@@ -10,6 +10,7 @@ from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import SHORT_ROLLOUTS, Rollout
+from rl_modules.common.import_path import Custom
 from rl_modules.common.schedules import parse_schedule
 from rl_modules.distributions import Distribution
 
@@ -50,6 +51,13 @@ class A2C(ActorCriticModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise. ``log_std_init`` is that of its entries.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per rollout.
+        network: module class or callable that makes the whole network from both spaces (policy and value): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     experience = SHORT_ROLLOUTS
@@ -75,6 +83,10 @@ class A2C(ActorCriticModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,

@@ -14,9 +14,10 @@ from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, schedule_value
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
+from rl_modules.state_dependent_noise import ExploringMixin, StateDependentGaussian
 
 
-class ActorCriticModule(ControlModule):
+class ActorCriticModule(ExploringMixin, ControlModule):
     """Base class of the policy-gradient algorithms. The subclasses (PPO, A2C, …) document the arguments.
 
     An algorithm reads its network's arguments (``net_arch activation_fn log_std_init ortho_init``) from ``hparams``.
@@ -61,12 +62,26 @@ class ActorCriticModule(ControlModule):
     def build_network(self) -> None:
         self.network = self.make_network()
 
+    def check_spaces(self) -> None:
+        """Refuse an action space that the algorithm can't act in, with these arguments.
+
+        Raises:
+            UsageError: names the space, and the algorithm or the argument.
+        """
+        super().check_spaces()
+        self.check_sde(self.action_space)
+
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
         hp: Any = self.hparams
+        if hp.get("network") is not None:
+            from rl_modules.custom_networks import CustomActorCritic  # only users bring one
+
+            custom: Any = CustomActorCritic(hp.network, self.observation_space, self.action_space, critic)
+            return custom
         return ActorCritic(
             self.observation_space, self.action_space, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
-            critic,
+            critic, hp.get("use_sde", False),
         )  # fmt: skip
 
     def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
@@ -77,8 +92,14 @@ class ActorCriticModule(ControlModule):
         """
         observation, mask = split_mask(observation)
         policy, value = self.network(observation)
-        policy = as_distribution(policy)
+        policy = self.exploring(as_distribution(policy))
         return (policy if mask is None else policy.masked(mask)), value
+
+    def exploring(self, policy: Distribution) -> Distribution:
+        """The policy, with the noise matrices of the rollout that is being collected where it explores by gSDE."""
+        if isinstance(policy, StateDependentGaussian):
+            policy.matrices = self.noise_matrices
+        return policy
 
     # ---------------------------------------------------------------- pieces to override
 

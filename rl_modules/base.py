@@ -17,11 +17,13 @@ from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.checks import at_least, make_plain, plain
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import networks_to_plain
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
+from rl_modules.encoders import extractor_of
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
 from rl_modules.prediction import policy_input
 
@@ -89,6 +91,7 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         # Callables are code, which a checkpoint must not hold.
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
         make_plain(self.hparams)
+        networks_to_plain(self.hparams)
         check_ranges(self.hparams)
         check_widths(self.hparams.get("net_arch"))
         self.optimizer_factory = optimizer
@@ -181,7 +184,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         seed = getattr(getattr(self._trainer, "datamodule", None), "seed", 0)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            self.build_network()
+            with extractor_of(self.hparams.get("features_extractor")):
+                self.build_network()
 
     def _check_trainer(self) -> None:
         name, trainer = type(self).__name__, self._trainer

@@ -41,6 +41,8 @@ class CheckpointMixin(MetricsMixin):
             self.configure_model()
         if self.is_fitting:
             self.load_metrics_state(checkpoint["unlogged"])
+            # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
+            self.trainer.num_sanity_val_steps = 0
 
     def load_initial_weights(self, path: str) -> None:
         """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.

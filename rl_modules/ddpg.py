@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.import_path import Custom
 from rl_modules.td3 import TD3
 
 
@@ -34,6 +35,10 @@ class DDPG(TD3):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class DDPG(TD3):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma=gamma, tau=tau, policy_delay=1, target_policy_noise=0.0, target_noise_clip=0.0, n_critics=1,

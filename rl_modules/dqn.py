@@ -13,9 +13,11 @@ from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.custom_networks import custom_q_network
 from rl_modules.distributions import sample_allowed
 from rl_modules.q_network import QNetwork
 
@@ -53,6 +55,10 @@ class DQN(ControlModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the whole network from both spaces (Q(s, ·)): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     supported_action_spaces = (spaces.Discrete,)
@@ -82,6 +88,8 @@ class DQN(ControlModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
         if loss not in ("huber", "mse"):
@@ -125,6 +133,9 @@ class DQN(ControlModule):
     def make_network(self) -> QNetwork:
         """Builds the network of action values from the hyperparameters."""
         hp: Any = self.hparams
+        if hp.get("network") is not None:
+            custom: Any = custom_q_network(hp.network, self.observation_space, int(self.action_space.n))
+            return custom
         return QNetwork(self.observation_space, int(self.action_space.n), hp.net_arch, hp.activation_fn, hp.dueling)
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:

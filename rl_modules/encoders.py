@@ -1,6 +1,9 @@
 """Encoders: from one observation space's tensors to one vector per observation."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -9,11 +12,28 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from rl_modules.common.import_path import Custom
 from rl_modules.common.spaces import image_channels, pixel_scale
+
+_extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
+
+
+@contextmanager
+def extractor_of(given: Custom | None) -> Iterator[None]:
+    """Within it, :func:`build_encoder` makes this feature extractor; None: the project's own."""
+    token = _extractor.set(given)
+    try:
+        yield
+    finally:
+        _extractor.reset(token)
 
 
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
-    """The encoder that fits an observation space; its width is ``.out_features``."""
+    """The encoder that fits an observation space, or the user's; its width is ``.out_features``."""
+    if (given := _extractor.get()) is not None:
+        from rl_modules.custom_networks import FeaturesExtractor  # only users bring one
+
+        return FeaturesExtractor(given, space)
     if isinstance(space, spaces.Box) and image_channels(space) is not None:
         from rl_modules.nature_cnn import NatureCNN  # only images need it
 

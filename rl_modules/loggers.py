@@ -41,6 +41,15 @@ class LoggerAdapter:
             step: place on the x-axis.
         """
 
+    def write_learning_curve(self, name: str, value: float, step: int) -> None:
+        """Shows a curve before the others, where a logger has an order of its own.
+
+        Args:
+            name: the metric's.
+            value: one point.
+            step: place on the x-axis.
+        """
+
     def write_histogram(self, name: str, values: Tensor, step: int) -> None:
         """Shows how numbers are distributed.
 
@@ -67,6 +76,10 @@ class TensorBoardAdapter(LoggerAdapter):
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
         self.logger.experiment.add_text(name, markdown_table(columns, rows), step)
+
+    def write_learning_curve(self, name: str, value: float, step: int) -> None:
+        # TensorBoard sorts groups by name, opens the first two and shows twelve cards of each.
+        self.logger.experiment.add_scalar(f"curve/{name.rpartition('/')[2]}", value, step)
 
     def write_histogram(self, name: str, values: Tensor, step: int) -> None:
         self.logger.experiment.add_histogram(name, values, step)

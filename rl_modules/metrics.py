@@ -158,9 +158,10 @@ class MetricsMixin(L.LightningModule):
         # What Lightning and its callbacks log by themselves is drawn over this count: here, over transitions.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = source.num_timesteps
         rollout = source.metrics_over_ranks()
-        # For EarlyStopping and ModelCheckpoint, which need a value in every epoch, before the first episode's end too.
+        # For Lightning's bar, EarlyStopping and ModelCheckpoint, which need a value in every epoch, before the first
+        # episode's end too.
         mean = rollout.get("rollout/ep_rew_mean", source.partial_return)
-        self.log("rollout/ep_rew_mean", mean, logger=False, sync_dist=self.trainer.world_size > 1)
+        self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
         if self.logs_this_epoch:
             if self.trainer.optimizers:
                 self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -198,7 +199,7 @@ class MetricsMixin(L.LightningModule):
             f"{prefix}/mean_ep_length": length.float().mean(),
         }
         self.log_dict(metrics, logger=not self.is_fitting, batch_size=len(reward), sync_dist=True)
-        if self.is_fitting and not self.trainer.sanity_checking:
+        if self.is_fitting:
             for logger in self.trainer.loggers:
                 values = {name: value.item() for name, value in metrics.items()}
                 logger.log_metrics(values, step=self.source.num_timesteps)

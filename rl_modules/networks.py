@@ -25,6 +25,7 @@ class ActorCritic(nn.Module):
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2 (hidden), 0.01 (policy), 1 (value), as the original PPO.
         critic: false leaves the value tower out; :meth:`forward` then returns zeros for the value.
+        use_sde: state-dependent noise, for Box actions: log standard deviations per feature and action.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class ActorCritic(nn.Module):
         log_std_init: float = 0.0,
         ortho_init: bool = True,
         critic: bool = True,
+        use_sde: bool = False,
     ) -> None:
         super().__init__()
         self.action_space = action_space
+        self.use_sde = use_sde
         self.encoder = build_encoder(observation_space)
         width = encoding_width(self.encoder)
         if net_arch is None:
@@ -56,7 +59,8 @@ class ActorCritic(nn.Module):
         self.value_head = nn.Linear([width, *vf][-1], 1) if critic else None
         self.log_std: nn.Parameter | None = None
         if isinstance(action_space, spaces.Box):
-            self.log_std = nn.Parameter(torch.full((parameter_count(action_space),), float(log_std_init)))
+            shape = ([width, *pi][-1],) * use_sde + (parameter_count(action_space),)
+            self.log_std = nn.Parameter(torch.full(shape, float(log_std_init), dtype=torch.float32, device="cpu"))
         if ortho_init:
             orthogonal(self.encoder)
             orthogonal(self.towers)
@@ -78,7 +82,15 @@ class ActorCritic(nn.Module):
             latents = self.towers(features)
         else:
             latents = [tower(features) for tower in self.towers]  # type: ignore[attr-defined]
-        policy = make_distribution(self.action_space, full_precision(self.policy_head(latents[0])), self.log_std)
+        numbers = full_precision(self.policy_head(latents[0]))
+        policy: Distribution
+        if self.use_sde and self.log_std is not None:
+            from rl_modules.state_dependent_noise import StateDependentGaussian
+
+            # As in Stable-Baselines3, the noise does not train the features.
+            policy = StateDependentGaussian(numbers, self.log_std, full_precision(latents[0]).detach())
+        else:
+            policy = make_distribution(self.action_space, numbers, self.log_std)
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
         return policy, full_precision(self.value_head(latents[1]).squeeze(-1))

@@ -16,6 +16,7 @@ from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
+from rl_modules.custom_critics import custom_policy_and_critics
 
 
 class OffPolicyActorCritic(ControlModule):
@@ -49,6 +50,8 @@ class OffPolicyActorCritic(ControlModule):
     default_learning_rate = 3e-4
     #: Numbers that a critic returns per action.
     n_outputs = 1
+    #: Whether the policy returns mean and log standard deviation; else actions.
+    policy_is_gaussian = False
 
     def __init__(
         self,
@@ -119,6 +122,13 @@ class OffPolicyActorCritic(ControlModule):
         bounds = ActionBounds(self.action_space)
         if self.action_noise is not None:
             noises.check_width(self.action_noise, bounds.width)
+        if hp.get("network") is not None:
+            shape = self.n_critics, self.n_outputs
+            self.network = custom_policy_and_critics(
+                hp.network, self.observation_space, self.action_space, bounds, shape, self.policy_is_gaussian
+            )
+            self.target_network = self.make_target().requires_grad_(False)
+            return
         policy = self.make_policy(bounds.width, pi)
         critics = Critics(self.observation_space, bounds.width, self.n_critics, qf, hp.activation_fn, self.n_outputs)
         self.network = PolicyAndCritics(policy, critics, bounds)

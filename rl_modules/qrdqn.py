@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from rl_modules import functional as F
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
+from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.custom_networks import custom_q_network
 from rl_modules.dqn import DQN
 from rl_modules.layers import full_precision
 from rl_modules.q_network import QNetwork
@@ -86,6 +88,10 @@ class QRDQN(DQN):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the whole network from both spaces (quantiles): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     def __init__(
@@ -109,6 +115,8 @@ class QRDQN(DQN):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, target_update_interval, tau, exploration_fraction, exploration_initial_eps, exploration_final_eps,
@@ -120,6 +128,10 @@ class QRDQN(DQN):
     def make_network(self) -> QNetwork:
         """Builds the quantile network from the hyperparameters."""
         hp: Any = self.hparams
+        if hp.get("network") is not None:
+            n_actions = int(self.action_space.n)
+            custom: Any = custom_q_network(hp.network, self.observation_space, self.n_quantiles, n_actions)
+            return custom
         return QuantileNetwork(
             self.observation_space, int(self.action_space.n), self.n_quantiles, hp.net_arch, hp.activation_fn,
             hp.dueling,

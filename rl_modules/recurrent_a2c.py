@@ -4,6 +4,7 @@ from typing import Any
 
 from rl_modules.a2c import A2C
 from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.import_path import Custom
 from rl_modules.recurrent import RecurrentMixin
 
 
@@ -45,6 +46,8 @@ class RecurrentA2C(RecurrentMixin, A2C):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class RecurrentA2C(RecurrentMixin, A2C):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, gae_lambda, ent_coef, vf_coef, max_grad_norm, normalize_advantage, use_rms_prop, rms_prop_eps,

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.import_path import Custom
 from rl_modules.ppo import PPO
 from rl_modules.recurrent import RecurrentMixin
 
@@ -54,6 +55,8 @@ class RecurrentPPO(RecurrentMixin, PPO):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RecurrentPPO(RecurrentMixin, PPO):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, gae_lambda, clip_range, clip_range_vf, normalize_advantage, ent_coef, vf_coef, max_grad_norm,

@@ -10,6 +10,7 @@ from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
 from rl_modules.common.schedules import parse_schedule
 
 PSI = ("return", "reward_to_go", "baseline", "advantage")
@@ -57,6 +58,10 @@ class REINFORCE(ActorCriticModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the whole network from both spaces (policy and value): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     experience = WHOLE_ROLLOUTS
@@ -81,6 +86,8 @@ class REINFORCE(ActorCriticModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,

@@ -13,11 +13,14 @@ from rl_modules.action_noise import ActionNoise
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
 from rl_modules.critics import Critics, SquashedGaussianPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
+from rl_modules.sde_policy import StateDependentPolicy
+from rl_modules.state_dependent_noise import ExploringMixin
 
 
-class SAC(OffPolicyActorCritic):
+class SAC(ExploringMixin, OffPolicyActorCritic):
     """Soft actor-critic with twin critics and a learned entropy coefficient.
 
     Haarnoja et al. 2018, arXiv:1801.01290 and arXiv:1812.05905. Per minibatch of replayed transitions, in this order,
@@ -54,8 +57,17 @@ class SAC(OffPolicyActorCritic):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps.
+        log_std_init: initial log standard deviation of the matrices' entries; only ``use_sde`` reads it.
+        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
+    policy_is_gaussian = True
     #: log α; None where α is fixed.
     log_ent_coef: torch.nn.Parameter | None
 
@@ -77,6 +89,11 @@ class SAC(OffPolicyActorCritic):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        log_std_init: float = -3.0,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, tau, n_critics, action_noise, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
@@ -89,6 +106,15 @@ class SAC(OffPolicyActorCritic):
 
     # ---------------------------------------------------------------- networks
 
+    def check_spaces(self) -> None:
+        """Refuse actions that are no bounded Box of floats, and arguments of gSDE that can't be used.
+
+        Raises:
+            UsageError: names the space and the algorithms that fit, or the argument.
+        """
+        super().check_spaces()
+        self.check_sde(self.action_space)
+
     def build_network(self) -> None:
         super().build_network()
         self.log_ent_coef = None
@@ -100,7 +126,10 @@ class SAC(OffPolicyActorCritic):
         self.target_entropy = -float(self.network.bounds.width) if given == "auto" else float(given)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        return SquashedGaussianPolicy(self.observation_space, width, net_arch, self.hparams["activation_fn"])
+        hp: Any = self.hparams
+        if self.uses_sde:
+            return StateDependentPolicy(self.observation_space, width, net_arch, hp.activation_fn, hp.log_std_init)
+        return SquashedGaussianPolicy(self.observation_space, width, net_arch, hp.activation_fn)
 
     def make_target(self) -> Critics:
         return copy.deepcopy(self.network.critics)
@@ -116,6 +145,10 @@ class SAC(OffPolicyActorCritic):
     # ---------------------------------------------------------------- acting and learning
 
     def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
+        if self.noise_matrices is not None and not deterministic:
+            explored: Tensor | None = self.network.policy.explore(observation, self.noise_matrices, generator)
+            if explored is not None:
+                return explored
         mean, log_std = self.network.policy(observation)
         if deterministic:
             return mean.tanh()

@@ -279,7 +279,7 @@ class TabularControl(ControlModule):
 
     def _log_exact(self, prefix: str) -> None:
         """The greedy policy's true expected return beside the best possible one, from the environment's own table."""
-        if self._model is None or self.trainer.sanity_checking:
+        if self._model is None:
             return
         metrics = {
             f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),

@@ -11,6 +11,7 @@ from rl_modules.action_noise import ActionNoise
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
 from rl_modules.critics import DeterministicPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 
@@ -49,6 +50,10 @@ class TD3(OffPolicyActorCritic):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     default_net_arch = (400, 300)
@@ -72,6 +77,8 @@ class TD3(OffPolicyActorCritic):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, tau, n_critics, action_noise, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,

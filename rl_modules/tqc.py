@@ -10,6 +10,7 @@ from rl_modules.action_noise import ActionNoise
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
 from rl_modules.sac import SAC
 
 
@@ -47,6 +48,14 @@ class TQC(SAC):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps.
+        log_std_init: initial log standard deviation of the matrices' entries; only ``use_sde`` reads it.
+        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``): an
+            import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     def __init__(
@@ -69,6 +78,11 @@ class TQC(SAC):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        log_std_init: float = -3.0,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, tau, ent_coef, target_entropy, target_update_interval, n_critics, action_noise, net_arch,

@@ -13,6 +13,7 @@ from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
@@ -64,6 +65,13 @@ class TRPO(ActorCriticModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise. ``log_std_init`` is that of its entries.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per rollout.
+        network: module class or callable that makes the policy network from both spaces: an import path, or class_path
+            with init_args; the critic is built from ``net_arch``. None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
     """
 
     experience = WHOLE_ROLLOUTS
@@ -92,6 +100,10 @@ class TRPO(ActorCriticModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(
             gamma, gae_lambda, normalize_advantage, None, learning_rate, optimizer, lr_scheduler, log_every,
@@ -278,7 +290,7 @@ class TRPO(ActorCriticModule):
     def policy(self, observation: Any) -> Distribution:
         """π(·|s) for a batch of observations."""
         observation, mask = split_mask(observation)
-        policy = as_distribution(self.network(observation)[0])
+        policy = self.exploring(as_distribution(self.network(observation)[0]))
         return policy if mask is None else policy.masked(mask)
 
     def state_value(self, observation: Any) -> Tensor:

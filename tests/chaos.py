@@ -29,7 +29,7 @@ import torch
 from tests.training import differences
 
 #: Curves of the clock, which no two runs share.
-CLOCKS = ("time/fps", "time/time_elapsed")
+CLOCKS = ("time/fps", "time/time_elapsed", "time/sampling_tokens_per_second", "time/training_tokens_per_second")
 
 #: Evaluation, so that there is a best checkpoint, and a checkpoint as often as can be written.
 COMMON = [

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from datamodules.first_evaluation import evaluate_on_start
 from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.rewards import RewardFunctions, load_reward_func
@@ -68,6 +69,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             written. Each function then gets the completions of one prompt per call, from threads.
         correct_threshold: least value of the first reward function that counts as right.
         eval_steps: optimizer steps between evaluations; 0: none.
+        eval_on_start: where there are evaluations, evaluate before the first update too. A resumed run does not repeat
+            it.
         eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
         eval_temperature: of those completions; 0: the likeliest words.
         eval_top_p: nucleus of those completions; None: all words.
@@ -111,6 +114,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         reward_overlap: bool = False,
         correct_threshold: float = 1.0,
         eval_steps: int = 0,
+        eval_on_start: bool = True,
         eval_num_generations: int = 1,
         eval_temperature: float = 0.0,
         eval_top_p: float | None = None,
@@ -302,10 +306,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return bool(hp.n_eval) and (hp.task is not None or hp.eval_path is not None or bool(hp.eval_steps))
 
     def _schedule_evaluation(self) -> None:
-        # Evaluation is counted in optimizer steps; Lightning counts batches. Its sanity check would evaluate the
-        # untrained model and learn nothing from it.
+        # Evaluation is counted in optimizer steps; Lightning counts batches.
         assert self.trainer is not None
-        self.trainer.num_sanity_val_steps = 0
+        evaluate_on_start(self.trainer, self.hparams["eval_on_start"] and self.hparams["eval_steps"] > 0)
         if self.hparams["eval_steps"]:
             self.trainer.val_check_interval = self.hparams["eval_steps"] * self.trainer.accumulate_grad_batches
             self.trainer.check_val_every_n_epoch = None

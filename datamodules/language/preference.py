@@ -57,6 +57,8 @@ class PreferenceDataModule(LanguageDataModule):
             model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
         n_demonstrations: how many of them are scored; ≥ 1.
         eval_steps: optimizer steps between evaluations; 0: none.
+        eval_on_start: where there are evaluations, evaluate before the first update too. A resumed run does not repeat
+            it.
         eval_batch_size: held-out pairs that are scored together.
         seed: source of all random streams: tasks, order, new weights.
 
@@ -91,6 +93,7 @@ class PreferenceDataModule(LanguageDataModule):
         demonstrations_path: str | None = None,
         n_demonstrations: int = 256,
         eval_steps: int = 0,
+        eval_on_start: bool = True,
         eval_batch_size: int = 256,
         seed: int = 0,
     ) -> None:
@@ -98,7 +101,8 @@ class PreferenceDataModule(LanguageDataModule):
             task, task_kwargs, path, eval_path, dataset, dataset_config, dataset_split, eval_split, columns,
             system_prompt=system_prompt, chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs, overlong=overlong, n_train=n_train,
-            n_eval=n_eval, batch_size=batch_size, eval_steps=eval_steps, eval_batch_size=eval_batch_size, seed=seed,
+            n_eval=n_eval, batch_size=batch_size, eval_steps=eval_steps, eval_on_start=eval_on_start,
+            eval_batch_size=eval_batch_size, seed=seed,
         )  # fmt: skip
         for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:

@@ -38,7 +38,7 @@ model = RewardModel(model_config=config, learning_rate=2e-3, warmup_steps=10, lo
 curves = fit(model, data, max_steps=200)
 
 # %%
-plot({"loss": curves}, "loss", "optimizer steps", "loss (log 2 = 0.693: no idea)")
+plot({"loss": curves}, "train/loss", "optimizer steps", "loss (log 2 = 0.693: no idea)")
 
 # %%
 plot({"held-out comparisons": curves}, "eval/accuracy", "optimizer steps", "accuracy")

@@ -51,10 +51,10 @@ data = PromptDataModule("paths", batch_size=64, reward_funcs=[], eval_steps=0)
 curves = fit(policy, data, max_steps=60)
 
 # %%
-plot({"the reward model's score": curves}, "objective/scores", "optimizer steps", "score")
+plot({"the reward model's score": curves}, "train/objective/scores", "optimizer steps", "score")
 
 # %%
-plot({"KL to the reference": curves}, "objective/kl", "optimizer steps", "nats per completion")
+plot({"KL to the reference": curves}, "train/objective/kl", "optimizer steps", "nats per completion")
 
 # %% [markdown]
 # [The pipeline](../language/rlhf.md) runs the stages at full length and compares them with the true optimum.

@@ -45,10 +45,10 @@ data = PromptDataModule(**sums, num_generations=8, batch_size=128)
 curves = fit(policy, data, max_steps=100)
 
 # %%
-plot({"GRPO": curves}, "reward", "optimizer steps", "share of right answers, sampled", best=1.0)
+plot({"GRPO": curves}, "train/reward", "optimizer steps", "share of right answers, sampled", best=1.0)
 
 # %%
-plot({"GRPO": curves}, "frac_reward_zero_std", "optimizer steps", "share of groups that teach nothing")
+plot({"GRPO": curves}, "train/frac_reward_zero_std", "optimizer steps", "share of groups that teach nothing")
 
 # %% [markdown]
 # This is the last page of the ladder. The same class and the same file run on pretrained checkpoints:

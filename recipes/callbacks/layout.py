@@ -1,5 +1,6 @@
 """TensorBoard's custom scalars: the four curves that matter for an algorithm on one page."""
 
+import re
 from typing import Any
 
 _EVALUATION = ["eval/mean_reward", "eval/std_reward"]
@@ -22,34 +23,40 @@ CHARTS: dict[str, dict[str, list[str]]] = {
     },
     "DQN": {**_RETURN, "loss": ["train/loss"], "exploration": ["rollout/exploration_rate"]},
     "SFT": {
-        "loss": ["loss", "eval/loss"],
+        "loss": ["train/loss", "eval/loss"],
         "correct": ["eval/pass@1"],
-        "accuracy of tokens": ["mean_token_accuracy"],
-        "learning rate": ["learning_rate"],
+        "accuracy of tokens": ["train/mean_token_accuracy"],
+        "learning rate": ["train/learning_rate"],
     },
     "RewardModel": {
-        "accuracy": ["accuracy", "eval/accuracy"],
-        "loss": ["loss", "eval/loss"],
-        "margin": ["margin"],
-        "learning rate": ["learning_rate"],
+        "accuracy": ["train/accuracy", "eval/accuracy"],
+        "loss": ["train/loss", "eval/loss"],
+        "margin": ["train/margin"],
+        "learning rate": ["train/learning_rate"],
     },
     "DPO": {
-        "accuracy": ["rewards/accuracies", "eval/rewards/accuracies"],
-        "margin": ["rewards/margins"],
-        "loss": ["loss", "eval/loss"],
-        "log-probabilities": ["logps/chosen", "logps/rejected"],
+        "accuracy": ["train/rewards/accuracies", "eval/rewards/accuracies"],
+        "margin": ["train/rewards/margins"],
+        "loss": ["train/loss", "eval/loss"],
+        "log-probabilities": ["train/logps/chosen", "train/logps/rejected"],
+    },
+    "KTO": {
+        "margin": ["train/rewards/margins", "eval/rewards/margins"],
+        "KL": ["train/kl"],
+        "loss": ["train/loss", "eval/loss"],
+        "log-probabilities": ["train/logps/chosen", "train/logps/rejected"],
     },
     "GRPO": {
-        "reward": ["reward"],
-        "correct": ["eval/pass@1", "eval/pass@k"],
-        "entropy and KL": ["entropy", "kl"],
-        "length": ["completions/mean_length", "completions/max_length"],
+        "reward": ["train/reward"],
+        "correct": ["eval/pass@1"],
+        "entropy and KL": ["train/entropy", "train/kl"],
+        "length": ["train/completions/mean_length", "train/completions/max_length"],
     },
     "RLHFPPO": {
-        "score": ["objective/scores", "eval/scores"],
-        "KL": ["objective/kl", "eval/kl"],
-        "entropy": ["objective/entropy"],
-        "length": ["completions/mean_length"],
+        "score": ["train/objective/scores", "eval/scores"],
+        "KL": ["train/objective/kl", "eval/kl"],
+        "entropy": ["train/objective/entropy"],
+        "length": ["train/completions/mean_length"],
     },
 }
 #: What algorithms of control without charts of their own get.
@@ -67,13 +74,9 @@ def layout_of(module: Any) -> dict[str, dict[str, list[Any]]]:
     """
     names = [cls.__name__ for cls in type(module).__mro__]
     charts = next((CHARTS[name] for name in names if name in CHARTS), _CONTROL)
-    # Language curves are tagged with and without the prefix of their group.
-    return {type(module).__name__: {title: ["Multiline", _patterns(tags)] for title, tags in charts.items()}}
-
-
-def _patterns(tags: list[str]) -> list[str]:
-    """TensorBoard reads tags as regular expressions; a language metric may stand below ``train/``."""
-    return [
-        f"^(train/)?{tag}$" if not tag.startswith(("eval/", "rollout/", "time/", "train/")) else f"^{tag}$"
-        for tag in tags
-    ]
+    # TensorBoard reads tags as regular expressions.
+    return {
+        type(module).__name__: {
+            title: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for title, tags in charts.items()
+        }
+    }

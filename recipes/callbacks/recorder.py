@@ -43,7 +43,7 @@ def record_episodes(
     if n_episodes < 1:
         raise UsageError(f"n_episodes={n_episodes} must be at least 1")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
-    env = make_env(data.env_id, {**(data.env_kwargs or {}), "render_mode": "rgb_array"}, data.wrappers)
+    env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
     stream = stream_seed(data.seed, 0, "record")
     files = []
     with warnings.catch_warnings():

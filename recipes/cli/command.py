@@ -16,7 +16,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 COMMANDS = ("fit", "validate", "test", "predict", "record")
 #: Commands that start no run.
-OTHERS = ("export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
+OTHERS = ("sweep", "export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
 
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:
@@ -54,6 +54,8 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
 
 def _resume_command(args: list[str], default_config: str | None) -> str:
     """Returns the command line that resumes the stopped run."""
+    if args[0] == "sweep":
+        return shlex.join(["rl", *args])  # a sweep always goes on where it stopped
     command, rest = args[0], [arg for arg in args[1:] if arg != "--resume"]
     for i, arg in enumerate(rest):
         if arg == "--ckpt_path" or arg.startswith("--ckpt_path="):
@@ -90,6 +92,8 @@ def _dispatch(args: list[str], default_config: str | None) -> None:
         from recipes.cli.serve import serve
 
         serve(rest)
+    elif command == "sweep":
+        _sweep(rest)
     elif command in ("replay", "verify"):
         _recompute(command, rest)
     elif command in COMMANDS:
@@ -123,6 +127,14 @@ def _export(args: list[str]) -> None:
     quiet()
     folder = export(given.get("ckpt_path"), given.get("output"), given.get("model"))
     print(f"exported to {folder}: transformers' from_pretrained({str(folder)!r}) loads it")
+
+
+def _sweep(args: list[str]) -> None:
+    add_working_directory()
+    from recipes.cli.sweep import sweep_command
+
+    quiet()
+    sweep_command(args)
 
 
 def _recompute(command: str, args: list[str]) -> None:

@@ -12,6 +12,7 @@ commands:
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
              (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3
+  sweep      search settings with Optuna: rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50
   export     write a language model as a Hugging Face directory: rl export --ckpt_path PATH --output FOLDER
   replay     rebuild one update of a run: rl replay logs/PPO-CartPole-v1/version_0 --step 100
   verify     recompute the last part of a run and compare: rl verify logs/PPO-CartPole-v1/version_0

@@ -19,6 +19,7 @@ OPTIONAL = {
     "box2d": ("LunarLander, BipedalWalker", ("Box2D",)),
     "mujoco": ("HalfCheetah, Hopper, Walker2d", ("mujoco",)),
     "atari": ("Pong, Breakout", ("ale_py", "cv2")),
+    "sweep": ("rl sweep", ("optuna",)),
     "video": ("rl record, --record_every", ("moviepy", "pygame")),
     "language": ("language models", ("transformers", "peft", "datasets", "reasoning_gym", "math_verify")),
 }
@@ -32,7 +33,7 @@ def listing(words: list[str]) -> str:
     """
     if len(words) > 1:
         raise UsageError(f"list takes at most one word, as in `rl list cartpole`; got {' '.join(words)}")
-    rows = {name: configs.describe(name) for name in configs.names()}
+    rows = {name: configs.describe(name) for name in (*configs.names(), *configs.sweeps())}
     if words:
         rows = {name: text for name, text in rows.items() if words[0].lower() in f"{name} {text}".lower()}
         if not rows:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.hparams import write_hparams
 from recipes.cli import resume
 
 
@@ -31,7 +32,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     controls = isinstance(data, ControlDataModule)
     step = data.num_timesteps if controls else trainer.global_step
     measured = data.metrics() if controls else {}
-    final, interrupted = _evaluate(trainer, model, data, controls)
+    final, interrupted = evaluate(trainer, model, data, controls)
     if controls:
         rows = {**control_rows(trainer, model, data, final, measured), **exact_row(model, data)}
     else:
@@ -45,7 +46,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
     return interrupted
 
 
-def _evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
+def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
     """Returns the final metrics, and whether Ctrl-C stopped their evaluation."""
     loggers = trainer.loggers
     try:
@@ -62,10 +63,10 @@ def _evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[
 
 
 def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
-    """Plays the test episodes with the final policy; returns ``final/mean_reward`` and ``final/std_reward``."""
+    """Plays the test episodes with the final policy; returns ``test/mean_reward`` and ``test/std_reward``."""
     trainer.loggers = []  # the caller puts them back
     trainer.test(model, datamodule=data, verbose=False, weights_only=True)
-    return {f"final/{name}": trainer.callback_metrics[f"test/{name}"].item() for name in ("mean_reward", "std_reward")}
+    return {name: trainer.callback_metrics[name].item() for name in ("test/mean_reward", "test/std_reward")}
 
 
 def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float], time: dict[str, float]) -> dict:
@@ -82,7 +83,7 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
     episodes = data.hparams.n_test_episodes * ranks
     result = "not evaluated"
     if final:
-        mean, std = final["final/mean_reward"], final["final/std_reward"]
+        mean, std = final["test/mean_reward"], final["test/std_reward"]
         result = f"mean return {mean:.1f} ± {std:.1f} over {episodes} episodes"
     rows = {
         f"{type(model).__name__} on {data.env_name}": result,
@@ -124,10 +125,10 @@ def files_of(trainer: Trainer) -> dict[str, str]:
 
 def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float], step: int) -> None:
     """Writes the hyperparameters and the final metrics to every logger."""
-    settings = _set_first({**_flat(model.hparams), **_flat(data.hparams)}, [model, data])
+    settings = {**_flat(model.hparams), **_flat(data.hparams)}
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(settings, final, step=step)
+        if isinstance(logger, TensorBoardLogger) and final and trainer.is_global_zero:
+            write_hparams(logger, settings, changed_settings(settings, [model, data]), final, step)
         else:
             logger.log_hyperparams(settings)
             if final:
@@ -177,7 +178,8 @@ def curves_of(trainer: Trainer) -> str:
         if isinstance(logger, TensorBoardLogger):
             # TensorBoard names a run by its folder below the given one; the run's own folder would be named ".".
             parent, name = Path(str(folder)).parent, Path(str(folder)).name
-            places.append(f"tensorboard --logdir {shlex.quote(_relative(str(parent)))} (run {name})")
+            places.append(f"tensorboard --logdir {shlex.quote(_relative(str(parent)))} (run {name}), then "
+                          "http://localhost:6006/#custom_scalars for an overview")  # fmt: skip
         elif isinstance(logger, CSVLogger):
             places.append(str(Path(str(folder)) / "metrics.csv"))
         else:
@@ -192,16 +194,20 @@ def _relative(path: str) -> str:
         return path
 
 
-def _set_first(settings: dict[str, Any], owners: list[Any]) -> dict[str, Any]:
-    """Returns the settings with those that differ from their defaults first: TensorBoard's table shows the first."""
+def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
+    """Returns the names of the settings that differ from their defaults.
+
+    Args:
+        settings: by dotted name, as :func:`_flat` makes them.
+        owners: the objects that have them as arguments.
+    """
     defaults: dict[str, Any] = {}
     for owner in owners:
         for cls in type(owner).__mro__:
             if "__init__" in vars(cls):
                 for name, p in inspect.signature(cls.__init__).parameters.items():  # type: ignore[misc]
                     defaults.setdefault(name, p.default)
-    changed = [name for name, value in settings.items() if _differs(value, defaults.get(name.partition(".")[0]))]
-    return {name: settings[name] for name in dict.fromkeys([*changed, *settings])}
+    return [name for name, value in settings.items() if _differs(value, defaults.get(name.partition(".")[0]))]
 
 
 def _differs(value: Any, default: Any) -> bool:

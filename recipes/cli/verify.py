@@ -17,7 +17,7 @@ from rl_modules.common.errors import UsageError
 #: Parts of a checkpoint that no two runs share: versions, paths and files of the run itself.
 NOT_COMPARED = ("pytorch-lightning_version", "loops", "callbacks")
 #: Curves of the clock.
-CLOCKS = ("time/fps", "time/time_elapsed")
+CLOCKS = ("time/fps", "time/time_elapsed", "time/sampling_tokens_per_second", "time/training_tokens_per_second")
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

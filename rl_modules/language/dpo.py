@@ -45,6 +45,7 @@ class DPO(PreferencePolicy):
         UsageError: an argument out of range, or a reference that does not fit the policy.
     """
 
+    learning_curve = "train/rewards/accuracies"
     best_metric = ("eval/rewards/accuracies", "max")
 
     def __init__(

@@ -100,6 +100,8 @@ class GRPO(JudgedPolicy):
         UsageError: an argument out of range, a reward model or reference that does not fit the policy.
     """
 
+    learning_curve = "train/reward"
+
     learns_from = "prompts"
 
     def __init__(
@@ -497,7 +499,7 @@ class GRPO(JudgedPolicy):
         columns |= {name: column.tolist() for name, column in scores} | {"advantage": advantage.tolist()}
         self.write_table("completions", columns)
         for adapter in adapters(self.trainer):
-            adapter.write_histogram("completions/length", length, self.trainer.global_step)
+            adapter.write_histogram("train/completions/length", length, self.trainer.global_step)
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:

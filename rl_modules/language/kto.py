@@ -44,6 +44,8 @@ class KTO(PreferencePolicy):
         UsageError: an argument out of range, or a reference that does not fit the policy.
     """
 
+    learning_curve = "train/rewards/margins"
+
     unpaired = True
     best_metric = ("eval/rewards/margins", "max")
 
@@ -125,7 +127,7 @@ class KTO(PreferencePolicy):
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the margin between the mean rewards of good and of bad answers."""
         metrics = super().summarize(metrics)
-        for prefix in ("", "eval/"):
+        for prefix in ("train/", "eval/"):
             names = [f"{prefix}rewards/{side}" for side in ("chosen", "rejected")]
             if all(name in metrics for name in names):
                 metrics = {**metrics, f"{prefix}rewards/margins": metrics[names[0]] - metrics[names[1]]}

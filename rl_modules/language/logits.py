@@ -1,6 +1,6 @@
 """Logits where they are needed, and nowhere else."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,8 +65,67 @@ def log_probs_at(
         with chosen_places(model, place):
             logits = model(**inputs).logits
         return statistics(logits if source is None else logits[:, source], *arguments)
-    states = _states_at(model, place, _last_mlp(model), **inputs)
-    return tiled_statistics(model, states if source is None else states[:, source], *arguments, equal_weights)
+    return _tiled_at(model, place, _last_mlp(model), source, *arguments, equal_weights, **inputs)
+
+
+def _tiled_at(
+    model: Any,
+    place: Tensor,
+    mlp: nn.Module | None,
+    source: Tensor | None,
+    target: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    accuracy: bool = False,
+    equal_weights: bool = False,
+    **inputs: Any,
+) -> TokenStatistics:
+    """:func:`log_probs_at` by tiles; ``target`` is [1, m]."""
+
+    def compute(states: Tensor) -> TokenStatistics:
+        states = states if source is None else states[:, source]
+        return tiled_statistics(model, states, target, temperature, entropy, accuracy, equal_weights)
+
+    if not is_sharded(model):
+        return compute(_states_at(model, place, mlp, **inputs))
+    return _within_forward(model, place, mlp, compute, **inputs)
+
+
+def _within_forward(
+    model: Any, place: Tensor, mlp: nn.Module | None, compute: Callable[[Tensor], TokenStatistics], **inputs: Any
+) -> TokenStatistics:
+    """What ``compute`` makes of the output layer's inputs, while that layer's weights are put together.
+
+    A sharded model gathers the weights of its output layer for its own forward pass, and again for the backward pass
+    once a gradient reaches its output. So the output is made to depend on the result, and the result on the output, by
+    a product with 0: the gradient passes the output, and the weights are there, before the tiles need them.
+
+    Args:
+        model: causal language model with sharded weights.
+        place: see :func:`log_probs_at`.
+        mlp: see :func:`_hooked`.
+        compute: from the states [1, m, D].
+        inputs: of the model.
+    """
+    states: list[Tensor] = []
+    found: list[TokenStatistics] = []
+
+    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(arguments[0])
+        return (arguments[0][:, :1], *arguments[1:])
+
+    def replace(layer: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        found.append(compute(states[0]))
+        return torch.zeros_like(output) + (0 * found[0].log_prob.sum()).to(output.dtype)
+
+    with ExitStack() as hooks:
+        hooks.enter_context(_hooked(model, place, mlp))  # whose own hook comes first
+        head = model.get_output_embeddings()
+        hooks.callback(head.register_forward_pre_hook(keep).remove)
+        hooks.callback(head.register_forward_hook(replace).remove)
+        nothing = 0 * model(**inputs).logits[..., 0].float().sum()
+    log_prob, spread, likeliest = found[0]
+    return TokenStatistics(log_prob + nothing, None if spread is None else spread + nothing, likeliest)
 
 
 @contextmanager
@@ -136,8 +195,7 @@ def prepare_head(model: Any) -> None:
 
 def _can_tile(model: Any) -> bool:
     """Whether the output layer can be run by itself, and what the model does to its numbers is known."""
-    # Outside of a sharded model's own forward pass its output layer has no weights.
-    return not is_sharded(model) and agrees(
+    return agrees(
         model, "computing the output layer in tiles", lambda: _compare_tiles(model), "all logits are computed at once"
     )
 
@@ -153,9 +211,9 @@ def _compare_tiles(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not find_tail(model, output[0], logits):
         raise ValueError("what follows the output layer is not in the config")
     place, target = torch.arange(5, device=text.device), text[None, 1:]
-    states = _states_at(model, place, None, input_ids=text[None], use_cache=False)
     whole = statistics(logits[:, :-1], target).log_prob
-    return tiled_statistics(model, states, target).log_prob, whole, whole
+    tiled = _tiled_at(model, place, None, None, target, input_ids=text[None], use_cache=False)
+    return tiled.log_prob, whole, whole
 
 
 def _last_mlp(model: Any) -> nn.Module | None:

@@ -153,12 +153,13 @@ class PreferencePolicy(JudgedPolicy):
             self._tables["train"] = saved["ranks"][self.global_rank].clone()
 
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         # Held-out data may be others in each evaluation of their own; within a run they stay.
         if not self._fitting:
             self._tables.pop("eval", None)
 
     def on_test_start(self) -> None:
-        self.on_validation_start()
+        self._tables.pop("eval", None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -41,6 +41,8 @@ class RewardModel(LanguageModule):
         UsageError: an invalid argument, or a model without a ``score`` head.
     """
 
+    learning_curve = "train/accuracy"
+
     learns_from = "preferences"
     head = "score"
 
@@ -129,7 +131,7 @@ class RewardModel(LanguageModule):
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
         # The numbers are already those of all ranks.
         self.log_dict(metrics, logger=not self._fitting)
-        if self.trainer.sanity_checking or not self._fitting:
+        if not self._fitting:
             return
         step = self.trainer.global_step
         for logger in self.trainer.loggers:

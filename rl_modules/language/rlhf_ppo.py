@@ -83,6 +83,8 @@ class RLHFPPO(JudgedPolicy):
         UsageError: an argument out of range, a reward model or reference that is missing or reads other tokens.
     """
 
+    learning_curve = "train/objective/scores"
+
     learns_from = "prompts"
     adam_eps = 1e-5
     score_metric = "eval/scores"

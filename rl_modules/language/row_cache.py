@@ -1,21 +1,37 @@
-"""A cache of keys and values whose rows can be copied, dropped and appended to without moving the others."""
+"""A cache of keys and values whose rows can be added, copied, dropped and appended to without moving the others."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.rows import Prompts
+
+_States = tuple[Tensor, Tensor]
+
 
 class RowCache(Cache):
-    """Keys and values of every layer, in :class:`RowLayer`."""
+    """Keys and values of every layer, in :class:`RowLayer`.
+
+    All rows end in the same column: a shorter row begins further right, as behind padding on the left. Rows that are
+    added later end in that column too.
+    """
 
     def __init__(self, layers: int) -> None:
         self._rows = [RowLayer() for _ in range(layers)]
         super().__init__(layers=list(self._rows))
+        #: Whether the model reads prompts, to which the cache looks empty.
+        self.reading = False
+        #: Columns so far since the first prompts, and the one that each row begins in.
+        self._clock, self._first = 0, list[int]()
+        #: Columns before each row's own, (n,); None where no row has any.
+        self._before: Tensor | None = None
 
     @classmethod
     def for_model(cls, config: PretrainedConfig, longest: int) -> RowCache | None:
@@ -33,43 +49,75 @@ class RowCache(Cache):
         ]
         return cls(len(layers)) if layers and all(fits) else None
 
-    def expand(self, index: Tensor, mask: Tensor | None, room: int) -> None:
-        """Make row i a copy of prompt ``index[i]``.
+    def read(self) -> None:
+        """Look empty: the next forward pass is that of further prompts."""
+        self.reading = True
+        for layer in self._rows:
+            layer.is_initialized = False
+
+    def admit(self, prompts: Prompts, kept_rows: int, keep: bool, room: int) -> None:
+        """Add a row per element of ``prompts.source``, after those that are there.
 
         Args:
-            index: (B,) in [0, U).
-            mask: false in the prompts' padding, (U, S); None where there is none.
+            prompts: those that have just been read. The first is the kept one if ``kept_rows`` is not 0.
+            kept_rows: how many of the rows, the first ones, continue the prompt that was kept.
+            keep: keep the last prompt, whose further rows are added later.
             room: new tokens per row to have room for at first.
         """
+        index = prompts.source
         for layer in self._rows:
-            layer.expand(index, room)
+            layer.admit(index[:kept_rows], index[kept_rows:] - int(kept_rows > 0), self.reading, keep, room)
+        self.reading = False
+        self._place(self._first + [self._clock - prompts.lengths[source] for source in prompts.sources])
 
-    @property
-    def needs_mask(self) -> bool:
-        """Whether the model needs a mask for the prompts' padding, after :meth:`expand`."""
-        return True
+    def step(self) -> Tensor | None:
+        """Begin a forward pass of one token per row; the attention mask (n, width) that the model needs, if any."""
+        self._clock += 1
+        width = self._clock - min(self._first)
+        return None if self._before is None else torch.arange(width, device=self._before.device) >= self._before
 
     def attention(self, model: Any) -> AbstractContextManager[None]:
         """The context in which the model is called with this cache."""
         return nullcontext()
 
-    def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
+    def replace(self, holes: list[int], movers: list[int], rows: int) -> None:
         """Copy the rows ``movers`` over the rows ``holes``, and keep the first ``rows`` rows."""
+        device = self._rows[0].device
+        hole, mover = on(device, holes), on(device, movers)
         for layer in self._rows:
-            layer.replace(holes, movers, rows)
+            layer.replace(hole, mover, rows)
+        for i, j in zip(holes, movers, strict=True):
+            self._first[i] = self._first[j]
+        self._place(self._first[:rows])
+
+    def _place(self, first: list[int]) -> None:
+        """Note where rows begin; columns that no row has any more are let go."""
+        self._first, self._before = first, None
+        if not first:
+            return
+        begin = min(first)
+        for layer in self._rows:
+            layer.narrow(self._clock - begin)
+        if any(column != begin for column in first):
+            self._before = on(self._rows[0].device, [column - begin for column in first]).unsqueeze(1)
 
 
 class RowLayer(DynamicLayer):
     """One layer's keys and values, with spare room after them.
 
-    ``DynamicLayer`` copies all keys and values to append one, and all rows to drop one. Here the first call stores the
-    prompts, :meth:`expand` moves them to buffers with room, and each further call writes in place and returns views.
+    ``DynamicLayer`` copies all keys and values to append one, and all rows to drop one. Here a first call stores the
+    prompts, :meth:`admit` moves them to buffers with room, and each further call writes in place and returns views.
     """
 
     keys: Tensor
     values: Tensor
-    #: (rows, heads, room, head size), for keys and for values; keys and values are views of them.
-    _buffers: tuple[Tensor, Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: (rows, heads, room, head size), for keys and for values; keys and values are views of them.
+        self._buffers: _States | None = None
+        self._kept: _States | None = None
+        self._count = self._begin = self._end = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -79,36 +127,98 @@ class RowLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
             return key_states, value_states
-        rows, _, start, _ = self.keys.shape
-        end = start + key_states.shape[-2]
+        assert self._buffers is not None
+        end = self._end + key_states.shape[-2]
         if end > self._buffers[0].shape[-2]:
-            self._buffers = _with_room(self.keys, end + end // 2), _with_room(self.values, end + end // 2)
+            end -= self._begin
+            self._move(self._count, 0, end + end // 2)
         keys, values = self._buffers
-        keys[:rows, :, start:end] = key_states
-        values[:rows, :, start:end] = value_states
-        self.keys, self.values = keys[:rows, :, :end], values[:rows, :, :end]
+        keys[: self._count, :, self._end : end] = key_states
+        values[: self._count, :, self._end : end] = value_states
+        self._end = end
+        self._view()
         return self.keys, self.values
 
-    def expand(self, index: Tensor, room: int) -> None:
-        end = self.keys.shape[-2]
-        self._buffers = _with_room(self.keys[index], end + room), _with_room(self.values[index], end + room)
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+    def admit(self, kept: Tensor, index: Tensor, has_read: bool, keep: bool, room: int) -> None:
+        """Add rows that continue the kept prompt, and rows that continue prompts just read; see :class:`RowCache`."""
+        read = (self.keys, self.values) if has_read else None
+        if len(kept):
+            assert self._kept is not None
+            self.append((self._kept[0], self._kept[1]), kept, room)
+        if read is not None:
+            self.append(read, index, room)
+            if keep:
+                self._kept = read[0][-1:].clone(), read[1][-1:].clone()
+        if not keep:
+            self._kept = None
 
-    def begin(self, rows: int, room: int) -> None:
-        """Forget the prompts; instead, have this many rows without a token."""
-        keys, values = (x.new_empty((rows, x.shape[1], room, x.shape[3])) for x in (self.keys, self.values))
-        self._buffers = keys, values
-        self.keys, self.values = (buffer[:, :, :0] for buffer in self._buffers)
+    def append(self, prompts: _States, index: Tensor, room: int) -> None:
+        """Add rows that continue ``prompts[index]`` and end in the last column."""
+        width, rows = prompts[0].shape[-2], self._count + len(index)
+        if not self._count:
+            self._buffers = _with_room(prompts[0][index], width + room), _with_room(prompts[1][index], width + room)
+            self._begin, self._end = 0, width
+        else:
+            assert self._buffers is not None
+            if rows > len(self._buffers[0]) or self._end < width:
+                now = self._end - self._begin
+                self._move(rows, max(0, width - now), max(now, width) + max(room, now // 2))
+            for buffer, states in zip(self._buffers, prompts, strict=True):
+                # What a mask hides must be a number still.
+                buffer[self._count : rows, :, : self._end - width] = 0
+                buffer[self._count : rows, :, self._end - width : self._end] = states[index]
+            self._begin = min(self._begin, self._end - width)
+        self._count, self.is_initialized = rows, True
+        self._view()
+
+    def append_empty(self, count: int, room: int) -> None:
+        """Add rows without a token; the prompts that were read are not this layer's to hold."""
+        if self._buffers is None or not self._count:
+            keys, values = (x.new_empty((count, x.shape[1], room, x.shape[3])) for x in (self.keys, self.values))
+            self._buffers = keys, values
+            self._begin = self._end = 0
+        rows = self._count + count
+        if rows > len(self._buffers[0]):
+            width = self._end - self._begin
+            self._move(rows, 0, width + max(room, width // 2))
+        assert self._buffers is not None
+        for buffer in self._buffers:
+            buffer[self._count : rows, :, : self._end] = 0  # what a mask hides must be a number still
+        self._count, self.is_initialized = rows, True
+        self._view()
+
+    def narrow(self, width: int) -> None:
+        """Forget all but the last columns."""
+        self._begin = self._end - width
+        self._view()
 
     def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
         if len(holes):
             self.keys[holes] = self.keys[movers]
             self.values[holes] = self.values[movers]
-        self.keys, self.values = self.keys[:rows], self.values[:rows]
+        self._count = rows
+        self._view()
+
+    def _view(self) -> None:
+        assert self._buffers is not None
+        self.keys, self.values = (buffer[: self._count, :, self._begin : self._end] for buffer in self._buffers)
+
+    def _move(self, rows: int, before: int, room: int) -> None:
+        """Copy what is in view to new buffers, behind so many columns of zeros."""
+        self._view()
+        self._buffers = _with_room(self.keys, room, rows, before), _with_room(self.values, room, rows, before)
+        self._begin, self._end = before, before + self._end - self._begin
 
 
-def _with_room(states: Tensor, room: int) -> Tensor:
-    rows, heads, length, size = states.shape
-    buffer = states.new_empty((rows, heads, room, size))
-    buffer[:, :, :length] = states
+def _with_room(states: Tensor, room: int, rows: int | None = None, before: int = 0) -> Tensor:
+    count, heads, length, size = states.shape
+    buffer = states.new_empty((rows or count, heads, room, size))
+    buffer[:count, :, before : before + length] = states
+    if before:
+        buffer[:count, :, :before] = 0
     return buffer
+
+
+def on(device: torch.device, numbers: list[int]) -> Tensor:
+    """Integers on a device, without waiting for it."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

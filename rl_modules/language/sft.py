@@ -126,7 +126,7 @@ class SFT(LanguagePolicy):
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity, exp of the mean loss per token."""
-        for prefix in ("", "eval/"):
+        for prefix in ("train/", "eval/"):
             if f"{prefix}loss" in metrics:
                 metrics = {**metrics, f"{prefix}perplexity": math.exp(min(metrics[f"{prefix}loss"], 700.0))}
         return metrics

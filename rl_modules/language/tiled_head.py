@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from rl_modules import functional as F
 from rl_modules.functional.tokens import token_log_probs_gradient
 from rl_modules.language.models import text_config
+from rl_modules.language.sharding import is_sharded
 
 #: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**28}
@@ -85,7 +86,9 @@ def tiled_statistics(
     head, tail = model.get_output_embeddings(), _tails[model]
     rows = max(1, TILE[_device(model)] // text_config(model.config).vocab_size)
     at_once = equal_weights and torch.is_grad_enabled()
-    asked = _Asked(lambda x: tail(head(x)), rows, temperature, entropy, accuracy, at_once)
+    # Hooks on the output layer have chosen the states; a sharded model's are still there while tiles are computed.
+    run = head.forward if is_sharded(model) else head
+    asked = _Asked(lambda x: tail(run(x)), rows, temperature, entropy, accuracy, at_once)
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     found = _Tiles.apply(states, target, asked, *weights)
     return TokenStatistics(found[0], found[1] if entropy else None, found[2] if accuracy else None)

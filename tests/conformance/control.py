@@ -21,6 +21,7 @@ class Case:
         data: the datamodule's.
         has_gradient: false for tables.
         is_manual: true where the algorithm steps its optimizer itself.
+        label: of a variant of the algorithm, whose tests are slow ones.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     replays: bool = False
     has_gradient: bool = True
     is_manual: bool = False
+    label: str = ""
 
     def make_model(self, **arguments: Any) -> Any:
         return getattr(rl_modules, self.name)(**{**self.model, **arguments})
@@ -66,7 +68,13 @@ CASES = [
     Case("TQC", model={"net_arch": [32, 32]}, **SWING),
     Case("RecurrentPPO", model={"lstm_hidden_size": 16}, data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
     Case("RecurrentA2C", model={"lstm_hidden_size": 16, "rnn": "gru"}, data={"n_envs": 4}),
+    Case("PPO", model={"network": "tests.networks.PolicyAndValue"}, label="network",
+         data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
+    Case("DQN", model={"target_update_interval": 20, "network": "tests.networks.ActionValues"}, label="network",
+         data=REPLAY, replays=True),
+    Case("SAC", model={"network": "tests.networks.PolicyAndCritics"}, label="network", **SWING),
+    Case("SAC", model={"features_extractor": "tests.networks.Features"}, label="features", **SWING),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
     Case("QLearning", **MAZE),
-]
+]  # fmt: skip

@@ -31,7 +31,14 @@ VARIANTS = ("QRDQN", "DDPG", "TQC", "RecurrentA2C")
 
 def over(cases):
     """A test over algorithms."""
-    marked = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in VARIANTS)) for case in cases]
+    marked = [
+        pytest.param(
+            case,
+            id=f"{case.name}-{case.label}" if case.label else case.name,
+            marks=[pytest.mark.slow] * (case.name in VARIANTS or bool(case.label)),
+        )
+        for case in cases
+    ]
     return pytest.mark.parametrize("case", marked)
 
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from recipes import configs
 from recipes.cli import main
@@ -18,6 +19,15 @@ def test_header_says_what_how_and_what_to_expect(name):
     for word in ("Run", "Expect", "Cost", "Source"):
         assert any(re.match(rf"# {word} +\S", line) for line in header), word
     assert f"--config {name}" in "\n".join(header)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_takes_the_gpu_that_is_there_or_says_why_not(name):
+    settings = yaml.safe_load((configs.CONFIGS / name).read_text("utf-8"))
+    accelerator = settings.get("trainer", {}).get("accelerator", "auto")
+    reasons = [line for line in configs.header(name) if line.startswith("# Device")]
+    assert len(reasons) == (accelerator != "auto")
+    assert all(re.match(rf"# Device +{accelerator}: .{{20,}}", reason) for reason in reasons)
 
 
 @pytest.mark.parametrize("name", NAMES)

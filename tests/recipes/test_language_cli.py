@@ -68,13 +68,14 @@ def test_fit_leaves_checkpoints_curves_tables_and_settings(trained):
     events = EventAccumulator(str(trained), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = set(events.Tags()["scalars"])
     assert {
-        "loss", "perplexity", "mean_token_accuracy", "entropy", "num_tokens", "grad_norm", "learning_rate", "eval/loss",
-        "eval/perplexity", "eval/mean_token_accuracy", "eval/pass@1", "eval/mean_length", "eval/clipped_ratio",
-        "eval/rewards/accuracy", "final/pass@1", "final/loss",
+        "train/loss", "train/perplexity", "train/mean_token_accuracy", "train/entropy", "train/num_tokens",
+        "train/grad_norm", "train/learning_rate", "eval/loss", "eval/perplexity", "eval/mean_token_accuracy",
+        "eval/pass@1", "eval/mean_length", "eval/clipped_ratio",
+        "eval/rewards/accuracy",
     } <= tags  # fmt: skip
     # The axis is the optimizer step; the last point is of what was left at the end.
-    assert [e.step for e in events.Scalars("loss")] == [2, 4, 5]
-    assert [e.step for e in events.Scalars("eval/loss")] == [2, 4]
+    assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 5]
+    assert [e.step for e in events.Scalars("eval/loss")] == [0, 2, 4, 5]
     texts = events.Tags()["tensors"]
     assert any("config" in tag for tag in texts)
     assert any("eval/completions" in tag for tag in texts)

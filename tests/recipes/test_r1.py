@@ -6,6 +6,7 @@ import re
 import pytest
 
 from recipes import r1
+from recipes.pipeline import Pipeline
 
 TINY = json.dumps({"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
                    "num_key_value_heads": 2})  # fmt: skip
@@ -55,9 +56,24 @@ def test_pairs_are_of_the_best_and_the_worst():
     (["--grop.model.beta=1"], "'--grop.model.beta=1' is not understood.*the stages are cold_start, grpo"),
     (["--grpo.model.beta", "1"], "'--grpo.model.beta' is not understood"),
     (["--cold_start", "r1/cold.yaml"], "config 'r1/cold.yaml' is neither a file nor an installed config"),
+    (["--grpo", "none"], "--grpo none: .* needs a config"),
+    (["--grpo.model.bta=1"], "stage grpo: unknown option 'model.bta'; did you mean beta"),
+    (["--grpo.model.beta=-1"], "stage grpo: beta=-1"),
+    (["--grpo.data.task=additon"], "stage grpo: .*additon.*did you mean addition"),
+    (["--cold_start.model=GRPO"], "stage cold_start: .*GRPO.*InstructionDataModule"),
+    (["--grpo.trainer.accelerator=cuda5"], "stage grpo: .*cuda5"),
+    (["--final", "r1/final.yaml", "--reward_model.trainer.max_steps=soon"], "stage reward_model: .*max_steps='soon'"),
+    (["--final", "r1/final.yaml", "--final.model.learning_rate=fast"], "stage final: .*learning_rate='fast'"),
+    (["--final", "r1/final.yml"], "config 'r1/final.yml' is neither a file nor an installed config"),
+    (["--preference_prompts", "0", "--final", "r1/final.yaml"], "preference_prompts=0 must be at least 1"),
+    (["--folder", "taken"], "folder taken is a file"),
+    (["--seed", "-1"], "stage cold_start: seed_everything=-1"),
 ])  # fmt: skip
 def test_refused_arguments(words, sentence, tmp_path, monkeypatch, capsys):
+    """Whatever is wrong in any stage is said before the first one starts."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(Pipeline, "stage", lambda *_: pytest.fail("a stage started"))
     with pytest.raises(SystemExit) as exit_:
         r1.main(words)
     assert exit_.value.code == 1

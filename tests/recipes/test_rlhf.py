@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from types import SimpleNamespace
@@ -117,6 +118,23 @@ def test_the_policy_writes_on_the_trainers_device(chatting, monkeypatch):
 def test_words_that_mean_nothing(words, message):
     with pytest.raises(UsageError, match=message):
         rlhf.parse(words)
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--preferences", "dpo", "--dpo", "dpo/path.yaml"], "config 'dpo/path.yaml' is neither a file"),
+    (["--preferences", "dpo", "--dpo.model.bta=1"], "stage dpo: unknown option 'model.bta'; did you mean beta"),
+    (["--ppo.model.vf_coef=x"], "stage ppo: model.vf_coef='x' can't be used"),
+    (["--evaluation.data.n_evl=3"], "stage evaluation: unknown option 'data.n_evl'; did you mean n_eval"),
+    (["--preferences.model.bta=3"], "stage preferences: unknown option 'model.bta'"),
+])  # fmt: skip
+def test_every_stage_is_checked_before_the_first(words, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rlhf.Pipeline, "stage", lambda *_: pytest.fail("a stage started"))
+    with pytest.raises(SystemExit) as exit_:
+        rlhf.main(words)
+    assert exit_.value.code == 1
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1 and re.search(sentence, error)
 
 
 def test_preferences_need_a_task_that_compares(chatting, tmp_path):

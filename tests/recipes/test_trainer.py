@@ -1,7 +1,10 @@
 """Three lines of Python leave and print what ``rl fit`` does."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,26 @@ def test_three_lines_print_and_leave_what_the_command_does(here, capsys):
     assert one.keys() == other.keys()
     assert one["rollout/ep_rew_mean"] == other["rollout/ep_rew_mean"]
     assert {path.name for path in here.glob("logs/*/version_0/checkpoints/*")} >= {"best.ckpt", "last.ckpt"}
+
+
+def test_lightnings_own_bar_shows_the_mean_return(make_trainer):
+    data = RolloutDataModule("CartPole-v1", **SMALL)
+    trainer = make_trainer(enable_progress_bar=True)
+    trainer.fit(PPO(), datamodule=data)
+    mean = data.metrics()["rollout/ep_rew_mean"]
+    assert trainer.progress_bar_metrics["rollout/ep_rew_mean"] == pytest.approx(mean, rel=1e-3)
+
+
+def test_three_lines_with_lightnings_trainer_warn_of_nothing(tmp_path):
+    script = (
+        "import lightning as L\nfrom datamodules import RolloutDataModule\nfrom rl_modules import PPO\n"
+        "L.Trainer(max_epochs=-1, accelerator='cpu').fit(PPO(), datamodule=RolloutDataModule('CartPole-v1', n_envs=8, "
+        "n_steps=32, batch_size=256, total_timesteps=256))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not re.search("warn|deprecat", done.stderr, re.IGNORECASE), done.stderr
 
 
 def test_everything_goes_below_default_root_dir(here):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,124 +11,138 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from rl_modules.language.row_cache import RowCache
+from rl_modules.language.row_cache import RowCache, on
 from rl_modules.language.sampling.draw import NextToken
-from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.sampling.rows import Prompts, Record, Waiting
 
 # New tokens that the cache has room for at first; it grows by half when they are used up.
 _ROOM = 64
 
 
 @dataclass
-class Prompts:
-    """Distinct prompts, padded on the left, and which of them each row continues."""
-
-    #: (U, S)
-    tokens: Tensor
-    #: (U, S) bool, false in padding
-    mask: Tensor
-    #: (U,)
-    length: Tensor
-    #: (B,) in [0, U)
-    source: Tensor
-
-    @classmethod
-    def of(
-        cls, prompts: Sequence[Sequence[int]], num_generations: int, pad_token_id: int, device: torch.device
-    ) -> Prompts:
-        listed = [tuple(prompt) for prompt in prompts]
-        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(listed))}
-        width = max(map(len, place))
-        tokens = torch.tensor(
-            [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place], dtype=torch.int64
-        )
-        length = torch.tensor([len(prompt) for prompt in place], dtype=torch.int64)
-        mask = torch.arange(width) >= width - length.unsqueeze(-1)
-        source = torch.tensor([place[prompt] for prompt in listed], dtype=torch.int64).repeat_interleave(
-            num_generations
-        )
-        return cls(*(x.to(device, non_blocking=True) for x in (tokens, mask, length, source)))
-
-    @property
-    def positions(self) -> Tensor:
-        """A prompt's first token is at 0, however much padding comes before it; (U, S)."""
-        return (self.mask.cumsum(-1) - 1).clamp(min=0)
-
-    def seen(self, words: int) -> Tensor:
-        """True for the tokens that each row's prompt has, (B, words); padding is no token."""
-        seen = torch.zeros((len(self.tokens), words), dtype=torch.bool, device=self.tokens.device)
-        line, column = self.mask.nonzero(as_tuple=True)
-        seen[line, self.tokens[line, column]] = True
-        return seen[self.source]
-
-
-class Record:
-    """The completions of all rows while they grow.
-
-    Args:
-        limit: of each row's length, (B,).
-        stops: ids that end a completion.
-        pad_token_id: what stands where nothing was drawn.
-        on_ended: called with each row that has ended.
-    """
-
-    def __init__(self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None) -> None:
-        self.on_ended = on_ended
-        shape = (len(limit), int(limit.max()))
-        self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
-        self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
-        self.log_prob = torch.zeros(shape, dtype=torch.float32, device=limit.device)
-        self.length = torch.zeros_like(limit)
-        self.finished = torch.zeros_like(limit, dtype=torch.bool)
-
-    def add(self, step: int, row: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
-        """Write one token to each of these rows; returns which of them have now had their last one."""
-        ended = torch.isin(token, self.stops)
-        self.tokens[row, step] = token
-        self.log_prob[row, step] = log_prob
-        self.length[row] = step + 1
-        self.finished[row] = ended
-        return ended | (self.limit[row] == step + 1)
-
-    def announce(self, row: Tensor) -> None:
-        """Call the listener, where there is one, with these rows; they have ended."""
-        if self.on_ended is None:
-            return
-        columns = (row, self.length[row], self.finished[row], self.tokens[row])
-        for number, length, finished, tokens in zip(*(column.tolist() for column in columns), strict=True):
-            self.on_ended(number, tokens[:length], finished)
-
-
-@dataclass
 class _Live:
-    """The rows that have not ended; line i here is line i of the cache."""
+    """The rows that have begun and not ended; line i here is line i of the cache."""
 
     row: Tensor  # (n,) in [0, B)
     token: Tensor  # (n,) the last one drawn
     position: Tensor  # (n,) of that token
-    mask: Tensor | None  # (n, S) of the prompt; None where no prompt is padded
-    seen: Tensor | None  # (n, V) true for tokens that the row has; None where nobody asks
+    step: Tensor  # (n,) tokens drawn so far
+    seen: Tensor | None = None  # (n, V) true for tokens that the row has; None where nobody asks
 
-    def whole_mask(self, new: int) -> Tensor | None:
-        """The prompts' masks, with ``new`` tokens more, none of them padding; (n, S + new)."""
-        return None if self.mask is None else torch.nn.functional.pad(self.mask, (0, new), value=True)
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def join(self, others: _Live) -> None:
+        """Put further rows behind these."""
+        for name, lines in vars(others).items():
+            own = getattr(self, name)
+            setattr(self, name, torch.cat([own, lines]) if own is not None and len(own) else lines)
 
     def drop(self, done: list[bool], cache: RowCache) -> None:
         """Move rows from the end into the places of those that are done: few rows move, each at most once a step."""
         left = len(done) - sum(done)
-        moves = [[i for i in range(left) if done[i]], [i for i in range(left, len(done)) if not done[i]]]
-        holes, movers = torch.tensor(moves, dtype=torch.int64).to(self.row.device, non_blocking=True)
+        empty = [i for i in range(left) if done[i]]
+        moved = [i for i in range(left, len(done)) if not done[i]]
+        holes, movers = torch.tensor([empty, moved], dtype=torch.int64).to(self.row.device, non_blocking=True)
         for name, lines in vars(self).items():
             if lines is not None:
                 lines[holes] = lines[movers]
                 setattr(self, name, lines[:left])
-        cache.replace(holes, movers, left)
+        cache.replace(empty, moved, left)
+
+
+class _Decoding:
+    """One call of :func:`decode`: the rows under way, and what is needed to go on with them."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: RowCache,
+        prompts: Prompts,
+        rule: NextToken,
+        draws: Tensor,
+        record: Record,
+        synced: bool,
+    ) -> None:
+        self.cache, self.prompts, self.rule, self.draws, self.record = cache, prompts, rule, draws, record
+        none = prompts.source[:0]
+        self.live = _Live(none, none, none, none)
+        self._forward = _forward(model, cache)
+        self._synced, self._called = synced, False
+        #: Logits behind the prompt that the cache keeps for rows that wait, (1, V).
+        self._kept: Tensor | None = None
+
+    def run(self, waiting: Waiting) -> None:
+        while len(waiting) or len(self.live):
+            if rows := waiting.take(len(self.live)):
+                further = len(waiting) > 0 and waiting.next_prompt == self.prompts.sources[rows[-1]]
+                fresh, logits = self._begin(rows, further)
+                done = [False] * len(self.live) + self._draw(fresh, logits)
+                self.live.join(fresh)
+            else:
+                mask = self.cache.step()
+                logits = self.forward(self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1), mask)
+                done = self._draw(self.live, logits)
+            if any(done):
+                if self.record.on_ended is not None:
+                    self.record.announce(self.live.row[torch.tensor(done, device=self.live.row.device)])
+                self.live.drop(done, self.cache)
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """The logits behind the last token, (n, V); ranks with sharded weights call the model together."""
+        if self._synced and self._called:
+            _any_rank(True, tokens.device)
+        self._called = True
+        return self._forward(tokens, positions, mask)
+
+    def _begin(self, rows: list[int], further: bool) -> tuple[_Live, Tensor]:
+        """Run the prompts of some rows, and add these rows to the cache; returns them and the logits behind them.
+
+        Args:
+            rows: which begin.
+            further: whether more rows of the last one's prompt wait.
+        """
+        part = self.prompts.part(rows)
+        known = 0 if self._kept is None else 1  # the first prompt has been run for rows before these
+        behind = [] if self._kept is None else [self._kept]
+        if len(part.lengths) > known:
+            lengths = part.lengths[known:]
+            begin = part.tokens.shape[1] - max(lengths)
+            tokens, positions, mask = (x[known:, begin:] for x in (part.tokens, part.positions, part.mask))
+            self.cache.read()
+            behind.append(self.forward(tokens, positions, mask if len(set(lengths)) > 1 else None))
+        logits = torch.cat(behind) if len(behind) > 1 else behind[0]
+        self._kept = logits[-1:].clone() if further else None
+        self.cache.admit(part, part.sources.count(0) if known else 0, further, min(_ROOM, len(self.draws)))
+        row = on(logits.device, rows)
+        seen = part.seen(logits.shape[-1]) if self.rule.penalizes else None
+        fresh = _Live(row, torch.empty_like(row), part.length[part.source] - 1, torch.zeros_like(row), seen)
+        return fresh, logits[part.source]
+
+    def _draw(self, rows: _Live, logits: Tensor) -> list[bool]:
+        """Draw a token for each of these rows; returns which of them have now had their last one."""
+        rows.token, log_prob = self.rule.draw(logits, self.draws[rows.step, rows.row], rows.seen)
+        if rows.seen is not None:
+            rows.seen.scatter_(-1, rows.token.unsqueeze(-1), True)
+        ended = self.record.add(rows.step, rows.row, rows.token, log_prob)
+        rows.position, rows.step = rows.position + 1, rows.step + 1
+        # The one wait for the device per token: how many rows are left decides the next shapes.
+        return ended.tolist()
 
 
 def decode(
-    model: Any, cache: RowCache, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool
+    model: Any,
+    cache: RowCache,
+    prompts: Prompts,
+    rule: NextToken,
+    draws: Tensor,
+    record: Record,
+    synced_gpus: bool,
+    at_once: int | None = None,
 ) -> None:
     """Run each distinct prompt once, then draw token by token for the rows that have not ended.
+
+    Where not all rows may be decoded together, rows that wait take the places of those that have ended.
 
     Args:
         model: in eval mode.
@@ -139,36 +152,12 @@ def decode(
         draws: uniform numbers, (steps, B).
         record: where the completions go.
         synced_gpus: keep calling the model until no rank needs it any more.
+        at_once: rows that are decoded together at most; None: all.
     """
-    forward = _forward(model, cache)
+    decoding = _Decoding(model, cache, prompts, rule, draws, record, synced_gpus)
     with cache.attention(transformers_model(model)):
-        mask = None if bool(prompts.mask.all()) else prompts.mask
-        logits = forward(prompts.tokens, prompts.positions, mask)[prompts.source]
-        cache.expand(prompts.source, mask, room=min(_ROOM, len(draws)))
-        live = _Live(
-            row=torch.arange(len(prompts.source), device=logits.device),
-            token=torch.empty_like(prompts.source),
-            position=prompts.length[prompts.source] - 1,
-            mask=mask[prompts.source] if mask is not None and cache.needs_mask else None,
-            seen=prompts.seen(logits.shape[-1]) if rule.penalizes else None,
-        )
-        for step in itertools.count():
-            live.token, log_prob = rule.draw(logits, draws[step, live.row], live.seen)
-            live.position = live.position + 1
-            if live.seen is not None:
-                live.seen.scatter_(-1, live.token.unsqueeze(-1), True)
-            # The one wait for the device per token: how many rows are left decides the next shapes.
-            done = record.add(step, live.row, live.token, log_prob).tolist()
-            if any(done):
-                if record.on_ended is not None:
-                    record.announce(live.row[torch.tensor(done, dtype=torch.bool, device=live.row.device)])
-                live.drop(done, cache)
-            if not len(live.row):
-                break
-            if synced_gpus:
-                _any_rank(True, logits.device)
-            logits = forward(live.token.unsqueeze(-1), live.position.unsqueeze(-1), live.whole_mask(step + 1))
-    while synced_gpus and _any_rank(False, logits.device):  # Other ranks wait for this one's part of the weights.
+        decoding.run(Waiting(prompts, at_once))
+    while synced_gpus and _any_rank(False, draws.device):  # Other ranks wait for this one's part of the weights.
         model(input_ids=prompts.tokens[:1, -1:], use_cache=False)
 
 

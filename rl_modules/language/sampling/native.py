@@ -14,12 +14,13 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.check import decodes, generates
-from rl_modules.language.sampling.decode import Prompts, Record, decode, generate, transformers_model
+from rl_modules.language.sampling.check import decodes, generates, refills
+from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.memory import rows_in_flight
 from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
+from rl_modules.language.sampling.rows import Prompts, Record
 from rl_modules.language.sharding import gathered_once, is_sharded
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ def sample(
         min_p: draw from tokens with at least this fraction of the likeliest one's probability; None: from all.
         repetition_penalty: r > 0, makes tokens that the row has (prompt included) less likely if above 1.
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
-        max_rows_in_flight: rows that are decoded together at most, which bounds the cache's memory; the others wait for
-            them. None: all, and on CUDA as many as the free memory has room for.
+        max_rows_in_flight: rows that are decoded together at most, which bounds the cache's memory; the others take
+            the places of those that end. None: all, and on CUDA as many as the free memory has room for.
         on_ended: called with each row as it ends: its number, its token ids, and whether an EOS token ended it.
 
     Raises:
@@ -90,8 +91,9 @@ def sample(
         raise UsageError("model is on mps, which has no float64 for exact draws; use accelerator=cpu or a CUDA device")
     at_once = rows_in_flight(model, prompts, num_generations, max_completion_length, max_rows_in_flight, synced_gpus)
     rows = len(prompts) * num_generations
+    longest = min(max(map(len, prompts)) + max_completion_length, positions)
 
-    def write(first: int, last: int) -> Completions:
+    def write(first: int, last: int, at_once: int | None) -> Completions:
         if last - first == rows:
             asked, each = prompts, num_generations
         else:
@@ -102,12 +104,17 @@ def sample(
         listener = None if on_ended is None else functools.partial(_call_with_offset, on_ended, first)
         ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
         record = Record(limit, ends, pad_token_id, listener)
-        _decode(model, batch, rule, draws, record, synced_gpus)
+        _decode(model, batch, rule, draws, record, synced_gpus, at_once)
         return _completions(record)
 
     with torch.no_grad(), eval_mode(model):
-        parts = [write(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
-    return joined(parts, pad_token_id)
+        if at_once >= rows:
+            return write(0, rows, None)
+        if _refills(model, longest, synced_gpus):
+            return write(0, rows, at_once)
+        return joined(
+            [write(first, min(first + at_once, rows), None) for first in range(0, rows, at_once)], pad_token_id
+        )
 
 
 class NativeSampler:
@@ -157,16 +164,29 @@ def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[
     on_ended(first + row, tokens, finished)
 
 
-def _decode(model: Any, batch: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:
+def _decode(
+    model: Any, batch: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool, at_once: int | None
+) -> None:
     """Fill the record, by the fastest way that is right on this model."""
     longest = int((batch.length[batch.source] + record.limit).max())
     cache = _cache_for(model, longest=longest, synced_gpus=synced_gpus)
     if cache is not None:
-        decode(model, cache, batch, rule, draws, record, synced_gpus)
+        decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
         return
     _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
                "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
     generate(model, batch, rule, draws, record, synced_gpus)
+
+
+def _refills(model: Any, longest: int, synced_gpus: bool) -> bool:
+    """Whether rows that wait may take the places of rows that have ended."""
+    cache = _cache_for(model, longest, synced_gpus)
+    if cache is None:
+        _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so that "
+                   "max_rows_in_flight rows are written part after part")  # fmt: skip
+        return False
+    # Sharded ranks call the model equally often, whatever each of them needs to know.
+    return synced_gpus or refills(model, functools.partial(type(cache).for_model, text_config(model.config)))
 
 
 def _completions(record: Record) -> Completions:

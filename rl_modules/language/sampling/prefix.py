@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rl_modules.language.row_cache import RowCache
+from rl_modules.language.sampling.rows import Prompts
 
 _NAME = "shared_prompts"
 _current: ContextVar[SharedPromptCache] = ContextVar("cache of the decoding under way")
@@ -28,7 +30,7 @@ class SharedPromptCache(RowCache):
 
     The model gets the new tokens' from :meth:`update` and hands them to :func:`_attention`, which knows the prompts'.
     A model that changes keys or values on the way (multi-head latent attention does) can't share them: while the
-    prompts run we watch for that, and then this is a :class:`RowCache`.
+    first prompts run we watch for that, and then this is a :class:`RowCache`.
     """
 
     #: (n,): the prompt of each row.
@@ -36,33 +38,50 @@ class SharedPromptCache(RowCache):
     #: (n,): each row's place among ``width`` places of its prompt.
     place: Tensor
     width: int
-    #: (U, 1, 1, S): true in the prompts' padding; None where there is none.
-    padding: Tensor | None
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
         #: Per layer, keys and values (U, heads, S, head size); empty while they are not shared.
         self.prompts: list[tuple[Tensor, Tensor]] = []
+        #: (U, 1, 1, S): true in the prompts' padding; None where there is none.
+        self.padding: Tensor | None = None
+        #: (n, 1, 1, t): true in columns before a row's own tokens; None where there are none.
+        self.holes: Tensor | None = None
         #: Layers whose attention got what the cache holds.
         self.direct: set[int] = set()
+        self._kept: int | None = None
 
-    @property
-    def needs_mask(self) -> bool:
-        return not self.prompts
-
-    def expand(self, index: Tensor, mask: Tensor | None, room: int) -> None:
-        """Make row i a continuation of prompt ``index[i]``."""
+    def admit(self, prompts: Prompts, kept_rows: int, keep: bool, room: int) -> None:
         if len(self.direct) < len(self._rows):
-            super().expand(index, mask, room)
+            super().admit(prompts, kept_rows, keep, room)
             return
-        # The model laid them out by token; now they are read by head, in every step.
-        self.prompts = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in self._rows]
-        self.padding = None if mask is None else ~mask[:, None, None]
+        source = prompts.source
+        if self.reading:
+            first = bool(kept_rows)
+            source = source + (len(self.prompts[0][0]) - first if self.prompts else 0)
+            self._add_prompts(prompts.mask[first:], all_whole=len(set(prompts.lengths[first:])) == 1)
+        if kept_rows:
+            assert self._kept is not None
+            source = torch.cat([torch.full_like(source[:kept_rows], self._kept), source[kept_rows:]])
         for layer in self._rows:
-            layer.begin(len(index), room)
-        self._arrange(index)
+            layer.append_empty(len(source), room)
+        if keep and self.reading:
+            self._kept = len(self.prompts[0][0]) - 1
+        elif not keep:
+            self._kept = None
+        self.reading = False
+        before = self._first
+        self._place([*before, *[self._clock] * len(source)])
+        self._arrange(torch.cat([self.source, source]) if before else source)
 
-    def replace(self, holes: Tensor, movers: Tensor, rows: int) -> None:
+    def step(self) -> Tensor | None:
+        mask = super().step()
+        if not self.prompts:
+            return mask
+        self.holes = None if mask is None else ~mask[:, None, None]
+        return None
+
+    def replace(self, holes: list[int], movers: list[int], rows: int) -> None:
         super().replace(holes, movers, rows)
         if self.prompts and rows:
             source = self.source.clone()
@@ -82,20 +101,54 @@ class SharedPromptCache(RowCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that have been seen, padding included."""
-        shared = self.prompts[layer_idx][0].shape[-2] if self.prompts else 0
+        shared = self.prompts[layer_idx][0].shape[-2] if self.prompts and not self.reading else 0
         return shared + super().get_seq_length(layer_idx)
+
+    def _add_prompts(self, mask: Tensor, all_whole: bool) -> None:
+        """Put prompts that have been read behind those that are there.
+
+        Args:
+            mask: false in their padding, [u, S].
+            all_whole: none has any.
+        """
+        # The model laid them out by token; now they are read by head, in every step.
+        read = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in self._rows]
+        mask = mask[:, mask.shape[1] - read[0][0].shape[-2] :]
+        if not self.prompts:
+            self.prompts, self.padding = read, None if all_whole else ~mask[:, None, None]
+            return
+        old, new = self.prompts[0][0].shape[-2], mask.shape[1]
+        if self.padding is not None or old != new or not all_whole:
+            known = self.padding
+            if known is None:
+                known = mask.new_zeros((len(self.prompts[0][0]), 1, 1, old))
+            both = known, ~mask[:, None, None]
+            self.padding = torch.cat([pad(part, (max(old, new) - part.shape[-1], 0), value=True) for part in both])
+        self.prompts = [
+            (_one_above(keys, more_keys), _one_above(values, more_values))
+            for (keys, values), (more_keys, more_values) in zip(self.prompts, read, strict=True)
+        ]
 
     def _arrange(self, source: Tensor) -> None:
         """Give each row a place by its prompt. Prompts without rows are let go once they are half of all."""
-        used = source.unique()
+        kept = [] if self._kept is None else [self._kept]
+        used = torch.cat([source, source.new_tensor(kept)]).unique()
         if 2 * len(used) <= len(self.prompts[0][0]):
             self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
             self.padding = None if self.padding is None else self.padding[used]
             source = torch.searchsorted(used, source)
+            if self._kept is not None:
+                self._kept = int(torch.searchsorted(used, self._kept))
         ordered, order = source.sort(stable=True)
         rank = torch.arange(len(source), device=source.device) - torch.searchsorted(ordered, ordered)
         self.source, self.width = source, int(rank.max()) + 1
         self.place = torch.empty_like(order).scatter_(0, order, rank)
+
+
+def _one_above(first: Tensor, second: Tensor) -> Tensor:
+    """Prompts' keys or values as one tensor, padded on the left."""
+    width = max(first.shape[2], second.shape[2])
+    return torch.cat([pad(x, (0, 0, width - x.shape[2], 0)) for x in (first, second)])
 
 
 def can_share_prompts(model: Any, device: torch.device) -> bool:
@@ -116,7 +169,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls: its own sdpa, until the prompts are shared."""
     cache = _current.get()
-    if cache.prompts:
+    if cache.prompts and not cache.reading:
         prompt_key, prompt_value = cache.prompts[module.layer_idx]
         return _attend(cache, prompt_key, prompt_value, query, key, value, kwargs.get("scaling")), None
     layer = cache._rows[module.layer_idx]
@@ -167,7 +220,10 @@ def _attend(
     if cache.padding is not None:
         shared = shared.masked_fill(cache.padding, -torch.inf)
     # A row's keys lie in a buffer with room: products of bfloat16 across such gaps are several times slower.
-    scores = torch.cat([by_row(shared), asked @ key.contiguous().transpose(2, 3)], -1)
+    own = asked @ key.contiguous().transpose(2, 3)
+    if cache.holes is not None:
+        own = own.masked_fill_(cache.holes, -torch.inf)
+    scores = torch.cat([by_row(shared), own], -1)
     weight = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     result = by_row(by_prompt(weight[..., :length]) @ prompt_value) + weight[..., length:] @ value
     return result.reshape(rows, 1, heads, -1)

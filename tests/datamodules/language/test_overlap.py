@@ -173,7 +173,7 @@ def test_generations_are_written_by_weights_at_most_k_updates_old(k: int) -> Non
     behind = torch.stack([step - version.max() for step, version in versions])
     assert int(behind.min()) >= 0 and int(max(step - int(v.min()) for step, v in versions)) <= k
     assert int(behind.max()) >= 1  # it did write ahead
-    assert module.latest_metrics["sampling/steps_behind"] > 0
+    assert module.latest_metrics["train/sampling/steps_behind"] > 0
 
 
 def test_rows_of_older_weights_are_written_again() -> None:

@@ -85,8 +85,8 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert "→" not in out
     assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
     assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
-    assert steps(stopped, "eval/mean_reward") == [512, 1024]
-    assert steps(stopped, "final/mean_reward") == [1024]
+    assert steps(stopped, "eval/mean_reward") == [0, 512, 1024]
+    assert steps(stopped, "test/mean_reward") == [1024]
     (tmp_path / "whole").mkdir()
     os.chdir("whole")
     rl("fit", *RUN)
@@ -151,7 +151,7 @@ def test_a_finished_run_trains_no_further_unless_told_to(rl: Any, stopped: Path)
     code, _, err = rl("fit", *RUN, "--resume", "--data.total_timesteps", "1536")
     assert code == 0, err
     assert steps(stopped, "train/loss") == [256, 512, 768, 1024, 1280, 1536]
-    assert steps(stopped, "final/mean_reward") == [1536]
+    assert steps(stopped, "test/mean_reward") == [1536]
 
 
 def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:

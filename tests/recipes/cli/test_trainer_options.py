@@ -54,7 +54,7 @@ def test_the_summary_names_the_csv_file_of_a_csv_logger(rl: Any, tmp_path: Path)
     path = next(line.split()[-1] for line in out.splitlines() if line.startswith("curves"))
     assert Path(path).is_file()
     # The final evaluation is in the file too, at the last transition.
-    final = [row for row in csv_rows(tmp_path) if row["final/mean_reward"]]
+    final = [row for row in csv_rows(tmp_path) if row["test/mean_reward"]]
     assert [row["step"] for row in final] == ["1024"]
 
 
@@ -110,7 +110,7 @@ def test_evaluations_come_as_often_as_the_user_says(rl: Any, tmp_path: Path, opt
     # Two minibatches per epoch of 256 transitions.
     code, _, err = rl("fit", *RUN, *CSV, "--data.eval_freq=256", "--data.n_eval_episodes=1", *options)
     assert code == 0, err
-    assert [row["step"] for row in csv_rows(tmp_path) if row["eval/mean_reward"]] == ["512", "1024"]
+    assert [row["step"] for row in csv_rows(tmp_path) if row["eval/mean_reward"]] == ["0", "512", "1024"]
 
 
 # -------------------------------------------------------------------- profiler
@@ -232,7 +232,7 @@ def test_ctrl_c_in_the_final_evaluation_is_answered(rl: Any, tmp_path: Path, mon
     assert "not evaluated" in out
     assert torch.load(last, weights_only=True)["RolloutDataModule"]["num_timesteps"] == 1024
     events = EventAccumulator(str(last.parents[1])).Reload()
-    assert "final/mean_reward" not in events.Tags()["scalars"]
+    assert "test/mean_reward" not in events.Tags()["scalars"]
 
 
 def re_line(text: str, *parts: str) -> bool:

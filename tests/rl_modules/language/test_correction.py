@@ -40,7 +40,7 @@ def test_under_top_p_the_ratio_of_a_token_is_the_kept_mass() -> None:
             assert float(fields["importance_weight"][row, j]) == pytest.approx(mass, rel=1e-4)
             checked += mass < 0.95
     assert checked > 10
-    assert float(module.latest_metrics["sampling/importance_ratio/mean"]) < 0.95
+    assert float(module.latest_metrics["train/sampling/importance_ratio/mean"]) < 0.95
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -100,9 +100,9 @@ def test_a_run_through_a_server_learns_what_the_native_sampler_does() -> None:
     for (ours, _), (theirs, _) in zip(served.rollouts, native.rollouts, strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])
     torch.testing.assert_close(weights_of(served), weights_of(native), atol=1e-4, rtol=0)
-    assert served.latest_metrics["sampling/logp_difference/max"] < 1e-4
-    assert served.latest_metrics["sampling/importance_ratio/mean"] == pytest.approx(1, abs=1e-4)
-    assert "sampling/logp_difference/max" not in native.latest_metrics
+    assert served.latest_metrics["train/sampling/logp_difference/max"] < 1e-4
+    assert served.latest_metrics["train/sampling/importance_ratio/mean"] == pytest.approx(1, abs=1e-4)
+    assert "train/sampling/logp_difference/max" not in native.latest_metrics
     for log_prob, batch in served.seen:
         if batch["on_policy"]:
             assert torch.equal(batch["log_prob"], log_prob)

@@ -269,8 +269,9 @@ def test_metrics_are_trls(make_trainer, data):
     make_trainer(max_steps=4, logger=logger).fit(module, datamodule=data(eval_steps=2))
     names = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
     names += ["logps/chosen", "logps/rejected", "loss"]
-    assert {*names, *(f"eval/{name}" for name in names), "nll_loss", "num_tokens", "grad_norm"} <= set(logger.seen)
-    seen = logger.seen
+    trained = {f"train/{name}" for name in (*names, "nll_loss", "num_tokens", "grad_norm")}
+    assert trained | {f"eval/{name}" for name in names} <= set(logger.seen)
+    seen = {name.removeprefix("train/"): value for name, value in logger.seen.items()}
     assert seen["rewards/margins"] == pytest.approx(seen["rewards/chosen"] - seen["rewards/rejected"], abs=1e-5)
     assert 0 <= seen["rewards/accuracies"] <= 1
 
@@ -336,7 +337,7 @@ class SimPO(DPO):
 def test_another_loss_is_a_subclass_with_one_method(make_trainer, data):
     module = SimPO(model_config=TINY, learning_rate=1e-2, beta=2.0, reference_free=True, logging_steps=1)
     make_trainer(max_steps=20).fit(module, datamodule=data())
-    assert module.latest_metrics["loss"] < 0.5
+    assert module.latest_metrics["train/loss"] < 0.5
 
 
 def test_training_in_bfloat16(make_trainer, data):

@@ -274,23 +274,31 @@ def test_metrics_have_trls_names_and_values(tmp_path):
     }
     table = events.Tensors("completions/text_summary")[0].tensor_proto.string_val[0].decode()
     assert table.startswith("| prompt | completion | two | advantage |") and len(table.splitlines()) == 2 + 8
-    assert events.Histograms("completions/length")[0].histogram_value.num == 8
+    assert events.Histograms("train/completions/length")[0].histogram_value.num == 8
     scored = torch.tensor([0.0, 1, 2, 4, 5, 6])
-    assert metrics["reward"] == metrics["rewards/two/mean"] == pytest.approx(3.0)
-    assert metrics["reward_std"] == metrics["rewards/two/std"] == pytest.approx(scored.std().item())
-    assert metrics["frac_reward_zero_std"] == 0
+    assert metrics["train/reward"] == metrics["train/rewards/two/mean"] == pytest.approx(3.0)
+    assert metrics["train/reward_std"] == metrics["train/rewards/two/std"] == pytest.approx(scored.std().item())
+    assert metrics["train/frac_reward_zero_std"] == 0
     lengths = rollout["length"].float()
-    assert metrics["completions/mean_length"] == pytest.approx(lengths.mean().item())
-    assert metrics["completions/min_length"] == lengths.min() and metrics["completions/max_length"] == lengths.max()
-    assert metrics["completions/clipped_ratio"] == pytest.approx(1 - rollout["finished"].float().mean().item())
-    assert metrics["num_tokens"] == (rollout["length"] + rollout["prompt_length"]).sum()
-    assert metrics["kl"] == pytest.approx(0, abs=1e-6), "the policy is still its reference"
-    assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == metrics["clip_ratio/region_mean"] == 0
+    assert metrics["train/completions/mean_length"] == pytest.approx(lengths.mean().item())
+    assert (
+        metrics["train/completions/min_length"] == lengths.min()
+        and metrics["train/completions/max_length"] == lengths.max()
+    )
+    assert metrics["train/completions/clipped_ratio"] == pytest.approx(1 - rollout["finished"].float().mean().item())
+    assert metrics["train/num_tokens"] == (rollout["length"] + rollout["prompt_length"]).sum()
+    assert metrics["train/kl"] == pytest.approx(0, abs=1e-6), "the policy is still its reference"
+    assert (
+        metrics["train/clip_ratio/low_mean"]
+        == metrics["train/clip_ratio/high_mean"]
+        == metrics["train/clip_ratio/region_mean"]
+        == 0
+    )
     with torch.no_grad():
         _, entropy = completion_log_probs(module.reference, rollout["tokens"], rollout["prompt_length"],
                                           rollout["length"], entropy=True)  # fmt: skip
     # Estimated from some 40 sampled tokens of a nearly uniform distribution.
-    assert metrics["entropy"] == pytest.approx((entropy.sum() / lengths.sum()).item(), rel=0.05)
+    assert metrics["train/entropy"] == pytest.approx((entropy.sum() / lengths.sum()).item(), rel=0.05)
 
 
 def test_clip_ratios_are_shares_of_all_tokens():

@@ -101,7 +101,7 @@ def test_micro_batches_of_one_kind_of_answer(make_trainer, data, tmp_path):
     module = model(logging_steps=1)
     make_trainer(max_steps=2, accumulate_grad_batches=5).fit(module, datamodule=data(path=good, eval_steps=1))
     assert weights(module).isfinite().all()
-    assert "rewards/chosen" in module.latest_metrics and "rewards/rejected" not in module.latest_metrics
+    assert "train/rewards/chosen" in module.latest_metrics and "train/rewards/rejected" not in module.latest_metrics
 
 
 @pytest.mark.parametrize("stop", [4, 8, 11])
@@ -138,7 +138,7 @@ def test_good_answers_gain_on_bad_ones(make_trainer, data):
     module = model(learning_rate=3e-3, logging_steps=1)
     make_trainer(max_steps=60, logger=Names()).fit(module, datamodule=data(eval_steps=60))
     names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "loss", "kl"}
-    assert names | {f"eval/{name}" for name in names} <= set(seen)
+    assert {f"{group}/{name}" for group in ("train", "eval") for name in names} <= set(seen)
     assert seen["eval/rewards/margins"] == pytest.approx(
         seen["eval/rewards/chosen"] - seen["eval/rewards/rejected"], abs=1e-4
     )

@@ -417,7 +417,8 @@ def test_evaluation_is_logged_with_the_bayes_accuracy_and_a_picture(make_trainer
     logged = {name: events.Scalars(name)[-1].value for name in events.Tags()["scalars"]}
     assert logged["eval/bayes_accuracy"] == pytest.approx(bayes_accuracy(pairs.eval_records), abs=1e-6)
     assert logged["eval/accuracy"] == trainer.callback_metrics["eval/accuracy"]
-    assert {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"} <= logged.keys()
-    assert logged["min_reward"] < logged["mean_reward"] < logged["max_reward"]
+    names = ("loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens")
+    assert {f"train/{name}" for name in names} <= logged.keys()
+    assert logged["train/min_reward"] < logged["train/mean_reward"] < logged["train/max_reward"]
     assert events.Tags()["images"] == ["eval/reliability"]
-    assert [event.step for event in events.Scalars("eval/accuracy")] == [2]
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [0, 2]

@@ -239,9 +239,9 @@ def test_first_minibatch_has_ratio_one_and_later_ones_another(make, folders, mod
     fit(module, data, max_steps=4, logger=curves, log_every_n_steps=1)
     assert [on_policy for on_policy, _ in ratios] == [True, False, True, False]
     assert max(ratios[0][1], ratios[2][1]) <= 1e-6 < min(ratios[1][1], ratios[3][1])
-    points = [metrics for _, metrics in curves.points if "val/ratio" in metrics]
-    assert points[0]["val/ratio"] == 1.0 and points[0]["policy/approxkl_avg"] == 0.0
-    assert points[1]["val/ratio"] != 1.0 and points[1]["policy/approxkl_avg"] > 0.0
+    points = [metrics for _, metrics in curves.points if "train/val/ratio" in metrics]
+    assert points[0]["train/val/ratio"] == 1.0 and points[0]["train/policy/approxkl_avg"] == 0.0
+    assert points[1]["train/val/ratio"] != 1.0 and points[1]["train/policy/approxkl_avg"] > 0.0
 
 
 def test_padding_and_the_size_of_forward_passes_change_nothing(make):
@@ -387,7 +387,7 @@ def test_ptx_is_the_demonstrations_cross_entropy_per_token(make, folders):
         total += torch.nn.functional.cross_entropy(logits, torch.tensor(c), reduction="sum").item()
         count += len(c)
     for _, point in curves.points[:2]:
-        assert point["loss/ptx_avg"] == pytest.approx(total / count, rel=1e-5)
+        assert point["train/loss/ptx_avg"] == pytest.approx(total / count, rel=1e-5)
     assert watch.batches[0]["ptx_step_tokens"] == count
 
 
@@ -406,7 +406,7 @@ def test_beta_follows_the_kl_and_is_in_the_checkpoint(make, tmp_path):
     curves = Curves()
     trainer = fit(module, data, max_steps=3, logger=curves, log_every_n_steps=1)
     # The KL is far below the target, so that β falls by the controller's largest step of 2 % after each generation.
-    betas = [metrics["beta"] for _, metrics in curves.points if "beta" in metrics]
+    betas = [metrics["train/beta"] for _, metrics in curves.points if "train/beta" in metrics]
     assert betas == pytest.approx([0.2, 0.2 * 0.98, 0.2 * 0.98**2], rel=1e-5)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = RLHFPPO.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
@@ -512,25 +512,26 @@ def test_objectives_are_the_generations_own_and_add_up(make):
     curves = Curves()
     module, data = make(Spy, {"num_iterations": 2}, beta=0.5, learning_rate=0.02, completions_steps=0)
     fit(module, data, max_steps=4, logger=curves, log_every_n_steps=1)
-    generation = [metrics for _, metrics in curves.points if "objective/kl" in metrics][-1]
+    generation = [metrics for _, metrics in curves.points if "train/objective/kl" in metrics][-1]
     with torch.no_grad():
         text = (seen["tokens"], seen["prompt_length"], seen["length"])
         ref, _ = completion_log_probs(module.reference, *text)
     fields = seen["fields"]
     kl = (fields["log_prob"] - ref).sum(1)
-    assert generation["objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
-    assert generation["objective/non_score_reward"] == pytest.approx(-0.5 * kl.mean().item(), rel=1e-4)
-    assert generation["objective/scores"] == pytest.approx(seen["reward"].mean().item(), rel=1e-4)
-    total = generation["objective/scores"] + generation["objective/non_score_reward"]
-    assert generation["objective/rlhf_reward"] == pytest.approx(total, rel=1e-4)
-    assert generation["val/num_eos_tokens"] == seen["finished"].sum()
-    assert generation["completions/mean_length"] == seen["length"].float().mean()
-    assert generation["rewards/exact_answer/mean"] == pytest.approx(seen["rewards"][:, 0].mean().item())
+    assert generation["train/objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert generation["train/objective/non_score_reward"] == pytest.approx(-0.5 * kl.mean().item(), rel=1e-4)
+    assert generation["train/objective/scores"] == pytest.approx(seen["reward"].mean().item(), rel=1e-4)
+    total = generation["train/objective/scores"] + generation["train/objective/non_score_reward"]
+    assert generation["train/objective/rlhf_reward"] == pytest.approx(total, rel=1e-4)
+    assert generation["train/val/num_eos_tokens"] == seen["finished"].sum()
+    assert generation["train/completions/mean_length"] == seen["length"].float().mean()
+    assert generation["train/rewards/exact_answer/mean"] == pytest.approx(seen["rewards"][:, 0].mean().item())
     mask, returns, value = fields["mask"], fields["returns"], fields["value"]
     explained = 1 - (returns - value)[mask].var() / returns[mask].var()
-    assert generation["val/explained_variance"] == pytest.approx(explained.item(), rel=1e-3)
-    assert {"loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio", "beta",
-            "val/clipfrac_avg", "objective/entropy", "num_tokens"} <= generation.keys()  # fmt: skip
+    assert generation["train/val/explained_variance"] == pytest.approx(explained.item(), rel=1e-3)
+    names = ("loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio", "beta",
+             "val/clipfrac_avg", "objective/entropy", "num_tokens")  # fmt: skip
+    assert {f"train/{name}" for name in names} <= generation.keys()
     # λ = .95, γ = 1: an undiscounted return is the reward of the whole where the value is 0.
     assert module.num_tokens > 0
 

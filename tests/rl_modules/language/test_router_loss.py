@@ -31,13 +31,13 @@ def test_the_gradient_is_that_of_transformers_own_loss(name, packing, tmp_path):
     output.loss.backward()
     expected = {f"model.{n}": p.grad for n, p in reference.model.named_parameters()}
     assert_same_gradient(expected, found)
-    assert module.latest_metrics["aux_loss"] == pytest.approx(0.5 * float(output.aux_loss), rel=1e-5)
+    assert module.latest_metrics["train/aux_loss"] == pytest.approx(0.5 * float(output.aux_loss), rel=1e-5)
 
 
 def test_without_it_nothing_is_added(tmp_path):
     module = sft("Mixtral", output_router_logits=False, router_aux_loss_coef=0.5)
     gradient(module, demonstrations(tmp_path))
-    assert "aux_loss" not in module.latest_metrics
+    assert "train/aux_loss" not in module.latest_metrics
 
 
 def test_an_algorithm_that_does_not_add_it_says_so():

@@ -88,7 +88,9 @@ def test_any_number_of_metrics_in_any_subset_of_updates() -> None:
     module = Noting(**{k: v for k, v in grpo().hparams.items() if k != "description"})
     fit(module, addition(), max_steps=4, logger=curves)
     assert [step for step, _ in curves.points] == [2, 4]
-    first, second = (point for _, point in curves.points)
+    first, second = (
+        {name.removeprefix("train/"): value for name, value in point.items()} for _, point in curves.points
+    )
     for point in (first, second):
         assert (point["python"], point["whole"], point["numpy"], point["narrow"]) == (1.5, 2.0, 0.25, 3.0)
         assert "nothing" not in point
@@ -115,9 +117,9 @@ def test_a_second_fit_counts_from_zero(judge: str) -> None:
             curves = Curves()
             fit(module, addition(num_generations=4), max_steps=4, logger=curves)
             points.append([step for step, _ in curves.points])
-            tokens.append([point["num_tokens"] for _, point in curves.points])
+            tokens.append([point["train/num_tokens"] for _, point in curves.points])
             if isinstance(module, RLHFPPO):
-                assert curves.points[0][1]["beta"] < 1.2 * beta and module.beta != beta
+                assert curves.points[0][1]["train/beta"] < 1.2 * beta and module.beta != beta
         assert points == [[2, 4], [2, 4]]
         assert tokens[1][0] < tokens[0][1], "counted from 0 again"
 
@@ -129,7 +131,7 @@ def test_a_warm_start_from_a_checkpoint_is_a_new_run(tmp_path: Path) -> None:
     curves = Curves()
     fit(module, addition(), max_steps=2, logger=curves)
     assert [step for step, _ in curves.points] == [2]
-    assert curves.points[0][1]["num_tokens"] == module.num_tokens < 16 * 12 * 2
+    assert curves.points[0][1]["train/num_tokens"] == module.num_tokens < 16 * 12 * 2
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -168,7 +170,7 @@ def test_failures_of_a_reward_function_are_counted_and_cost_nothing_else(capsys:
     for (rollout, fields), (_, point) in zip(seen, curves.points, strict=True):
         failed = [sum(map(ord, text)) % 2 == 0 for text in rollout["texts"]]
         assert 0 < sum(failed) < 8
-        assert point["rewards/fails_on_even/failed"] == sum(failed) and point["rewards/reward/failed"] == 0
+        assert point["train/rewards/fails_on_even/failed"] == sum(failed) and point["train/rewards/reward/failed"] == 0
         assert rollout["rewards"][:, 1].isnan().tolist() == failed
         assert not rollout["reward"].isnan().any(), "the other function's reward remains"
         assert fields["advantage"].isfinite().all()

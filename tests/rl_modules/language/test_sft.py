@@ -123,13 +123,15 @@ def test_metrics_are_those_of_the_batch(tmp_path):
         log_softmax = model.model(input_ids=batch["tokens"]).logits.double().log_softmax(-1).flatten(0, 1)
     log_softmax, target = log_softmax[batch["counted"] - 1], batch["tokens"].flatten()[batch["counted"]]
     loss = -log_softmax.gather(1, target.unsqueeze(1)).mean().item()
-    assert logged["loss"] == pytest.approx(loss, rel=1e-5)
-    assert logged["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert logged["mean_token_accuracy"] == pytest.approx((log_softmax.argmax(1) == target).double().mean().item())
-    assert logged["entropy"] == pytest.approx(-(log_softmax.exp() * log_softmax).sum(1).mean().item(), rel=1e-5)
-    assert logged["num_tokens"] == 2 * int(sequences.total.sum())
-    assert logged["learning_rate"] == 0.0
-    assert logged["grad_norm"] > 0
+    assert logged["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert logged["train/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert logged["train/mean_token_accuracy"] == pytest.approx(
+        (log_softmax.argmax(1) == target).double().mean().item()
+    )
+    assert logged["train/entropy"] == pytest.approx(-(log_softmax.exp() * log_softmax).sum(1).mean().item(), rel=1e-5)
+    assert logged["train/num_tokens"] == 2 * int(sequences.total.sum())
+    assert logged["train/learning_rate"] == 0.0
+    assert logged["train/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -305,8 +307,8 @@ def test_derived_metrics_follow_every_evaluation(make_trainer):
     trainer = make_trainer(max_steps=6, logger=logger)
     trainer.fit(tiny(learning_rate=1e-2), data)
     rows = [row for row in logger.points if "eval/loss" in row]
-    assert [row["step"] for row in rows] == [2, 4, 6]
-    assert len({row["eval/loss"] for row in rows}) == 3
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    assert len({row["eval/loss"] for row in rows}) == 4
     for row in rows:
         assert row["eval/perplexity"] == pytest.approx(math.exp(row["eval/loss"]), rel=1e-5)
     assert trainer.callback_metrics["eval/perplexity"].item() == pytest.approx(rows[-1]["eval/perplexity"], rel=1e-5)

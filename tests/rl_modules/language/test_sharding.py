@@ -29,8 +29,8 @@ TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num
         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1}  # fmt: skip
 STEPS = 3
 #: Of a micro-batch, or of a rank's part of a generation: other ones have others.
-OF_A_PART = {"min_reward", "max_reward", "val/explained_variance",
-             *(f"clip_ratio/{side}_{end}" for side in ("low", "high") for end in ("min", "max"))}  # fmt: skip
+OF_A_PART = {"train/min_reward", "train/max_reward", "train/val/explained_variance",
+             *(f"train/clip_ratio/{side}_{end}" for side in ("low", "high") for end in ("min", "max"))}  # fmt: skip
 
 
 def descent(parameters: Any) -> torch.optim.Optimizer:
@@ -96,7 +96,8 @@ class Curves(DummyLogger):
         self.points: list[dict[str, float]] = []
 
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        self.points.append({**metrics, "step": step})
+        measured = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        self.points.append({**measured, "step": step})
 
 
 def train(name: str, folder: Path, output: Path, ranks: int, **arguments: Any) -> list[dict[str, float]]:

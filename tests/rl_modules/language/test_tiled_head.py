@@ -1,6 +1,8 @@
 """An output layer that is run by tiles: the same numbers and gradients as all at once, and never a larger tensor."""
 
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from rl_modules.language.logits import _can_tile, log_probs_at
 from rl_modules.language.models import add_lora, make_config, make_model
 from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.self_check import _known
+from rl_modules.language.sharding import shard
 from rl_modules.language.shared_scoring import grouped_log_probs
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance.architectures import ARCHITECTURES, BASE, network, strengthen
+from tests.ranks import on_ranks
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
 from tests.rl_modules.language.test_shared_scoring import texts
 
@@ -223,3 +227,42 @@ def test_unequal_weights_are_not_taken_for_equal_ones(tiles):
     found = log_probs_at(model, place, target, equal_weights=True, input_ids=torch.tensor([[5, 6, 7, 8]]))
     with pytest.raises(RuntimeError, match="the loss weights tokens unequally"):
         (found.log_prob * torch.tensor([1.0, 2.0])).sum().backward()
+
+
+def on_shards(kind: str, is_tiled: bool) -> dict[str, Any]:
+    """Log-probabilities, entropies and gradients of two ranks that hold half of each weight and see other texts."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    model = build(kind, LORA if kind == "plain" else None)
+    shard(model, partial(fully_shard, mesh=mesh, reshard_after_forward=True))
+    if is_tiled:
+        tiled_head.TILE, tiled_head.TILED_ABOVE = {"cpu": ROWS * WORDS}, {"cpu": 0}
+        assert _can_tile(model)
+    logits_module.prepare_head(model)
+    widths: list[int] = []
+    head = model.get_output_embeddings()
+    forward = head.forward
+    head.forward = lambda x: widths.append(x.shape[:-1].numel()) or forward(x)
+    *text, _ = texts([3, 5 - rank], [[2, 4, 1], [5, 5 - 2 * rank, 3]])
+    log_prob, entropy, gradients = numbers(model, completion_log_probs, *text)
+    whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    assert (max(widths) == ROWS) == is_tiled
+    model.zero_grad()
+    place, target = torch.tensor([0, 1, 2, 5, 6 + rank]), torch.tensor([4, 5, 6, 7, 8])
+    equal = log_probs_at(model, place, target, equal_weights=True, input_ids=text[0])
+    (equal.log_prob.sum() * -0.3).backward()
+    whole |= {f"equal {name}": p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return {"log_prob": log_prob, "entropy": entropy, "gradients": whole}
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "soft cap"])
+def test_sharded_weights_are_tiled_too(kind, tmp_path):
+    whole = on_ranks(partial(on_shards, kind, False), tmp_path / "whole")
+    tiled = on_ranks(partial(on_shards, kind, True), tmp_path / "tiled")
+    for one, other in zip(whole, tiled, strict=True):
+        assert one["gradients"].keys() == other["gradients"].keys() and one["gradients"]
+        torch.testing.assert_close(other, one, atol=2e-5, rtol=1e-4)
+    assert not torch.equal(whole[0]["log_prob"], whole[1]["log_prob"])

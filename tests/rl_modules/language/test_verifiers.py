@@ -73,9 +73,9 @@ def test_beside_a_reward_model_functions_without_weights_are_measured_only(make)
     fit(module, data, max_steps=1, logger=logger)
     rollout, _ = module.seen[0]
     torch.testing.assert_close(rollout["reward"], module.judge_scores(rollout))
-    named = [point for _, point in logger.points if "rewards/length_of_even/mean" in point]
+    named = [point for _, point in logger.points if "train/rewards/length_of_even/mean" in point]
     lengths = rollout["length"][::2].float()
-    assert named[0]["rewards/length_of_even/mean"] == pytest.approx(lengths.mean().item())
+    assert named[0]["train/rewards/length_of_even/mean"] == pytest.approx(lengths.mean().item())
 
 
 def test_token_advantages_of_a_verifier_against_a_hand_worked_table(make):  # noqa: F811
@@ -118,7 +118,7 @@ def test_a_subclass_may_reward_every_token(make):  # noqa: F811
     rollout, fields = module.seen[0]
     places = torch.arange(1.0, 1 + fields["mask"].shape[1])
     torch.testing.assert_close(fields["advantage"], places * fields["mask"])  # λ = 0, V = 0: the token's own reward
-    score = next(point["objective/scores"] for _, point in logger.points if "objective/scores" in point)
+    score = next(point["train/objective/scores"] for _, point in logger.points if "train/objective/scores" in point)
     n = rollout["length"].float()
     assert score == pytest.approx((n * (n + 1) / 2).mean().item())
 
@@ -154,7 +154,7 @@ def test_only_policy_and_value_learn_and_no_reference_is_kept_without_a_price(ma
     fit(module, data, max_steps=2, logger=logger)
     moved = {name.split(".")[0] for name, x in module.state_dict().items() if not torch.equal(x, before[name])}
     assert moved == {"model", "value_model"}
-    assert not any("objective/kl" in point for _, point in logger.points)
+    assert not any("train/objective/kl" in point for _, point in logger.points)
 
 
 @pytest.mark.parametrize("model", [{}, {"beta": 0.0}, {"lora": LORA}, {"value_head_on_policy": True}])

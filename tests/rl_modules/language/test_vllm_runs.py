@@ -59,15 +59,15 @@ def assert_learned_as(curve: list[float], native: list[float]) -> None:
 def test_a_run_with_vllm_learns_as_with_the_native_sampler(native: list[float]) -> None:
     curve, metrics = run(sampler="vllm", max_rows_in_flight=16)
     assert_learned_as(curve, native)
-    assert metrics["sampling/logp_difference/max"] < 1e-4
-    assert metrics["sampling/importance_ratio/mean"] == pytest.approx(1, abs=1e-3)
+    assert metrics["train/sampling/logp_difference/max"] < 1e-4
+    assert metrics["train/sampling/importance_ratio/mean"] == pytest.approx(1, abs=1e-3)
 
 
 def test_adapters_are_merged_on_the_way_to_vllm() -> None:
     """Their weights start at B = 0 and then move: a sampler without them would differ in its log-probabilities."""
     lora = {"r": 8, "lora_alpha": 64, "target_modules": "all-linear"}
     _, metrics = run(sampler="vllm", lora=lora, learning_rate=1e-2)
-    assert metrics["sampling/logp_difference/max"] < 1e-4
+    assert metrics["train/sampling/logp_difference/max"] < 1e-4
 
 
 def test_a_run_with_rl_serve_learns_as_with_the_native_sampler(native: list[float]) -> None:
@@ -82,5 +82,5 @@ def test_a_run_with_rl_serve_learns_as_with_the_native_sampler(native: list[floa
         server.kill()
         server.wait()
     assert_learned_as(curve, native)
-    assert metrics["sampling/logp_difference/max"] < 1e-4
+    assert metrics["train/sampling/logp_difference/max"] < 1e-4
     assert torch.tensor(curve).isfinite().all()

@@ -1,0 +1,16 @@
+"""The evaluation before the first update."""
+
+import lightning as L
+
+
+def evaluate_on_start(trainer: L.Trainer, wanted: bool) -> None:
+    """Have a fit begin with a whole evaluation, or not.
+
+    It is Lightning's sanity check with all batches: it leaves the global generators as they were, and callbacks that
+    save or stop take no part in it. The modules' ``on_load_checkpoint`` takes it back for a run that resumes.
+
+    Args:
+        trainer: of the fit, which has not begun.
+        wanted: evaluate before the first update.
+    """
+    trainer.num_sanity_val_steps = float("inf") if wanted and not trainer.fast_dev_run else 0  # type: ignore[attr-defined]

@@ -1,0 +1,35 @@
+"""TensorBoard's HPARAMS tab, whose table begins with what was set."""
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+
+
+def write_hparams(
+    logger: TensorBoardLogger, settings: dict[str, Any], chosen: Collection[str], metrics: dict[str, float], step: int
+) -> None:
+    """Writes a run's row of the HPARAMS tab, and its metrics as points of their curves.
+
+    TensorBoard sorts settings by name, but puts those first that differ between runs, and selects the first five.
+
+    Args:
+        logger: of the run.
+        settings: numbers, strings and booleans by name.
+        chosen: names of the settings to show first.
+        metrics: at least one; the tab reads their values from the curves of these names.
+        step: place on the x-axis.
+    """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    logger.hparams.update(settings)  # for the file hparams.yaml
+    logger.log_metrics(metrics, step)
+    experiment, start, end = hparams(settings, metrics)
+    plugin = experiment.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    for info in data.experiment.hparam_infos:
+        info.differs = info.name in chosen
+    plugin.content = data.SerializeToString()
+    for summary in (experiment, start, end):
+        logger.experiment._get_file_writer().add_summary(summary, step)

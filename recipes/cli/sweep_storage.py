@@ -1,0 +1,108 @@
+"""Where a sweep keeps its trials: Optuna's SQLite storage, and TensorBoard's HParams view."""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from recipes.cli.sweep_file import Sweep
+from rl_modules.common.errors import UsageError
+from rl_modules.common.extras import install
+from rl_modules.common.seeding import stream_seed
+
+try:
+    import optuna
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler, TPESampler
+    from optuna.trial import FrozenTrial
+except ModuleNotFoundError as missing:
+    raise UsageError(f"rl sweep needs {missing.name}, which is not installed: {install('sweep')}") from missing
+
+
+class SeededSampler(BaseSampler):
+    """TPE whose randomness depends on the seed and the trial's number, so that a resumed sweep draws as a whole one.
+
+    Args:
+        seed: of the sweep.
+        n_startup_trials: trials that are drawn at random.
+    """
+
+    def __init__(self, seed: int, n_startup_trials: int) -> None:
+        self.seed, self.n_startup_trials = seed, n_startup_trials
+
+    def _sampler(self, trial: FrozenTrial, purpose: str) -> TPESampler:
+        seed = stream_seed(self.seed, 0, purpose, trial.number)
+        return TPESampler(seed=seed, n_startup_trials=self.n_startup_trials)
+
+    def infer_relative_search_space(self, study: Any, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._sampler(trial, "sweep").infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Any, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._sampler(trial, "sweep").sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Any, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        sampler = self._sampler(trial, f"sweep {param_name}")
+        return sampler.sample_independent(study, trial, param_name, param_distribution)
+
+
+def open_study(sweep: Sweep, folder: Path) -> Any:
+    """The study of a sweep, new or as its last process left it.
+
+    Raises:
+        UsageError: the folder has a sweep with other settings.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    pruner = optuna.pruners.MedianPruner(sweep.startup_trials, sweep.warmup_evaluations)
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder / 'sweep.db'}",
+        sampler=SeededSampler(sweep.sampler_seed, sweep.startup_trials),
+        pruner=pruner,
+        study_name=sweep.name,
+        direction="maximize" if sweep.mode == "max" else "minimize",
+        load_if_exists=True,
+    )
+    begun = study.user_attrs.get("settings")
+    if begun not in (None, sweep.identity):
+        raise UsageError(f"{folder} has a sweep with other settings (only n_trials and keep_checkpoints may change); "
+                         "give this one another name, or remove the folder")  # fmt: skip
+    if begun is None:
+        study.set_user_attr("settings", sweep.identity)
+    return study
+
+
+def write_hparams(folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[str, str]) -> None:
+    """Writes a finished trial as one row of the HParams view: its settings, result and curve.
+
+    Args:
+        folder: of the sweep.
+        sweep: its settings.
+        trial: the finished one.
+        chosen: value of each searched argument, as a word of the command line.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    place = folder / "hparams" / f"trial_{trial.number:04}"
+    if place.exists():
+        shutil.rmtree(place)
+    settings = {**{name: _number(value) for name, value in chosen.items()}, "state": trial.state.name.lower()}
+    results = {} if trial.value is None else {sweep.objective: float(trial.value)}
+    with SummaryWriter(str(place)) as writer:
+        for summary in hparams(settings, results):
+            writer.file_writer.add_summary(summary)
+        for name, value in results.items():
+            writer.add_scalar(name, value)
+        for step, value in sorted(trial.intermediate_values.items()):
+            writer.add_scalar(f"evaluations/{sweep.monitor}", value, step)
+
+
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word

@@ -1,0 +1,193 @@
+"""Networks of the user's own: named by an import path with arguments, made, and checked before a run starts."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom, make, what_happened
+from rl_modules.common.spaces import image_channels, observation_arrays, pixel_scale, tree_map
+from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
+from rl_modules.layers import full_precision
+
+# ---------------------------------------------------------------- feature extractors
+
+
+class FeaturesExtractor(nn.Module):
+    """A user's feature extractor, as Stable-Baselines3 calls its own: ``cls(observation_space, **init_args)``.
+
+    It receives float observations as in SB3: images divided by 255, Discrete and MultiDiscrete one-hot, a Dict as a
+    dictionary. Its ``features_dim`` is the width of its output.
+
+    Args:
+        given: as :func:`to_plain` returned it.
+        space: space of one observation.
+
+    Shape: [B, *obs] → [B, features_dim].
+
+    Raises:
+        UsageError: it can't be made, has no ``features_dim``, or returns another shape.
+    """
+
+    def __init__(self, given: Custom, space: spaces.Space) -> None:
+        super().__init__()
+        self.space = space
+        self.extractor = make("features_extractor", given, space)
+        width = getattr(self.extractor, "features_dim", None)
+        if not isinstance(width, int):
+            raise UsageError(f"features_extractor: {type(self.extractor).__name__}.features_dim={width!r} must be the "
+                             "width of its output, a whole number")  # fmt: skip
+        self.out_features = width
+        check_shape("features_extractor", self, (2, width), space)
+
+    def forward(self, observation: Any) -> Tensor:
+        return self.extractor(in_dtype_of(self.extractor, as_floats(observation, self.space)))
+
+
+def as_floats(observation: Any, space: spaces.Space) -> Any:
+    """A batch of observations as floats: pixels in [0, 1], choices one-hot, [B, …]."""
+    if isinstance(space, spaces.Dict):
+        return {name: as_floats(observation[name], part) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return {str(i): as_floats(observation[str(i)], part) for i, part in enumerate(space)}
+    if isinstance(space, spaces.Discrete):
+        return nnf.one_hot(observation.long().reshape(len(observation)), int(space.n)).float()
+    if isinstance(space, spaces.MultiDiscrete):
+        choices = observation.long().flatten(1).unbind(1)
+        options = space.nvec.reshape(-1).tolist()
+        return torch.cat([nnf.one_hot(x, n) for x, n in zip(choices, options, strict=True)], 1).float()
+    x = observation if observation.is_floating_point() else observation.float()
+    if isinstance(space, spaces.Box) and image_channels(space) is not None:
+        x = x / (pixel_scale(space) or 255.0)
+    return x
+
+
+# ---------------------------------------------------------------- whole networks
+
+
+class CustomActorCritic(nn.Module):
+    """A user's policy and value network.
+
+    ``cls(observation_space, action_space, **init_args)`` receives observations as rollouts store them, and returns the
+    policy and the value [B]; without a critic the policy alone. The policy is a distribution (this project's or
+    ``torch.distributions``'), or the numbers that :func:`rl_modules.distributions.make_distribution` reads: logits, and
+    for a Box the means beside the log standard deviations, [B, 2A], or the means alone and the module's ``log_std``.
+
+    Args:
+        given: as :func:`to_plain` returned it.
+        observation_space: space of one observation.
+        action_space: space of one action.
+        critic: whether a value is asked for; else zeros are returned.
+    """
+
+    def __init__(
+        self, given: Custom, observation_space: spaces.Space, action_space: spaces.Space, critic: bool = True
+    ) -> None:
+        super().__init__()
+        self.action_space, self.critic = action_space, critic
+        self.module = make("network", given, observation_space, action_space)
+        out = run_on_zeros("network", self.module, observation_space)
+        if critic and not (isinstance(out, tuple) and len(out) == 2 and getattr(out[1], "shape", None) == (2,)):
+            raise UsageError(f"network: {_name(self.module)} returned {shapes_of(out)} for 2 observations; it must "
+                             "return the policy and the value of shape (2,)")  # fmt: skip
+        policy = out[0] if isinstance(out, tuple) else out
+        if isinstance(policy, Tensor) and policy.shape not in self._shapes:
+            wanted = " or ".join(map(str, self._shapes))
+            raise UsageError(f"network: {_name(self.module)} returned a policy of shape {tuple(policy.shape)} for 2 "
+                             f"observations; the action space {action_space} needs {wanted}")  # fmt: skip
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        width = parameter_count(self.action_space)
+        if not isinstance(self.action_space, spaces.Box):
+            return [(2, width)]
+        return [(2, 2 * width), *([(2, width)] if isinstance(getattr(self.module, "log_std", None), Tensor) else [])]
+
+    def forward(self, observation: Any) -> tuple[Distribution, Tensor]:
+        out = self.module(in_dtype_of(self.module, observation))
+        policy, value = out if isinstance(out, tuple) else (out, None)
+        if isinstance(policy, Tensor):
+            policy = self._distribution(full_precision(policy))
+        policy = as_distribution(policy)
+        if not self.critic or value is None:
+            return policy, policy.mode().new_zeros(len(policy.mode()), dtype=torch.float32)
+        return policy, full_precision(value)
+
+    def _distribution(self, numbers: Tensor) -> Distribution:
+        if isinstance(self.action_space, spaces.Box) and numbers.shape[-1] == 2 * parameter_count(self.action_space):
+            mean, log_std = numbers.chunk(2, dim=-1)
+            return make_distribution(self.action_space, mean, log_std)
+        return make_distribution(self.action_space, numbers, getattr(self.module, "log_std", None))
+
+
+def custom_q_network(given: Custom, observation_space: spaces.Space, *shape: int) -> nn.Module:
+    """A user's network of action values, ``cls(observation_space, action_space, **init_args)``.
+
+    Args:
+        given: as :func:`to_plain` returned it.
+        observation_space: space of one observation.
+        *shape: what it returns per observation: [A], or [N, A] with N quantiles.
+
+    Raises:
+        UsageError: it can't be made, or returns another shape.
+    """
+    module = make("network", given, observation_space, spaces.Discrete(shape[-1]))
+    check_shape("network", module, (2, *shape), observation_space)
+    return CustomQNetwork(module)
+
+
+class CustomQNetwork(nn.Module):
+    """A user's network of action values: observations in its dtype, values in float32 at least."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, observation: Any) -> Tensor:
+        return full_precision(self.module(in_dtype_of(self.module, observation)))
+
+
+def in_dtype_of(module: nn.Module, observation: Any) -> Any:
+    """Observations with their floats in the dtype of a module's parameters."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, observation)
+
+
+def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Tensor) -> Any:
+    """What a module returns for two observations of zeros, and ``others``."""
+    arrays = tree_map(np.zeros_like, observation_arrays(space, space.sample()))
+    zeros = tree_map(lambda x: torch.from_numpy(np.stack([np.asarray(x)] * 2)), arrays)
+    was_training = module.training
+    try:
+        with torch.no_grad():
+            return module.eval()(*(in_dtype_of(module, x) for x in (zeros, *others)))
+    except Exception as error:
+        raise UsageError(f"{name}: {_name(module)} can't read two observations of {space}: "
+                         f"{what_happened(error)}") from error  # fmt: skip
+    finally:
+        module.train(was_training)
+
+
+def check_shape(name: str, module: nn.Module, shape: tuple[int, ...], space: spaces.Space) -> None:
+    """Raises a UsageError where a module returns no tensor of ``shape`` for two observations."""
+    out = run_on_zeros(name, module, space)
+    if not isinstance(out, Tensor) or out.shape != shape:
+        raise UsageError(f"{name}: {_name(module)} returned {shapes_of(out)} for 2 observations; it must return a "
+                         f"tensor of shape {shape}")  # fmt: skip
+
+
+def shapes_of(out: Any) -> str:
+    """What a module returned, for a message."""
+    if isinstance(out, Tensor):
+        return f"a tensor of shape {tuple(out.shape)}"
+    if isinstance(out, tuple):
+        return " and ".join(shapes_of(part) for part in out) or "nothing"
+    return type(out).__name__
+
+
+def _name(module: nn.Module) -> str:
+    return type(module.extractor if isinstance(module, FeaturesExtractor) else module).__name__

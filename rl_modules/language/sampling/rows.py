@@ -1,0 +1,155 @@
+"""The rows that completions grow in: what they continue, what they hold so far, and which of them wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_modules.language.row_cache import on
+from rl_modules.language.sampling.protocol import RowListener
+
+#: Share of the rows in flight that must be free before waiting rows take their places: their prompts need a forward
+#: pass of their own, which is worth more rows than one.
+_FREE = 0.25
+
+
+@dataclass
+class Prompts:
+    """Distinct prompts, padded on the left, and which of them each row continues."""
+
+    #: (U, S)
+    tokens: Tensor
+    #: (U, S) bool, false in padding
+    mask: Tensor
+    #: (U,)
+    length: Tensor
+    #: (B,) in [0, U)
+    source: Tensor
+    #: ``length`` and ``source`` on the host.
+    lengths: list[int]
+    sources: list[int]
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Sequence[int]], num_generations: int, pad_token_id: int, device: torch.device
+    ) -> Prompts:
+        listed = [tuple(prompt) for prompt in prompts]
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(listed))}
+        lengths = [len(prompt) for prompt in place]
+        width = max(lengths)
+        tokens = torch.tensor(
+            [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in place], dtype=torch.int64
+        )
+        length = torch.tensor(lengths, dtype=torch.int64)
+        mask = torch.arange(width) >= width - length.unsqueeze(-1)
+        sources = [place[prompt] for prompt in listed for _ in range(num_generations)]
+        source = torch.tensor(sources, dtype=torch.int64)
+        tokens, mask, length, source = (x.to(device, non_blocking=True) for x in (tokens, mask, length, source))
+        return cls(tokens, mask, length, source, lengths, sources)
+
+    @property
+    def positions(self) -> Tensor:
+        """A prompt's first token is at 0, however much padding comes before it; (U, S)."""
+        return (self.mask.cumsum(-1) - 1).clamp(min=0)
+
+    def seen(self, words: int) -> Tensor:
+        """True for the tokens that each row's prompt has, (B, words); padding is no token."""
+        seen = torch.zeros((len(self.tokens), words), dtype=torch.bool, device=self.tokens.device)
+        line, column = self.mask.nonzero(as_tuple=True)
+        seen[line, self.tokens[line, column]] = True
+        return seen[self.source]
+
+    def part(self, rows: list[int]) -> Prompts:
+        """The prompts of some rows, in the order in which these rows first have them; all rows: the same object."""
+        if rows == list(range(len(self.sources))):
+            return self
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(self.sources[row] for row in rows))}
+        lengths = [self.lengths[prompt] for prompt in place]
+        sources = [place[self.sources[row]] for row in rows]
+        index, source = (on(self.tokens.device, numbers) for numbers in (list(place), sources))
+        begin = self.tokens.shape[1] - max(lengths)
+        tokens, mask = self.tokens[index, begin:], self.mask[index, begin:]
+        return Prompts(tokens, mask, self.length[index], source, lengths, sources)
+
+
+class Record:
+    """The completions of all rows while they grow.
+
+    Args:
+        limit: of each row's length, (B,).
+        stops: ids that end a completion.
+        pad_token_id: what stands where nothing was drawn.
+        on_ended: called with each row that has ended.
+    """
+
+    def __init__(self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None) -> None:
+        self.on_ended = on_ended
+        shape = (len(limit), int(limit.max()))
+        self.limit, self.stops, self.pad_token_id = limit, stops, pad_token_id
+        self.tokens = torch.full(shape, pad_token_id, dtype=torch.int64, device=limit.device)
+        self.log_prob = torch.zeros(shape, dtype=torch.float32, device=limit.device)
+        self.length = torch.zeros_like(limit)
+        self.finished = torch.zeros_like(limit, dtype=torch.bool)
+
+    def add(self, step: Tensor | int, row: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
+        """Write one token to each of these rows; returns which of them have now had their last one.
+
+        Args:
+            step: tokens that each row has so far, (n,) or one number for all.
+            row: (n,) in [0, B).
+            token: (n,).
+            log_prob: (n,).
+        """
+        ended = torch.isin(token, self.stops)
+        self.tokens[row, step] = token
+        self.log_prob[row, step] = log_prob
+        self.length[row] = step + 1
+        self.finished[row] = ended
+        return ended | (self.limit[row] == step + 1)
+
+    def announce(self, row: Tensor) -> None:
+        """Call the listener, where there is one, with these rows; they have ended."""
+        if self.on_ended is None:
+            return
+        columns = (row, self.length[row], self.finished[row], self.tokens[row])
+        for number, length, finished, tokens in zip(*(column.tolist() for column in columns), strict=True):
+            self.on_ended(number, tokens[:length], finished)
+
+
+class Waiting:
+    """Rows that are not decoded yet. Rows of one prompt follow each other, so that its forward pass serves them all.
+
+    Args:
+        prompts: of all rows.
+        at_once: rows that may be decoded together; None: all.
+    """
+
+    def __init__(self, prompts: Prompts, at_once: int | None) -> None:
+        self._rows = sorted(range(len(prompts.sources)), key=prompts.sources.__getitem__)
+        self._sources = prompts.sources
+        self._at_once = len(self._rows) if at_once is None else at_once
+        self._taken = 0
+        self._least = max(1, int(_FREE * self._at_once))
+
+    def __len__(self) -> int:
+        return len(self._rows) - self._taken
+
+    def take(self, live: int) -> list[int]:
+        """The rows to begin now, none while too few places are free.
+
+        Args:
+            live: rows that are being decoded.
+        """
+        free = self._at_once - live
+        if live and free < min(self._least, len(self)):
+            return []
+        begin, self._taken = self._taken, min(self._taken + free, len(self._rows))
+        return self._rows[begin : self._taken]
+
+    @property
+    def next_prompt(self) -> int | None:
+        """The prompt of the first row that waits; None: no row does."""
+        return self._sources[self._rows[self._taken]] if len(self) else None

@@ -1,0 +1,104 @@
+"""Tokens per second of writing completions and of updates."""
+
+import threading
+import time
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+
+class Stopwatch:
+    """Seconds between ``start`` and ``stop`` of work on a device. Neither of them waits for it.
+
+    Args:
+        device: where the work is done; on CUDA its own clock measures, else the host's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = None
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._times_s = [0.0, 0.0]
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, i: int) -> None:
+        self._times_s[i] = time.perf_counter()
+        if self._events is not None:
+            self._events[i].record()
+
+    def seconds(self) -> float:
+        """The time between both; waits for the end of the work."""
+        if self._events is None:
+            return self._times_s[1] - self._times_s[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+class Throughput:
+    """Counts tokens and seconds between two points of the curves. A resumed run begins to count anew."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, num_tokens: int) -> None:
+        """Begin to count.
+
+        Args:
+            num_tokens: tokens that training has seen so far.
+        """
+        self._began_s = time.perf_counter()
+        self._num_tokens = num_tokens
+        self._paused_s = 0.0
+        self._pause_began_s: float | None = None
+        self._written: list[tuple[Tensor, Stopwatch, bool]] = []
+
+    def add(self, tokens: Tensor, watch: Stopwatch) -> None:
+        """Count completions that were written for training.
+
+        Args:
+            tokens: their number, a scalar on any device.
+            watch: has measured the writing.
+        """
+        # What another thread writes while updates go on takes no time from them.
+        self._written.append((tokens, watch, threading.current_thread() is threading.main_thread()))
+
+    def pause(self) -> None:
+        """An evaluation begins."""
+        self._pause_began_s = time.perf_counter()
+
+    def resume(self) -> None:
+        """The evaluation is over."""
+        if self._pause_began_s is not None:
+            self._paused_s += time.perf_counter() - self._pause_began_s
+            self._pause_began_s = None
+
+    def rates(self, num_tokens: int, strategy: Strategy, world_size: int) -> dict[str, float]:
+        """Rates since the last point that had any, over all ranks, which call this together.
+
+        Args:
+            num_tokens: tokens that training has seen so far, over all ranks.
+            strategy: sums over ranks.
+            world_size: number of ranks.
+        """
+        written, self._written = self._written, []
+        seconds = [watch.seconds() for _, watch, _ in written]
+        tokens = float(torch.stack([count.sum().float() for count, _, _ in written]).sum()) if written else 0.0
+        total = torch.tensor([tokens, sum(seconds)], dtype=torch.float32, device=strategy.root_device)
+        if world_size > 1:
+            total = strategy.reduce(total, reduce_op="sum")
+        tokens, together_s = total.tolist()
+        found = {}
+        if together_s > 0:
+            found["time/sampling_tokens_per_second"] = tokens / (together_s / world_size)
+        self._paused_s += sum(s for s, (_, _, blocks) in zip(seconds, written, strict=True) if blocks)
+        now_s = time.perf_counter()
+        if num_tokens > self._num_tokens and (busy_s := now_s - self._began_s - self._paused_s) > 0:
+            found["time/training_tokens_per_second"] = (num_tokens - self._num_tokens) / busy_s
+            self._began_s, self._num_tokens, self._paused_s = now_s, num_tokens, 0.0
+        return found

@@ -1,0 +1,131 @@
+"""Generalized state-dependent exploration (gSDE): noise that is a function of the state, and smooth over steps."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+from rl_modules.distributions.gaussian import DiagGaussian
+
+#: Added to the variance, as in Stable-Baselines3.
+EPSILON = 1e-6
+
+
+class NoiseMatrices:
+    """The matrices that turn features into noise in one rollout, one per environment.
+
+    Args:
+        sample_freq: steps after which new ones are drawn; -1: the rollout has one each.
+    """
+
+    def __init__(self, sample_freq: int) -> None:
+        self.sample_freq = sample_freq
+        self.steps = 0
+        self.standard: Tensor | None = None
+
+    def next(self, n: int, std: Tensor, generator: torch.Generator | None) -> Tensor | None:
+        """The matrices of the next step, [n, H, A]; None where this is no step of the rollout's environments.
+
+        Args:
+            n: number of rows.
+            std: standard deviation of the matrices' entries, [H, A].
+            generator: source of the randomness.
+        """
+        is_due = self.standard is None or (self.sample_freq > 0 and self.steps % self.sample_freq == 0)
+        if self.standard is not None and len(self.standard) != n:
+            return None
+        if is_due:
+            device = std.device if generator is None else generator.device
+            self.standard = torch.randn((n, *std.shape), generator=generator, device=device, dtype=torch.float32)
+        self.steps += 1
+        assert self.standard is not None
+        return std * self.standard.to(std.device)
+
+
+class StateDependentGaussian(DiagGaussian):
+    """The action distribution under gSDE: a ~ N(μ(s), z² σ²), where z are features of s, [B, H], and σ is [H, A].
+
+    Within a rollout the noise is zᵀE with E of entries N(0, σ²), drawn once for several steps; each step's action is
+    distributed as said. Elsewhere :meth:`sample` draws from that distribution.
+
+    Args:
+        mean: μ(s), [B, A].
+        log_std: log σ, [H, A].
+        features: z, [B, H].
+
+    Source: Raffin et al. 2021, arXiv:2005.05719, section 3; ε of the variance as in Stable-Baselines3.
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor, features: Tensor) -> None:
+        std = log_std.exp()
+        variance = features.square() @ std.square()
+        super().__init__(mean, 0.5 * torch.log(variance + EPSILON))
+        self.features, self.std = features.detach(), std.detach()
+        #: Of the rollout that is being collected; None: nobody collects one.
+        self.matrices: NoiseMatrices | None = None
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        matrices = None
+        if self.matrices is not None:
+            matrices = self.matrices.next(len(self.mean), self.std, generator)
+        if matrices is None:
+            return super().sample(generator)
+        return self.mean.detach() + torch.bmm(self.features[:, None], matrices)[:, 0]
+
+
+class ExploringMixin:
+    """Gives a module its noise matrices while a rollout is collected. It reads ``use_sde sde_sample_freq``."""
+
+    hparams: Any
+    act: Any
+    #: Of the rollout that is being collected.
+    noise_matrices: NoiseMatrices | None = None
+
+    @property
+    def uses_sde(self) -> bool:
+        """Whether the policy explores by state-dependent noise."""
+        return bool(self.hparams.get("use_sde"))
+
+    def check_sde(self, action_space: spaces.Space) -> None:
+        """Check the arguments of gSDE.
+
+        Raises:
+            UsageError: names the one that can't be used.
+        """
+        freq = self.hparams.get("sde_sample_freq", -1)
+        if freq != -1 and (not isinstance(freq, int) or freq < 1):
+            raise UsageError(
+                f"sde_sample_freq={freq!r} must be a number of steps, at least 1, or -1 for whole rollouts"
+            )
+        if not self.uses_sde:
+            return
+        if not isinstance(action_space, spaces.Box):
+            raise UsageError(f"use_sde=True adds noise to real numbers, for which the action space must be a Box, not "
+                             f"{action_space}; leave it false")  # fmt: skip
+        if self.hparams.get("network") is not None:
+            raise UsageError("use_sde=True needs the features of the project's own networks; give features_extractor "
+                             "instead of network, or use_sde=False")  # fmt: skip
+
+    def rollout_act(self) -> Callable[..., Any]:
+        """``act`` for one rollout, whose noise matrices it keeps."""
+        if not self.uses_sde:
+            return self.act
+        matrices = NoiseMatrices(self.hparams["sde_sample_freq"])
+
+        def act(*args: Any, **arguments: Any) -> Any:
+            with self._collecting(matrices):
+                return self.act(*args, **arguments)
+
+        return act
+
+    @contextmanager
+    def _collecting(self, matrices: NoiseMatrices) -> Iterator[None]:
+        self.noise_matrices = matrices
+        try:
+            yield
+        finally:
+            self.noise_matrices = None

@@ -1,0 +1,106 @@
+"""Environments of evaluation: made with settings of their own, and kept between evaluations."""
+
+import gymnasium as gym
+import pytest
+
+from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules.envs import vector
+from rl_modules import PPO, SAC
+from rl_modules.common.errors import UsageError
+from tests.training import fit
+
+SMALL = {"n_envs": 2, "n_steps": 32, "total_timesteps": 256, "n_eval_episodes": 2, "n_test_episodes": 3,
+         "rollouts_per_epoch": 1}  # fmt: skip
+
+
+def lengths(trainer, model, data):
+    return trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"]
+
+
+def test_evaluation_has_its_own_arguments_and_wrappers():
+    limits = {"env_kwargs": {"max_episode_steps": 7}}
+    longer = {"eval_env_kwargs": {"max_episode_steps": 9}}
+    shorter = {"eval_wrappers": [{"class_path": "TimeLimit", "init_args": {"max_episode_steps": 5}}]}
+    for arguments, expected in ((limits, 7), ({**limits, **longer}, 9), ({**limits, **longer, **shorter}, 5)):
+        data = RolloutDataModule("Pendulum-v1", eval_freq=64, **SMALL, **arguments)
+        model = PPO()
+        trainer = fit(model, data)
+        assert data.metrics()["rollout/ep_len_mean"] == 7
+        assert trainer.callback_metrics["eval/mean_ep_length"] == expected
+        assert lengths(trainer, model, data) == expected
+
+
+def test_env_kwargs_stay_where_eval_env_kwargs_say_nothing():
+    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4, "g": 1.0}, eval_env_kwargs={"g": 2.0})
+    assert data.eval_env_kwargs == {"max_episode_steps": 4, "g": 2.0}
+    assert data.env_kwargs == {"max_episode_steps": 4, "g": 1.0}
+
+
+def test_the_environments_are_made_once(monkeypatch):
+    made = []
+    original = vector.make_env
+
+    def counted(*args, **arguments):
+        made.append(args)
+        return original(*args, **arguments)
+
+    monkeypatch.setattr(vector, "make_env", counted)
+    counts = {}
+    for eval_freq in (256, 64):
+        made.clear()
+        data = RolloutDataModule("CartPole-v1", eval_freq=eval_freq, **SMALL)
+        fit(PPO(), data)
+        counts[eval_freq] = len(made)
+    assert counts[64] == counts[256] == 2 + 2  # of training, and of one evaluation
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_kept_environments_play_the_same_episodes(kept, monkeypatch):
+    """As environments that are made for each evaluation: the curve is the same."""
+    from datamodules.evaluation import KeptEnvs
+
+    if not kept:
+        monkeypatch.setattr(KeptEnvs, "get", lambda self, number, make: make())
+    data = ReplayDataModule("Pendulum-v1", learning_starts=16, total_timesteps=64, rollouts_per_epoch=16, eval_freq=16,
+                            n_eval_episodes=2)  # fmt: skip
+    curve = []
+
+    class Watch(SAC):
+        def on_validation_end(self):
+            curve.append(float(self.trainer.callback_metrics["eval/mean_reward"]))
+
+    fit(Watch(net_arch=[8]), data)
+    _CURVES.append(curve)
+    assert len(curve) == 3
+    assert all(curve == other for other in _CURVES)
+
+
+_CURVES: list[list[float]] = []
+
+
+def test_they_are_closed_with_the_run():
+    data = RolloutDataModule("CartPole-v1", eval_freq=64, **SMALL)
+    closed = []
+
+    class Closes(gym.Wrapper):
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    data = RolloutDataModule(lambda: Closes(gym.make("CartPole-v1")), eval_freq=64, **SMALL)
+    fit(PPO(), data)
+    assert data._eval_envs._kept == {}
+    assert len(closed) >= 4
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ({"eval_wrappers": ["FlattenObservatio"]}, "did you mean FlattenObservation"),
+    ({"eval_wrappers": [{"class_path": "FrameStackObservation", "init_args": {"stack_size": 2}}]},
+     r"eval_env_kwargs and eval_wrappers make environments with the observation_space Box\(2, 4\) float32, in training "
+     r"it is Box\(4,\) float32"),
+    ({"eval_env_kwargs": {"no_such": 1}}, "does not fit the environment"),
+])  # fmt: skip
+def test_a_mistake_is_reported_before_training(arguments, sentence):
+    data = RolloutDataModule("CartPole-v1", eval_freq=0, **SMALL, **arguments)
+    with pytest.raises(UsageError, match=sentence):
+        data.setup("fit")

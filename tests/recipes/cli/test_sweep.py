@@ -1,0 +1,220 @@
+"""``rl sweep``: results, pruning, resuming, errors."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes import configs
+from recipes.cli import main
+
+optuna = pytest.importorskip("optuna")
+
+SMALL = {
+    "config": "ppo/cartpole.yaml",
+    "n_trials": 2,
+    "seeds": 2,
+    "startup_trials": 2,
+    "warmup_evaluations": 1,
+    "prune": False,
+    "search": {
+        "model.learning_rate": {"log": ["1e-4", 1e-2]},
+        "model.net_arch": {"values": [[8], [16, 16]]},
+        "data.n_envs": {"values": [4, 8]},
+    },
+}
+RUN = ["--data.total_timesteps=512", "--data.n_steps=16", "--data.batch_size=64", "--data.n_epochs=1",
+       "--data.eval_freq=128", "--data.n_eval_episodes=2", "--data.n_test_episodes=2",
+       "--checkpoint.interval_s=0", "--checkpoint.max_share=1"]  # fmt: skip
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capsys):
+    """Writes a sweep's file and runs it; returns the exit code, what was printed, and the error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, **changes):
+        Path("sweep.yaml").write_text(yaml.safe_dump({**SMALL, **changes}))
+        code = 0
+        try:
+            main(["sweep", "sweep.yaml", *RUN, *words])
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def trials(folder=Path()):
+    storage = f"sqlite:///{folder / 'logs/sweep-ppo-cartpole/sweep.db'}"
+    return optuna.load_study(study_name="ppo-cartpole", storage=storage).trials
+
+
+def outcome(folder=Path()):
+    return [(t.params, t.value, t.state.name, t.intermediate_values, t.user_attrs) for t in trials(folder)]
+
+
+def test_a_sweep_runs_its_seeds_and_keeps_one_row_per_trial(sweep):
+    code, out, err = sweep()
+    assert code == 0, err
+    found = trials()
+    assert len(found) == 2
+    folder = Path("logs/sweep-ppo-cartpole")
+    for trial in found:
+        # Two seeds from 1000 up, whose mean is the trial's value.
+        assert trial.value == pytest.approx((trial.user_attrs["seed_1000"] + trial.user_attrs["seed_1001"]) / 2)
+        assert 1e-4 <= trial.params["model.learning_rate"] <= 1e-2
+        run = folder / f"runs/trial_{trial.number:04}/seed_1001"
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        assert config["model"]["init_args"]["learning_rate"] == trial.params["model.learning_rate"]
+        assert config["data"]["init_args"]["n_envs"] == int(trial.params["data.n_envs"])
+        assert str(config["model"]["init_args"]["net_arch"]) == trial.params["model.net_arch"]
+        assert config["data"]["init_args"]["seed"] == 1001
+        assert not (run / "checkpoints").exists()
+        row = EventAccumulator(str(folder / f"hparams/trial_{trial.number:04}")).Reload()
+        assert row.Scalars("eval/mean_reward")[0].value == pytest.approx(trial.value)
+        assert any("hparams" in tag for tag in row.summary_metadata)
+        # The curve of the mean over the seeds that are done: four evaluations of each.
+        steps = sorted(trial.intermediate_values)
+        assert len(steps) == 8
+        curves = [trial.user_attrs["curve_1000"], trial.user_attrs["curve_1001"]]
+        assert trial.intermediate_values[steps[1]] == curves[0][1]
+        assert trial.intermediate_values[steps[5]] == pytest.approx((curves[0][1] + curves[1][1]) / 2)
+    assert len({trial.params["model.learning_rate"] for trial in found}) == 2
+    best = max(found, key=lambda trial: trial.value)
+    assert f"--model.learning_rate={best.params['model.learning_rate']}" in out.splitlines()[-1]
+
+    # A finished sweep has nothing to do, and more trials go on after the old ones.
+    before = outcome()
+    assert sweep()[0] == 0
+    assert outcome() == before
+    assert sweep("--n_trials", "3")[0] == 0
+    assert outcome()[:2] == before
+    assert len(outcome()) == 3
+
+
+def test_a_sweep_that_stopped_within_a_run_ends_as_one_that_did_not(sweep, monkeypatch, tmp_path):
+    from recipes.cli import sweep as module
+
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    assert sweep()[0] == 0
+    monkeypatch.chdir(tmp_path)
+
+    original = module.Judge.on_validation_end
+
+    def crash(judge, trainer, pl_module):
+        original(judge, trainer, pl_module)
+        if judge.trial.number == 1 and len(judge.before) == 1 and len(judge.values) == 3:
+            raise RuntimeError("the machine is gone")
+
+    monkeypatch.setattr(module.Judge, "on_validation_end", crash)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        sweep()
+    assert [trial.state.name for trial in trials()] == ["COMPLETE", "RUNNING"]
+    assert (tmp_path / "logs/sweep-ppo-cartpole/runs/trial_0001/seed_1001/checkpoints/last.ckpt").exists()
+    monkeypatch.setattr(module.Judge, "on_validation_end", original)
+    code, out, _ = sweep()
+    assert code == 0
+    assert "trial 1: resumed" in out
+    assert outcome() == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_ends_as_one_that_was_not(sweep, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    assert sweep()[0] == 0
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.yaml").write_text(yaml.safe_dump(SMALL))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    for trial in range(2):
+        process = subprocess.Popen([sys.executable, "-m", "recipes", "sweep", "sweep.yaml", *RUN], env=environment)
+        while not Path(f"logs/sweep-ppo-cartpole/runs/trial_{trial:04}/seed_1000/checkpoints/last.ckpt").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert sweep()[0] == 0
+    assert outcome() == outcome(tmp_path / "whole")
+
+
+def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch):
+    from recipes.cli import sweep as module
+
+    original = module.Judge.on_validation_end
+
+    def judged(judge, trainer, pl_module):
+        metrics = {**trainer.callback_metrics, "eval/mean_reward": torch.tensor(-float(judge.trial.number))}
+        with monkeypatch.context() as patch:
+            patch.setattr(L.Trainer, "callback_metrics", property(lambda _: metrics))
+            original(judge, trainer, pl_module)
+
+    monkeypatch.setattr(module.Judge, "on_validation_end", judged)
+    code, out, _ = sweep(prune=True, seeds=1, n_trials=3)
+    assert code == 0
+    assert [trial.state.name for trial in trials()] == ["COMPLETE", "COMPLETE", "PRUNED"]
+    # The warm-up is the first evaluation, index 0.
+    assert len(trials()[2].intermediate_values) == 2
+    assert "pruned at evaluation 2 of seed 1000" in out
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"search": {}}, "search={} must map arguments to ranges"),
+    ({"search": {"model.gamma": [0.9, 1]}}, "search.model.gamma=[0.9, 1] must have one of the keys uniform"),
+    ({"search": {"model.gamma": {"logs": [0.9, 1]}}}, "did you mean log?"),
+    ({"search": {"model.gamma": {"log": [0, 1]}}}, "log=[0, 1] must be two positive numbers"),
+    ({"search": {"model.gamma": {"uniform": [1, 0]}}}, "uniform=[1, 0] must be two numbers"),
+    ({"search": {"model.gamma": {"int": [0.5, 1]}}}, "int=[0.5, 1] must be two whole numbers"),
+    ({"search": {"model.gamma": {"values": []}}}, "values=[] must be a list"),
+    ({"n_trial": 3}, "the key 'n_trial' means nothing in a sweep; did you mean n_trials"),
+    ({"n_trials": "many"}, "n_trials='many' must be a whole number"),
+    ({"seeds": 0}, "seeds=0 must be at least 1"),
+    ({"mode": "best"}, "mode='best' must be max or min"),
+    ({"config": "ppo/cartpol.yaml"}, "did you mean ppo/cartpole.yaml"),
+    ({"config": None}, "config=None must be the config"),
+    ({"search": {"model.gama": {"log": [0.9, 1]}}, "n_trials": 3},
+     "3 trials failed; the last one said: unknown option"),
+    ({"monitor": "eval/mean", "seeds": 1, "n_trials": 3}, "monitor='eval/mean' is not among what"),
+    ({"objective": "eval/mean", "seeds": 1, "n_trials": 3}, "objective='eval/mean' is no curve of the run"),
+])  # fmt: skip
+def test_a_wrong_file_is_one_sentence(sweep, changes, sentence):
+    code, _, err = sweep(**changes)
+    assert code == 1
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_sweep_keeps_its_settings(sweep):
+    changes = {"n_trials": 1, "seeds": 1}
+    assert sweep(**changes)[0] == 0
+    code, _, err = sweep(**{**changes, "first_seed": 5})
+    assert code == 1
+    assert "has a sweep with other settings" in err
+
+
+def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
+    """Each range's ends parse with the config, through the same command line."""
+    from recipes.cli.sweep_file import as_word, read
+
+    monkeypatch.chdir(tmp_path)
+    assert configs.sweeps()
+    for name in configs.sweeps():
+        assert f"rl sweep {name}" in "\n".join(configs.header(name))
+        sweep = read(name, [])
+        for end in (0, -1):
+            words = [f"--{argument}={as_word(found.bounds[end] if 'int' not in found.kind else int(found.bounds[end]))}"
+                     for argument, found in sweep.search.items()]  # fmt: skip
+            configs_of = [word for config in sweep.config for word in ("--config", config)]
+            with pytest.raises(SystemExit) as exit_:
+                main(["fit", *configs_of, *words, "--print_config"])
+            assert exit_.value.code in (0, None)

@@ -1,0 +1,76 @@
+"""Tokens per second of sampling and of training, in runs whose clock the test sets."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_modules.language import throughput
+from tests.rl_modules.language.test_run_state import Curves, addition, fit, grpo
+from tests.training import tensors_of
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What ``time.perf_counter`` says to the module under test; the test moves it."""
+    now = [0.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    return now
+
+
+class Alone:
+    root_device = torch.device("cpu")
+
+
+def test_rates_are_tokens_over_their_own_seconds(clock: list[float]) -> None:
+    counter = throughput.Throughput()
+    counter.restart(100)
+    watch = throughput.Stopwatch(torch.device("cpu"))
+    watch.start()
+    clock[0] += 2.0
+    watch.stop()
+    counter.add(torch.tensor([3, 5]), watch)
+    clock[0] += 1.0
+    counter.pause()
+    clock[0] += 50.0  # an evaluation
+    counter.resume()
+    clock[0] += 3.0
+    assert counter.rates(140, Alone(), 1) == {
+        "time/sampling_tokens_per_second": 8 / 2, "time/training_tokens_per_second": 40 / 4,
+    }  # fmt: skip
+    # Without new tokens there is no rate, and the time counts for the next.
+    clock[0] += 1.0
+    assert counter.rates(140, Alone(), 1) == {}
+    clock[0] += 1.0
+    assert counter.rates(160, Alone(), 1) == {"time/training_tokens_per_second": 10.0}
+
+
+def test_a_run_counts_the_tokens_that_it_writes_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    took: list[float] = []
+    add = throughput.Throughput.add
+
+    def spy(self: Any, tokens: Any, watch: Any) -> None:
+        written.append(int(tokens.sum()))
+        took.append(watch.seconds())
+        add(self, tokens, watch)
+
+    monkeypatch.setattr(throughput.Throughput, "add", spy)
+    curves = Curves()
+    began_s = time.perf_counter()
+    module = grpo(logging_steps=1)
+    fit(module, addition(eval_steps=1, n_eval=4), max_steps=2, logger=curves)
+    wall_s = time.perf_counter() - began_s
+    points = [point for _, point in curves.points if "time/sampling_tokens_per_second" in point]
+    assert len(points) == len(written) == 2, "held-out completions are not counted"
+    for point, tokens, seconds in zip(points, written, took, strict=True):
+        assert point["time/sampling_tokens_per_second"] == pytest.approx(tokens / seconds, rel=1e-4)
+        assert point["time/training_tokens_per_second"] > point["train/num_tokens"] / 2 / wall_s
+
+
+def test_clocks_are_in_no_checkpoint(tmp_path: Path) -> None:
+    fit(grpo(), addition(), max_steps=2).save_checkpoint(tmp_path / "one.ckpt")
+    leaves = tensors_of(torch.load(tmp_path / "one.ckpt", weights_only=True))
+    assert leaves and not any("per_second" in f"{path} {value}" for path, value in leaves.items())

@@ -1,0 +1,197 @@
+"""Networks and feature extractors of a user's own: what they may be, what a checkpoint keeps, errors."""
+
+import functools
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import yaml
+from gymnasium import spaces
+
+import rl_modules
+from recipes.cli import main
+from rl_modules import DQN, PPO, SAC, TRPO
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import space_to_dict
+from rl_modules.custom_networks import FeaturesExtractor, as_floats
+from tests import networks
+from tests.conformance.control import CASES
+from tests.training import assert_resumes_exactly, fit, rollouts
+
+NETWORKS = {
+    "PPO": "tests.networks.PolicyAndValue",
+    "A2C": networks.PolicyAndValue,
+    "REINFORCE": "tests.networks:PolicyAndValue",
+    "TRPO": networks.Policy,
+    "DQN": {"class_path": "tests.networks.ActionValues", "init_args": {"width": 5}},
+    "QRDQN": functools.partial(networks.ActionValues, n_quantiles=5),
+    "DDPG": {"class_path": "tests.networks.PolicyAndCritics", "init_args": {"gaussian": False}},
+    "TD3": functools.partial(networks.PolicyAndCritics, gaussian=False),
+    "SAC": networks.PolicyAndCritics,
+    "TQC": {"class_path": "tests.networks.PolicyAndCritics", "init_args": {"outputs": 25}},
+}
+CASE = {case.name: case for case in CASES if not case.label}
+
+
+def spaces_of(env_id):
+    env = gym.make(env_id)
+    return {"observation_space": space_to_dict(env.observation_space), "action_space": space_to_dict(env.action_space)}
+
+
+def check_run(name, tmp_path, **arguments):
+    """Trains, and loads the checkpoint alone: the same weights and the same actions."""
+    case = CASE[name]
+    model = case.make_model(**arguments)
+    trainer = fit(model, case.make_data())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
+    for argument in arguments:
+        path = stored[argument] if isinstance(stored[argument], str) else stored[argument]["class_path"]
+        assert path.replace(":", ".").startswith("tests.networks.")
+    loaded = getattr(rl_modules, name).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    observation = gym.make(case.env_id).reset(seed=0)[0]
+    np.testing.assert_array_equal(
+        model.predict(observation, deterministic=True)[0], loaded.predict(observation, deterministic=True)[0]
+    )
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "DDPG"])
+def test_every_algorithm_takes_a_whole_network(name, tmp_path):
+    model = check_run(name, tmp_path, network=NETWORKS[name])
+    assert any(type(part).__module__ == "tests.networks" for part in model.network.modules())
+    untrained = CASE[name].make_model(network=NETWORKS[name], **spaces_of(CASE[name].env_id))
+    untrained.configure_model()
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), untrained.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASE.values() if case.has_gradient])
+def test_every_algorithm_takes_a_feature_extractor(name, tmp_path):
+    model = check_run(name, tmp_path, features_extractor={"class_path": "tests.networks.Features"})
+    made = [part for part in model.network.modules() if isinstance(part, networks.Features)]
+    assert made
+
+
+@pytest.mark.parametrize("given", ["tests.networks.make_features", networks.make_features, networks.Features])
+def test_a_class_and_a_function_by_path_or_itself(given):
+    model = PPO(features_extractor=given, **spaces_of("CartPole-v1"))
+    model.configure_model()
+    assert model.network.encoder.out_features == (7 if given is networks.Features else 3)
+
+
+@pytest.mark.parametrize(("name", "key"), [("PPO", "network"), ("DQN", "network"), ("SAC", "features_extractor")])
+def test_a_custom_network_resumes_exactly(name, key, tmp_path):
+    given = NETWORKS[name] if key == "network" else networks.Features
+    case = CASE[name]
+    assert_resumes_exactly(lambda: case.make_model(**{key: given}), case.make_data, tmp_path, epochs=3)
+
+
+def test_a_network_like_the_built_in_one_trains_like_it(tmp_path):
+    """With the same weights the same updates: the wrapper changes nothing."""
+    case = CASE["PPO"]
+    ours = case.make_model(features_extractor="tests.networks.Features", net_arch=[4], max_grad_norm=None)
+    fit(ours, case.make_data())
+    again = case.make_model(network="tests.rl_modules.test_custom_networks.Twin", max_grad_norm=None)
+    fit(again, case.make_data())
+    for a, b in zip(ours.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def Twin(observation_space, action_space):
+    from rl_modules.encoders import extractor_of
+    from rl_modules.networks import ActorCritic
+
+    with extractor_of("tests.networks.Features"):
+        return ActorCritic(observation_space, action_space, [4])
+
+
+def test_a_torch_distribution_and_a_box():
+    case = CASE["PPO"]
+    fit(case.make_model(network=networks.TorchDistribution), case.make_data())
+    model = PPO(network=networks.PolicyAndValue)
+    fit(model, rollouts("Pendulum-v1", n_envs=2, total_timesteps=64))
+    policy, value = model.network(torch.zeros(5, 3))
+    assert policy.mean.shape == policy.log_std.shape == (5, 1)
+    assert value.shape == (5,)
+
+
+def test_observations_arrive_as_in_stable_baselines3():
+    preprocess = pytest.importorskip("stable_baselines3.common.preprocessing").preprocess_obs
+    space = spaces.Dict({
+        "image": spaces.Box(0, 255, (3, 36, 40), np.uint8),
+        "choice": spaces.Discrete(4),
+        "choices": spaces.MultiDiscrete([2, 3]),
+        "switches": spaces.MultiBinary(3),
+        "numbers": spaces.Box(-2, 2, (2, 2), np.float32),
+    })  # fmt: skip
+    space.seed(0)
+    batch = {name: torch.as_tensor(np.stack([part.sample() for _ in range(4)])) for name, part in space.items()}
+    theirs = preprocess(batch, space)
+    ours = as_floats(batch, space)
+    for name in space:
+        torch.testing.assert_close(ours[name], theirs[name].float())
+
+
+def test_an_extractor_of_stable_baselines3_is_one():
+    layers = pytest.importorskip("stable_baselines3.common.torch_layers")
+    space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    extractor = FeaturesExtractor({"class_path": "stable_baselines3.common.torch_layers.NatureCNN",
+                                   "init_args": {"features_dim": 32}}, space)  # fmt: skip
+    assert isinstance(extractor.extractor, layers.NatureCNN)
+    image = torch.randint(0, 255, (2, 4, 84, 84), dtype=torch.uint8)
+    torch.testing.assert_close(extractor(image), extractor.extractor(image.float() / 255))
+
+
+def test_yaml_names_a_network(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from tests.networks import PolicyAndValue as Net\n")
+    config = {"model": {"class_path": "PPO", "init_args": {
+        "network": {"class_path": "mine.Net", "init_args": {"width": 6}}}},
+        "data": {"class_path": "RolloutDataModule", "init_args": {"total_timesteps": 256, "n_test_episodes": 1,
+                                                                  "eval_freq": 0}}}  # fmt: skip
+    Path("mine.yaml").write_text(yaml.safe_dump(config))
+    main(["fit", "--config", "mine.yaml"])
+    (path,) = tmp_path.glob("logs/*/*/checkpoints/last.ckpt")
+    model = PPO.load_from_checkpoint(path, weights_only=True)
+    assert model.network.module.body[0].out_features == 6
+    main(["fit", "--config", "mine.yaml", "--model.network=null", "--model.features_extractor=tests.networks.Features"])
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "mine.yaml", "--model.network=mine.Nett"])
+    assert "network='mine.Nett': the module 'mine' has no 'Nett'; did you mean Net?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cls", "env_id", "arguments", "sentence"), [
+    (PPO, "CartPole-v1", {"network": "Net"}, "network='Net' must be an import path"),
+    (PPO, "CartPole-v1", {"network": "no_such.Net"}, "the module 'no_such' can't be imported"),
+    (PPO, "CartPole-v1", {"network": "tests.networks.PolicyAndValu"}, "did you mean PolicyAndValue?"),
+    (PPO, "CartPole-v1", {"network": "tests.networks.gym"}, "is a module; give a module class"),
+    (PPO, "CartPole-v1", {"network": {"path": "x"}}, "must have the key class_path"),
+    (PPO, "CartPole-v1", {"network": lambda *_: None}, "has no import path"),
+    (PPO, "CartPole-v1", {"network": torch.nn.Linear(1, 1)}, "has no import path"),
+    (PPO, "CartPole-v1", {"network": networks.no_module}, "made int; it must make a torch.nn.Module"),
+    (PPO, "CartPole-v1", {"network": networks.fails}, "no such thing"),
+    (PPO, "CartPole-v1", {"network": networks.Broken}, "can't read two observations of Box"),
+    (PPO, "CartPole-v1", {"network": networks.Policy}, "must return the policy and the value"),
+    (PPO, "CartPole-v1", {"network": functools.partial(networks.PolicyAndValue, outputs=5)},
+     r"returned a policy of shape \(2, 5\) for 2 observations; the action space Discrete\(2\) needs \(2, 2\)"),
+    (PPO, "CartPole-v1", {"network": functools.partial(networks.PolicyAndValue, wdth=5)}, "wdth"),
+    (TRPO, "Pendulum-v1", {"network": functools.partial(networks.Policy, outputs=1)}, r"needs \(2, 2\)"),
+    (DQN, "CartPole-v1", {"network": networks.PolicyAndValue}, r"it must return a tensor of shape \(2, 2\)"),
+    (SAC, "Pendulum-v1", {"network": networks.ActionValues}, "can't be made"),
+    (SAC, "Pendulum-v1", {"network": networks.PolicyAndValue}, "it has no critics"),
+    (SAC, "Pendulum-v1", {"network": functools.partial(networks.PolicyAndCritics, gaussian=False)},
+     "must return mean and log standard deviation"),
+    (SAC, "Pendulum-v1", {"network": functools.partial(networks.PolicyAndCritics, outputs=2)},
+     r"must return a tensor of shape \(2, 2, 1\)"),
+    (PPO, "CartPole-v1", {"features_extractor": networks.Wrong}, r"it must return a tensor of shape \(2, 8\)"),
+    (PPO, "CartPole-v1", {"features_extractor": networks.NoWidth}, "NoWidth.features_dim=None must be"),
+    (PPO, "CartPole-v1", {"features_extractor": networks.Broken}, "features_extractor: Broken can't read"),
+    (PPO, "CartPole-v1", {"features_extractor": networks.Features, "network": networks.PolicyAndValue},
+     "are both given"),
+])  # fmt: skip
+def test_what_is_no_network_is_one_sentence(cls, env_id, arguments, sentence):
+    with pytest.raises(UsageError, match=sentence) as error:
+        cls(**arguments, **spaces_of(env_id)).configure_model()
+    assert "\n" not in str(error.value)
