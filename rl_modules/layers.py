@@ -35,7 +35,10 @@ class Tanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype is torch.float32:
-            return torch.add(_MINUS_ONE, torch.sigmoid(x + x), alpha=2)
+            share = torch.sigmoid(x + x)
+            if torch.compiler.is_compiling():  # torch.export of torch 2.6 refuses a global tensor; 2σ is exact
+                return share + share - 1
+            return torch.add(_MINUS_ONE, share, alpha=2)
         return torch.tanh(x)
 
 

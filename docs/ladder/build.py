@@ -26,7 +26,9 @@ def scripts() -> list[Path]:
 def execute(script: Path) -> nbformat.NotebookNode:
     """Runs a script as a notebook; an error in a cell is raised."""
     notebook = jupytext.read(script)
-    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}).execute()
+    client = NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(HERE)}})
+    # Under another backend, such as a build server's Agg, cells would show no pictures.
+    client.execute(env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"})
     for cell in notebook.cells:
         if "outputs" in cell:  # warnings of the libraries name paths of the machine
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]

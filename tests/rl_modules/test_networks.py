@@ -229,3 +229,11 @@ def test_global_hooks_see_every_layer():
     finally:
         handle.remove()
     assert seen.count("Linear") == 3 and "Sequential" in seen and seen[-1] == "QNetwork"
+
+
+def test_exported_tanh_holds_no_global_tensor_and_has_the_same_bits():
+    x = torch.linspace(-20, 20, 4001).unsqueeze(0)
+    program = torch.export.export(Tanh(), (x,))
+    assert not [node for node in program.graph.nodes if node.op == "get_attr"]
+    assert not program.constants
+    assert torch.equal(program.module()(x), Tanh()(x))
