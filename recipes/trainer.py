@@ -1,5 +1,6 @@
 """Lightning's Trainer with the settings of ``rl fit``, for three lines of Python."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,7 @@ class Trainer(L.Trainer):
         started_s = time.monotonic()
         self.was_stopped = False
         self._prepare(model, data)
+        handler = signal.getsignal(signal.SIGINT)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except Stopped as stopped:
@@ -77,6 +79,8 @@ class Trainer(L.Trainer):
                 raise
             self.was_stopped = True
             print("stopped by Ctrl-C, without a checkpoint", file=sys.stderr)
+            # Lightning ignores Ctrl-C from then on.
+            signal.signal(signal.SIGINT, handler)
         if (
             not self.was_stopped
             and data is not None

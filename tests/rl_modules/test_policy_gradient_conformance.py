@@ -40,7 +40,7 @@ def probability_of_one(model: Any, observation: float) -> float:
 def trained(request: pytest.FixtureRequest) -> Callable[[Callable[[], gym.Env]], Any]:
     def train(make_env: Callable[[], gym.Env]) -> Any:
         model = PROBES[request.param]()
-        fit(model, rollouts(make_env, n_envs=4, n_steps=16, total_timesteps=6400, rollouts_per_epoch=100))
+        fit(model, rollouts(make_env, n_envs=4, n_steps=16, total_timesteps=3200, rollouts_per_epoch=50))
         return model
 
     return train
