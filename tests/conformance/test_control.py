@@ -142,7 +142,7 @@ def test_the_target_network_moves_in_a_second_fit() -> None:
     counts = []
     for _ in range(2):
         moves = 0
-        fit(model, case.make_data())
+        fit(model, case.make_data(total_timesteps=256))
         counts.append(moves)
     assert counts[0] == counts[1] >= 8
 
@@ -201,7 +201,7 @@ def test_init_from_takes_the_weights_and_nothing_else(case: Case, tmp_path: Path
 
 def test_a_warm_start_carries_the_normalisers_statistics(tmp_path: Path) -> None:
     case = CASES[0]
-    normal = {"norm_obs": True, "norm_reward": True}
+    normal = {"norm_obs": True, "norm_reward": True, "total_timesteps": 256}
     model, data = case.make_model(), case.make_data(**normal)
     fit(model, data).save_checkpoint(tmp_path / "a.ckpt")
     trained = data.collector.normalizers.of_observations.running
@@ -311,7 +311,12 @@ def test_learning_rate_monitor_and_csv_share_the_transitions_axis(case: Case, tm
     rows = Rows()
     model = case.make_model(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
     small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 1}
-    fit(model, case.make_data(**small), logger=rows.logger(tmp_path), callbacks=[LearningRateMonitor()])
+    fit(
+        model,
+        case.make_data(**small, total_timesteps=256),
+        logger=rows.logger(tmp_path),
+        callbacks=[LearningRateMonitor()],
+    )
     monitored = next(name for _, metrics in rows.rows for name in metrics if name.startswith("lr-"))
     epochs = [0, *rows.curve("time/total_timesteps")]
     assert list(rows.curve(monitored)) == epochs[: len(rows.curve(monitored))]
