@@ -81,12 +81,7 @@ class Trainer(L.Trainer):
             print("stopped by Ctrl-C, without a checkpoint", file=sys.stderr)
             # Lightning ignores Ctrl-C from then on.
             signal.signal(signal.SIGINT, handler)
-        if (
-            not self.was_stopped
-            and data is not None
-            and self.evaluates
-            and isinstance(self.checkpoint_callback, Checkpoints)
-        ):
+        if not self.was_stopped and data is not None and self.evaluates and Checkpoints.of(self) is not None:
             summary.finish(self, model, data, time.monotonic() - started_s)
 
     def _prepare(self, model: Any, data: Any) -> None:
@@ -104,6 +99,6 @@ class Trainer(L.Trainer):
         if sys.stderr.isatty():
             others: list[Any] = [c for c in self.callbacks if not isinstance(c, TransitionProgressBar)]
             self.callbacks: list[Any] = [*others, bar]
-        elif isinstance(self.checkpoint_callback, Checkpoints):
-            self.checkpoint_callback.progress = ProgressLines(bar)
+        elif (checkpoints := Checkpoints.of(self)) is not None:
+            checkpoints.progress = ProgressLines(bar)
         print(f"{name}: starting", file=sys.stderr, flush=True)
