@@ -112,6 +112,11 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got alpha="
                              f"{prioritized_replay_alpha}, beta0={prioritized_replay_beta0}, eps="
                              f"{prioritized_replay_eps}")  # fmt: skip
+        for name, default in (("alpha", 0.6), ("beta0", 0.4), ("eps", 1e-6)):
+            value = self.hparams[f"prioritized_replay_{name}"]
+            if not prioritized_replay and value != default:
+                raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
+                                 "set that to true")  # fmt: skip
         for name in ("norm_obs", "norm_reward"):
             if self.hparams[name]:
                 raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
@@ -144,6 +149,9 @@ class ReplayDataModule(ControlDataModule):
         self.train_freq, self.counts_episodes = _parse_train_freq(given.train_freq, wanted.train_freq)
         batch_size = (wanted.batch_size or 32) if given.batch_size is None else given.batch_size
         self.batch_size = at_least("batch_size", batch_size)
+        if self.batch_size > self.buffer_size:
+            raise UsageError(f"batch_size={self.batch_size} must be at most buffer_size={self.buffer_size}, the "
+                             "transitions that it is drawn from")  # fmt: skip
         self.gradient_steps = given.gradient_steps
         per_epoch = given.rollouts_per_epoch
         if self.counts_episodes:

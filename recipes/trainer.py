@@ -1,5 +1,6 @@
 """Lightning's Trainer with the settings of ``rl fit``, for three lines of Python."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,7 @@ class Trainer(L.Trainer):
         started_s = time.monotonic()
         self.was_stopped = False
         self._prepare(model, data)
+        handler = signal.getsignal(signal.SIGINT)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except Stopped as stopped:
@@ -77,12 +79,9 @@ class Trainer(L.Trainer):
                 raise
             self.was_stopped = True
             print("stopped by Ctrl-C, without a checkpoint", file=sys.stderr)
-        if (
-            not self.was_stopped
-            and data is not None
-            and self.evaluates
-            and isinstance(self.checkpoint_callback, Checkpoints)
-        ):
+            # Lightning ignores Ctrl-C from then on.
+            signal.signal(signal.SIGINT, handler)
+        if not self.was_stopped and data is not None and self.evaluates and Checkpoints.of(self) is not None:
             summary.finish(self, model, data, time.monotonic() - started_s)
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
@@ -105,6 +104,6 @@ class Trainer(L.Trainer):
         if sys.stderr.isatty():
             others: list[Any] = [c for c in self.callbacks if not isinstance(c, TransitionProgressBar)]
             self.callbacks: list[Any] = [*others, bar]
-        elif isinstance(self.checkpoint_callback, Checkpoints):
-            self.checkpoint_callback.progress = ProgressLines(bar)
+        elif (checkpoints := Checkpoints.of(self)) is not None:
+            checkpoints.progress = ProgressLines(bar)
         print(f"{name}: starting", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,6 +126,20 @@ def _make_seeded(
     return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks))
 
 
+#: Games that other libraries call by their name alone.
+_GAMES = ("Pong", "Breakout", "SpaceInvaders", "Seaquest", "Qbert", "BeamRider", "Enduro", "MsPacman", "Freeway")
+
+
+def _remedy(name: str) -> str:
+    """The clause that says how an environment that Gymnasium has not becomes known."""
+    if re.search(r"NoFrameskip|Deterministic-v|-ram", name) or name.partition("-v")[0] in _GAMES:
+        game = re.split(r"NoFrameskip|Deterministic|-ram|-v", name)[0]
+        return f"; Atari games are called ALE/{game}-v5 (configs/ppo/pong.yaml has the usual wrappers)"
+    near = did_you_mean(name, gym.registry)
+    return near or ("; if a package registers it, name that first, as in minigrid:MiniGrid-Empty-5x5-v0, or give a "
+                    "function that makes it as my_module:make_env")  # fmt: skip
+
+
 def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     name = environment_name(env_id)
     if isinstance(env_id, VectorEnv):
@@ -143,7 +158,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise UsageError(_missing_extra(f"the environment {name}", str(error))) from error
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
-        raise UsageError(f"env_id={name!r} is not a known environment{did_you_mean(name, gym.registry)}") from error
+        raise UsageError(f"env_id={name!r} is not a known environment{_remedy(name)}") from error
     except gym.error.Error as error:
         # Deprecated and missing versions: Gymnasium names the right one.
         raise UsageError(f"env_id={name!r} can't be made: {error}") from error

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules.base import ControlDataModule
 from recipes import language
+from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
@@ -170,7 +171,7 @@ class RLCLI(LightningCLI):
             callbacks.append(trainer_settings.prediction_writer(output, self._controls))
         trainer = super()._instantiate_trainer(config, callbacks)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
-            checkpoints: Any = trainer.checkpoint_callback
+            checkpoints: Any = Checkpoints.of(trainer)
             checkpoints.progress = ProgressLines(
                 TransitionProgressBar() if self._controls else language.StepProgressBar()
             )

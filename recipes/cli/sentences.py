@@ -47,6 +47,9 @@ def one_sentence(message: str, chosen: Mapping[str, type] | None = None, group: 
         near = {"fp16": "16-mixed", "half": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}.get(str(value))
         hint = f"; did you mean {near}?" if near else did_you_mean(str(value), _WORDS[name])
         return f"{key}={value!r} is not known; it must be one of {', '.join(_WORDS[name])}{hint}"
+    if needed := re.search(r"following arguments are required: ([\w., ]+)", text):
+        who = _given_class(text, value).rpartition(".")[2] or key
+        return f"{key}: {who} needs {needed.group(1).split(' -')[0].strip()}; give it as --{key}.init_args.NAME VALUE"
     if (known := _class_names(key)) and (given := _given_class(text, value)):
         return _class_sentence(key, given, known)
     wanted = _wanted(text)
@@ -122,7 +125,7 @@ def _class_names(key: str) -> list[str]:
 
 def _given_class(text: str, value: Any) -> str:
     """The class that a message is about."""
-    path = re.search(r"class_path'?:? '?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
+    path = re.search(r"class_path'?[:=]? ?'?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
     return (path.group(1) if path else str(value)).strip("'\"[]{} ")
 
 

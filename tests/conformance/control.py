@@ -40,7 +40,7 @@ class Case:
 
     def make_data(self, env_id: Any = None, **arguments: Any) -> Any:
         kind: Callable[..., Any] = ReplayDataModule if self.replays else RolloutDataModule
-        defaults = {"eval_freq": 0, "n_eval_episodes": 2, "n_test_episodes": 2, "total_timesteps": 256}
+        defaults = {"eval_freq": 0, "n_eval_episodes": 2, "n_test_episodes": 2, "total_timesteps": 128}
         return kind(self.env_id if env_id is None else env_id, **{**defaults, **self.data, **arguments})
 
 

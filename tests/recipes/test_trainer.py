@@ -61,7 +61,7 @@ def test_lightnings_own_bar_shows_the_mean_return(make_trainer):
 
 def test_three_lines_with_lightnings_trainer_warn_of_nothing(tmp_path):
     script = (
-        "import lightning as L\nfrom datamodules import RolloutDataModule\nfrom rl_modules import PPO\n"
+        "from datamodules import RolloutDataModule\nfrom rl_modules import PPO\nimport lightning as L\n"
         "L.Trainer(max_epochs=-1, accelerator='cpu').fit(PPO(), datamodule=RolloutDataModule('CartPole-v1', n_envs=8, "
         "n_steps=32, batch_size=256, total_timesteps=256))"
     )
@@ -90,9 +90,11 @@ class Interrupt(Callback):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
+    before = signal.getsignal(signal.SIGINT)
     trainer = Trainer(accelerator="cpu", callbacks=[Interrupt(times)])
     trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
     assert trainer.was_stopped
+    assert signal.getsignal(signal.SIGINT) is before
     assert "stopped by" in capsys.readouterr().err
     assert bool(list(here.glob("logs/*/version_0/checkpoints/last.ckpt"))) == (times == 1)
 

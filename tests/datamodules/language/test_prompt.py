@@ -120,10 +120,14 @@ def test_micro_batches_share_the_step_and_are_sorted_by_length():
         assert float(first["step_tokens"]) == float(second["step_tokens"]) == sum(counted)
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def test_accumulation_does_not_change_the_step():
     weights = []
     for n_micro in (1, 4):
-        model = Reinforce(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=None)
+        model = Reinforce(optimizer=sgd, max_grad_norm=None)
         fit(model, addition(), max_epochs=3, accumulate_grad_batches=n_micro)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], atol=1e-5, rtol=1e-4)

@@ -62,6 +62,8 @@ def case(name: str, judge: str) -> tuple[Any, Any]:
 
 
 CASES = ["sft", "reward model", "grpo", "grpo kl", "rlhf"]
+#: "grpo kl" does all that "grpo" does, and more.
+WITHOUT_PARTS = [pytest.param(name, marks=[pytest.mark.slow] if name == "grpo" else []) for name in CASES]
 
 
 class Waits(L.Callback):
@@ -113,7 +115,7 @@ def test_the_pretend_device_computes_refuses_and_counts() -> None:
 # ------------------------------------------------------------------- one device
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WITHOUT_PARTS)
 def test_every_algorithm_trains_evaluates_and_resumes_on_a_device(name: str, judge: str, tmp_path: Path) -> None:
     """Every tensor that meets one of the device is there itself, also after a resume in the middle of a point."""
     ends = {}
@@ -142,7 +144,7 @@ PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 35}
 SHARED = 10
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WITHOUT_PARTS)
 def test_waits_for_the_device(name: str, judge: str) -> None:
     module, data = case(name, judge)
     module.logging_steps = 100
