@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
+from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
@@ -26,7 +27,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import observation_arrays, tree_map
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,15 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling
             bias that the importance weights correct.
         prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
+        share_frames: the observations are stacks of k frames along their first axis. Each frame is stored once, and
+            the stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then
+            frames: one per transition, and k more per episode.
         checkpoint_buffer_size: number of newest rows that a checkpoint stores; None: all. A run resumed from fewer rows
-            differs from the uninterrupted run. None: all.
+            differs from the uninterrupted run.
         rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an
             epoch has as many minibatches as this number of rounds, or a thousand if the number of minibatches depends
-            on the episodes. **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
+            on the episodes.
+        **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
@@ -92,6 +97,7 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_alpha: float = 0.6,
         prioritized_replay_beta0: float = 0.4,
         prioritized_replay_eps: float = 1e-6,
+        share_frames: bool = False,
         checkpoint_buffer_size: int | None = None,
         rollouts_per_epoch: int | None = None,
         **environment: Unpack[EnvironmentArguments],
@@ -122,6 +128,7 @@ class ReplayDataModule(ControlDataModule):
                 raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
                                  "false, or scale in a wrapper of the environment")  # fmt: skip
         self.buffer_size = buffer_size
+        self.share_frames = share_frames
         self.checkpoint_buffer_size = checkpoint_buffer_size
         self.learning_starts = learning_starts
         self.n_steps = n_steps
@@ -176,7 +183,12 @@ class ReplayDataModule(ControlDataModule):
         super().begin_run()
         self._resolve()
         self._require_memory()
-        self.replay = ReplayBuffer(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        kind = FrameReplayBuffer if self.share_frames else ReplayBuffer
+        self.replay = kind(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
+        if self.share_frames and self.buffer_size < least:
+            raise UsageError(f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
+                             f"(share_frames=True) and train_freq={self.train_freq}")  # fmt: skip
         seed = stream_seed(self.seed, self._rank, "minibatches")
         if self.prioritized_replay:
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
@@ -195,8 +207,9 @@ class ReplayDataModule(ControlDataModule):
         """
         local_ranks = self.trainer.num_devices if self.trainer is not None else 1
         needed = local_ranks * replay_bytes(
-            self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay
-        )
+            self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay,
+            stack_size(self.observation_space) if self.share_frames else 1,
+        )  # fmt: skip
         free = available_bytes()
         needs, has = _readable(needed), _readable(free)
         if needed > free:
@@ -295,7 +308,9 @@ class ReplayDataModule(ControlDataModule):
 
         while self.num_timesteps < self.learning_starts:
             missing = math.ceil((self.learning_starts - self.num_timesteps) / (self.n_envs * self._world_size))
-            self._collect(act, min(missing, WARM_UP_STEPS, self.buffer_size // (2 * self.n_envs)))
+            self._collect(
+                act, min(missing, WARM_UP_STEPS, self.buffer_size // (self.replay.rows_per_step * self.n_envs))
+            )
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
@@ -335,8 +350,7 @@ class ReplayDataModule(ControlDataModule):
 
     @property
     def _minibatches_at_once(self) -> int:
-        row = sum(leaf[0].nbytes for leaf in tree_leaves(self.replay.observation))
-        return max(1, DRAWN_TOGETHER_BYTES // (2 * row * self.batch_size))
+        return max(1, DRAWN_TOGETHER_BYTES // (2 * self.replay.observation_bytes * self.batch_size))
 
     def _update_priorities(self) -> None:
         """Set the priorities of the last minibatch from its TD errors."""

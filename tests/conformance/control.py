@@ -73,6 +73,7 @@ CASES = [
     Case("DQN", model={"target_update_interval": 20, "network": "tests.networks.ActionValues"}, label="network",
          data=REPLAY, replays=True),
     Case("SAC", model={"network": "tests.networks.PolicyAndCritics"}, label="network", **SWING),
+    Case("SAC", model={"net_arch": [32, 32], "use_sde": True, "sde_sample_freq": 3}, label="sde", **SWING),
     Case("SAC", model={"features_extractor": "tests.networks.Features"}, label="features", **SWING),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),
