@@ -16,6 +16,7 @@ from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.hparams import write_hparams
 from recipes.cli import resume
+from rl_modules.common.spaces import image_brief
 
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
@@ -91,6 +92,8 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
         "transitions": f"{time['time/total_timesteps']:,.0f} in {time['time/time_elapsed']:.1f} s "
         f"({time['time/fps']:,.0f} per second)",
     }
+    if (image := image_brief(model.observation_space)) is not None:
+        rows["observation"] = image
     if ranks > 1:
         rows["ranks"] = f"{ranks}, each with {data.n_envs} environments and minibatches of {data.batch_size}"
         rows["together"] = (
