@@ -322,6 +322,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             normalizers=normalizers,
             sign_reward=self.sign_reward,
             stats_window_size=self.hparams["stats_window_size"],
+            returns_raw=self.kind == "replay",
         )
 
     def _make_vector(

@@ -47,6 +47,8 @@ class ReplayDataModule(ControlDataModule):
 
     Batches hold up to n rewards each, not their discounted sum: the module owns γ and sums them in ``prepare``.
     Other values that ``act`` returns are not stored, because they belong to an outdated policy.
+    With ``norm_obs`` and ``norm_reward`` the buffer holds what the environments returned, and the current statistics are
+    applied to what is drawn.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -123,10 +125,6 @@ class ReplayDataModule(ControlDataModule):
             if not prioritized_replay and value != default:
                 raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
                                  "set that to true")  # fmt: skip
-        for name in ("norm_obs", "norm_reward"):
-            if self.hparams[name]:
-                raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
-                                 "false, or scale in a wrapper of the environment")  # fmt: skip
         self.buffer_size = buffer_size
         self.share_frames = share_frames
         self.checkpoint_buffer_size = checkpoint_buffer_size
@@ -314,6 +312,7 @@ class ReplayDataModule(ControlDataModule):
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
+        self.before_collecting()
         # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
         self.after_collecting(rollout["valid"])
@@ -329,6 +328,7 @@ class ReplayDataModule(ControlDataModule):
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)
         index = self.sampler.draw(count * self.batch_size)
         sample = self.replay.gather(index, self.n_steps)
+        self.collector.normalizers.sample(sample)
         if isinstance(self.sampler, PrioritizedSampler):
             share_done = min(self.num_timesteps / self.total_timesteps, 1.0)
             beta = self.beta0 + (1.0 - self.beta0) * share_done

@@ -293,7 +293,7 @@ for algorithm, options in {
         "model.loss huberr": "loss='huberr'", "data.buffer_size 1": "buffer_size=1", "data.train_freq 0": "train_freq=0",
         "data.gradient_steps 0": "gradient_steps=0", "data.learning_starts 10000000": "learning_starts=10000000",
         "data.buffer_size 100000000000": "buffer_size=100000000000.*GiB|buffer_size=100000000000",
-        "data.n_steps 0": "n_steps=0", "data.norm_obs true": "norm_obs", "data.env_id Pendulum-v1": "DQN.*Discrete",
+        "data.n_steps 0": "n_steps=0", "data.share_frames true": "share_frames=True", "data.env_id Pendulum-v1": "DQN.*Discrete",
         "model.max_grad_norm -1": "max_grad_norm=-1", "model.net_arch [0]": "net_arch",
     },
     "sarsa/maze.yaml": {

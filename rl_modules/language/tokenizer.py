@@ -48,7 +48,7 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         if name_or_path.count("/") != 1 and "/" in name_or_path and not Path(name_or_path).exists():
             raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "
-                             "first (the config's header says how), else give another with --model.model_name_or_path PATH"
+                             "first (the config's header says how), else give another with --model.model_name_or_path"
                              ) from error  # fmt: skip
         raise UsageError(
             f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
