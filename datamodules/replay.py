@@ -47,8 +47,8 @@ class ReplayDataModule(ControlDataModule):
 
     Batches hold up to n rewards each, not their discounted sum: the module owns γ and sums them in ``prepare``.
     Other values that ``act`` returns are not stored, because they belong to an outdated policy.
-    With ``norm_obs`` and ``norm_reward`` the buffer holds what the environments returned, and the current statistics are
-    applied to what is drawn.
+    With ``norm_obs`` and ``norm_reward`` the buffer holds what the environments returned, and minibatches are
+    normalised with the current statistics.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
