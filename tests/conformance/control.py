@@ -72,6 +72,8 @@ CASES = [
          data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
     Case("DQN", model={"target_update_interval": 20, "network": "tests.networks.ActionValues"}, label="network",
          data=REPLAY, replays=True),
+    Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5, "noisy": True, "dueling": True}, label="noisy",
+         data=REPLAY, replays=True),
     Case("SAC", model={"network": "tests.networks.PolicyAndCritics"}, label="network", **SWING),
     Case("SAC", model={"net_arch": [32, 32], "use_sde": True, "sde_sample_freq": 3}, label="sde", **SWING),
     Case("SAC", model={"features_extractor": "tests.networks.Features"}, label="features", **SWING),
