@@ -95,8 +95,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
             ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
-        eval_on_start: evaluate before the first update too, where there are evaluations; None: where the environment
-            has a time limit, for an untrained policy may never end an episode. A resumed run does not repeat it.
+        eval_on_start: evaluate before the first update too, where there are evaluations; None: where ``eval_freq`` sets
+            their times and the environment has a time limit, for an untrained policy may never end an episode. A
+            resumed run does not repeat it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
         n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
         eval_deterministic: evaluate the policy's most likely actions instead of samples.
@@ -417,13 +418,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return
-        starts = has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
-        evaluate_on_start(trainer, starts and self.eval_freq > 0)
         if self.eval_freq and isinstance(self.env_id, VectorEnv):
             rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
                            "give a callable that makes it, or eval_freq=0")  # fmt: skip
         given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
-        if self.eval_freq and not given and trainer.val_check_interval == 1.0:
+        counts = self.eval_freq > 0 and not given and trainer.val_check_interval == 1.0
+        starts = counts and has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
+        evaluate_on_start(trainer, starts and self.eval_freq > 0)
+        if counts:
             # Evaluation is counted in transitions; Lightning counts epochs.
             every = max(1, round(self.eval_freq / self.transitions_per_epoch))
             trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every
