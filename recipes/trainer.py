@@ -20,6 +20,8 @@ from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.signals import Stopped
 from recipes.cli import runs, summary
 from recipes.cli.terminal import quiet
+from rl_modules.common.checks import at_least
+from rl_modules.common.errors import UsageError
 
 
 class Trainer(L.Trainer):
@@ -38,12 +40,17 @@ class Trainer(L.Trainer):
     def __init__(self, threads: int | None = 1, evaluate: bool = True, **arguments: Any) -> None:
         quiet()
         if threads is not None:
+            threads = at_least("threads", threads)
+        if threads is not None:
             torch.set_num_threads(threads)
         self.evaluates = evaluate
         #: Whether Ctrl-C or SIGTERM ended the last ``fit``.
         self.was_stopped = False
         given = arguments.pop("callbacks", None) or []
         callbacks = list(given) if isinstance(given, list) else [given]
+        if wrong := [callback for callback in callbacks if not isinstance(callback, L.Callback)]:
+            raise UsageError(f"callbacks={wrong[0]!r} is no lightning.Callback; give an instance, such as "
+                             "EarlyStopping(monitor='eval/mean_reward', mode='max')")  # fmt: skip
         if arguments.get("enable_checkpointing") is not False and not any(isinstance(c, Checkpoint) for c in callbacks):
             callbacks.append(Checkpoints())
         self._makes_logger = arguments.get("logger") in (None, True)
@@ -64,6 +71,10 @@ class Trainer(L.Trainer):
     ) -> None:
         """Trains, evaluates and prints a summary; the arguments are those of ``lightning.Trainer.fit``."""
         data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
+        if not isinstance(model, L.LightningModule) or isinstance(model, L.LightningDataModule):
+            given = model.__name__ + " (a class)" if isinstance(model, type) else type(model).__name__
+            raise UsageError(f"fit takes a module and then its data, as in fit(PPO(), RolloutDataModule('CartPole-v1'))"
+                             f"; the first argument is {given}")  # fmt: skip
         started_s = time.monotonic()
         self.was_stopped = False
         self._prepare(model, data)

@@ -67,6 +67,8 @@ def make_env(
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
     """
+    if env_kwargs is not None and not isinstance(env_kwargs, dict):
+        raise UsageError(f"env_kwargs={env_kwargs!r} must be a dict of the environment's arguments")
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
         raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
@@ -213,6 +215,10 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     arguments: dict[str, Any] = {}
     if isinstance(wrapper, dict):
         path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
+    if not isinstance(path, str):
+        raise UsageError(f"wrappers: {path!r} must be a name from gymnasium.wrappers, an import path or a dict of "
+                         "class_path and init_args; to call code of your own, give env_id a function that makes and "
+                         "wraps the environment")  # fmt: skip
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "gymnasium.wrappers"), name, None)

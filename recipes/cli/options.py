@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
-from recipes.cli.foreign_names import MEANT
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.foreign_names import MEANT
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")

@@ -345,5 +345,7 @@ def _unreadable(name: str, error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if Path(name).is_dir():
         return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"
+    if "attention" in reason.lower():
+        return f"attn_implementation can't be used with model {name!r} ({reason}); give eager or sdpa"
     return (f"model {name!r} can't be loaded ({reason}); without network give the path of a downloaded directory "
             "instead of a hub name")  # fmt: skip

@@ -1,5 +1,7 @@
 """Names by which other programs and libraries call an option, and what it is called here."""
 
+from collections.abc import Iterable
+
 #: What many programs call an option.
 GENERAL = {
     "lr": "model.learning_rate", "env": "data.env_id", "env_name": "data.env_id", "environment": "data.env_id",
@@ -41,9 +43,28 @@ TRL = {
     "max_new_tokens": "model.max_completion_length", "max_prompt_length": "data.max_length", "kl_coef": "model.beta",
     "init_kl_coef": "model.beta", "bf16": "trainer.precision", "fp16": "trainer.precision",
     "report_to": "trainer.logger", "logging_dir": "trainer.default_root_dir", "save_steps": "checkpoint.interval_s",
-    "eval_strategy": "data.eval_steps", "chat_template_path": "data.chat_template",
+    "eval_strategy": "data.eval_steps", "model": "model.model_name_or_path",
+    "processing_class": "model.tokenizer_name_or_path", "train_dataset": "data.dataset",
+    "eval_dataset": "data.eval_path", "chat_template_path": "data.chat_template",
     "ref_model": "model.ref_model_name_or_path", "reward_model": "model.reward_model_name_or_path",
     "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
 }  # fmt: skip
 #: The full name of an option by the name that a person knows.
 MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL}
+#: Where a group's options go in Python.
+_OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
+
+
+def in_python(name: str, known: Iterable[str]) -> str:
+    """The clause that says what a foreign argument of a module is called in Python; "" where none is known.
+
+    Args:
+        name: as given.
+        known: the arguments of the class.
+    """
+    if name == "seed":
+        return "; the seed is the datamodule's seed"
+    group, _, rest = MEANT.get(name, "").partition(".")
+    if group == "model" and rest in known:
+        return f"; did you mean {rest}?"
+    return f"; here it is {_OWNERS[group]} {rest}" if rest and group in _OWNERS else ""
