@@ -566,8 +566,10 @@ class LanguagePolicy(LanguageModule):
             the weights after every update; ``vllm_server``, servers started by ``rl serve``.
         sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
             ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
-        max_rows_in_flight: completions that are decoded together at most, which bounds memory; null: all, on CUDA as
-            many as the free memory has room for.
+        max_rows_in_flight: completions that are decoded together at most, which bounds memory; others take the places
+            of those that end. Null: all, on CUDA as many as the free memory has room for.
+        cache_implementation: of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed
+            size, with which steps become CUDA graphs; ``auto``, the faster of both by a measurement on CUDA.
         **model: those of :class:`LanguageModule`.
     """
 
@@ -586,10 +588,11 @@ class LanguagePolicy(LanguageModule):
         sampler: str = "native",
         sampler_options: dict[str, Any] | None = None,
         max_rows_in_flight: int | None = None,
+        cache_implementation: str = "dynamic",
         **model: Any,
     ) -> None:
         super().__init__(model_name_or_path, **model)
-        check_sampler(sampler, sampler_options or {}, max_rows_in_flight)
+        check_sampler(sampler, sampler_options or {}, max_rows_in_flight, cache_implementation)
         self._sampler: Sampler | None = None
 
     @property
@@ -599,7 +602,7 @@ class LanguagePolicy(LanguageModule):
             hp: Any = self.hparams
             ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
             self._sampler = make_sampler(
-                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks
+                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks, hp.cache_implementation
             )  # fmt: skip
         return self._sampler
 
