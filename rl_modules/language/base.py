@@ -667,8 +667,11 @@ class LanguagePolicy(LanguageModule):
             receives the weights after every update; ``vllm_server``, servers started by ``rl serve``.
         sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
             ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
-        max_rows_in_flight: maximum number of completions decoded together, which limits memory; null: all, on CUDA as
-            many as fit into free memory. **model: those of :class:`LanguageModule`.
+        max_rows_in_flight: maximum number of completions decoded together, which limits memory; others take the places
+            of those that end. Null: all, on CUDA as many as fit into free memory.
+        cache_implementation: of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed
+            size, with which steps become CUDA graphs; ``auto``, the faster of both by a measurement on CUDA.
+        **model: those of :class:`LanguageModule`.
     """
 
     temperature: float
@@ -686,10 +689,11 @@ class LanguagePolicy(LanguageModule):
         sampler: str = "native",
         sampler_options: dict[str, Any] | None = None,
         max_rows_in_flight: int | None = None,
+        cache_implementation: str = "dynamic",
         **model: Any,
     ) -> None:
         super().__init__(model_name_or_path, **model)
-        check_sampler(sampler, sampler_options or {}, max_rows_in_flight)
+        check_sampler(sampler, sampler_options or {}, max_rows_in_flight, cache_implementation)
         self._sampler: Sampler | None = None
 
     @property
@@ -699,7 +703,7 @@ class LanguagePolicy(LanguageModule):
             hp: Any = self.hparams
             ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
             self._sampler = make_sampler(
-                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks
+                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks, hp.cache_implementation
             )  # fmt: skip
         return self._sampler
 

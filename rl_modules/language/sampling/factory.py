@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.language.sampling.native import NativeSampler
+from rl_modules.language.sampling.native import NativeSampler, check_cache_implementation
 from rl_modules.language.sampling.protocol import Sampler
 
 #: Options of each sampler.
@@ -16,13 +16,16 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_sampler(kind: str, options: dict[str, Any], max_rows_in_flight: int | None) -> None:
+def check_sampler(
+    kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "dynamic"
+) -> None:
     """Refuse arguments that :func:`make_sampler` would not understand.
 
     Args:
         kind: the sampler's name.
         options: its own settings.
         max_rows_in_flight: see :func:`rl_modules.language.sampling.sample`.
+        cache_implementation: likewise.
 
     Raises:
         UsageError: an unknown name or option, or a number out of range.
@@ -34,6 +37,10 @@ def check_sampler(kind: str, options: dict[str, Any], max_rows_in_flight: int | 
             known = ", ".join(OPTIONS[kind]) or "none"
             raise UsageError(f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
                              f"{did_you_mean(name, OPTIONS[kind])}")  # fmt: skip
+    check_cache_implementation(cache_implementation)
+    if kind != "native" and cache_implementation != "dynamic":
+        raise UsageError(f"cache_implementation={cache_implementation} is the native sampler's; sampler={kind} has a "
+                         "cache of its own")  # fmt: skip
     if max_rows_in_flight is not None and max_rows_in_flight < 1:
         raise UsageError(f"max_rows_in_flight={max_rows_in_flight} must be at least 1, or null for as many as fit")
     if kind == "vllm_server":
@@ -52,6 +59,7 @@ def make_sampler(
     model: Any,
     rank: int = 0,
     world_size: int = 1,
+    cache_implementation: str = "dynamic",
 ) -> Sampler:
     """A sampler for a model; engines of their own have no weights yet.
 
@@ -62,13 +70,14 @@ def make_sampler(
         model: causal language model.
         rank: of this process.
         world_size: processes.
+        cache_implementation: see :func:`rl_modules.language.sampling.sample`.
 
     Raises:
         UsageError: see :func:`check_sampler`; also vLLM in this process beside other ranks.
     """
-    check_sampler(kind, options, max_rows_in_flight)
+    check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
-        return NativeSampler(model, max_rows_in_flight)
+        return NativeSampler(model, max_rows_in_flight, cache_implementation)
     device = next(model.parameters()).device
     if kind == "vllm_server":
         from rl_modules.language.sampling.remote import ServerSampler
