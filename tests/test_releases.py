@@ -32,6 +32,26 @@ def test_the_lower_bounds_are_those_of_the_project():
     assert set(re.findall(r'^\s+"([\w-]+)', needed, re.MULTILINE)) <= set(pinned)
 
 
+def test_every_package_of_the_tests_has_a_lower_bound_in_the_constraints():
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints-min.txt").read_text("utf-8"), re.MULTILINE)
+    tests, video, sweep = (extra(name) for name in ("test", "video", "sweep"))
+    packages = {re.match(r"[\w-]+", requirement)[0] for requirement in (*tests, *video, *sweep)}
+    assert packages - {"lightning-rl-recipes", "ruff", "mypy"} <= set(pinned)
+
+
+def extra(name: str) -> list[str]:
+    """Requirements of an extra in pyproject.toml."""
+    (text,) = re.findall(rf"^{name} = \[(.*?)\](?:$|  #)", PROJECT, re.DOTALL | re.MULTILINE)
+    return re.findall(r'"([^"]+)"', text)
+
+
+def test_the_command_that_installs_an_extra_names_what_the_project_declares():
+    from rl_modules.common.extras import PACKAGES
+
+    for name, requirements in PACKAGES.items():
+        assert list(requirements) == extra(name), name
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the pinned versions are those of Python 3.11")
 def test_the_pinned_versions_are_not_below_the_bounds():
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
