@@ -80,7 +80,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
-        eval_env_kwargs: keyword arguments for the environments of evaluation, over those of ``env_kwargs``.
+        eval_env_kwargs: keyword arguments for the environments of evaluation, over those of ``env_kwargs``; where an
+            engine steps in training, instead of them.
         eval_wrappers: wrappers of the environments of evaluation, instead of ``wrappers``; None: the same.
         action_masks: restrict actions to those that the environment allows in an ``action_mask`` of its Dict
             observation or infos, or by a method ``action_masks()``. False: ignore masks.
@@ -154,7 +155,10 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.autoreset_mode = autoreset_mode
         self.env_kwargs = self.hparams["env_kwargs"]
         self.wrappers = wrappers or []
-        self.eval_env_kwargs = {**(self.env_kwargs or {}), **(eval_env_kwargs or {})}
+        #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
+        self.has_engine = vectorization_mode in ("vector_entry_point", "envpool")
+        engine_kwargs = self.has_engine and eval_env_kwargs is not None
+        self.eval_env_kwargs = {**({} if engine_kwargs else self.env_kwargs or {}), **(eval_env_kwargs or {})}
         self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
         self._eval_envs = KeptEnvs()
         self.action_masks = action_masks
@@ -192,7 +196,10 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
         if self._example is None:
-            self._example = make_env(self.env_id, self.env_kwargs, self.wrappers)
+            settings = (self.env_kwargs, self.wrappers)
+            # An engine's environments are preprocessed by itself: those of evaluation show what the policy sees.
+            settings = (self.eval_env_kwargs, self.eval_wrappers) if self.has_engine else settings
+            self._example = make_env(self.env_id, *settings)
             for name in ("observation_space", "action_space"):
                 if not isinstance(getattr(self, name, None), gym.Space):
                     raise UsageError(f"the environment {self.env_name} has no {name}; set it to a space of "
@@ -343,7 +350,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         envs = make_vector_env(
             self.env_id, n_envs, vectorization_mode, autoreset_mode, env_kwargs, wrappers, self._mask_source
         )
-        if not for_training and self._evaluates_elsewhere:
+        if (not for_training and self._evaluates_elsewhere) or (for_training and self.has_engine):
             self._require_spaces(envs)
         return envs
 
@@ -353,10 +360,12 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         return bool(self.hparams["eval_env_kwargs"]) or self.hparams["eval_wrappers"] is not None
 
     def _require_spaces(self, envs: VectorEnv) -> None:
-        """Raises where the environments of evaluation have other spaces than those of training."""
+        """Raises where the environments of evaluation have other spaces than those of training, bounds aside."""
         for name in ("observation_space", "action_space"):
             there, here = getattr(envs, f"single_{name}"), getattr(self, name)
-            if space_to_dict(there) != space_to_dict(here):
+            if space_brief(there) != space_brief(here):
+                if self.has_engine:
+                    here, there = there, here
                 raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} "
                                  f"{space_brief(there)}, in training it is {space_brief(here)}; the policy needs the "
                                  "same")  # fmt: skip

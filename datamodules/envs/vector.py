@@ -155,7 +155,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
                                  "gymnasium.vector.VectorEnv")  # fmt: skip
             return made
         if str(env_id).startswith("ALE/"):
-            importlib.import_module("ale_py")  # registers the games
+            _register_games(str(env_id))
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise UsageError(_missing_extra(f"the environment {name}", str(error))) from error
@@ -168,6 +168,18 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
 
 
+def _register_games(env_id: str) -> None:
+    """Import ale_py, which registers Atari's games.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        importlib.import_module("ale_py")
+    except ModuleNotFoundError as error:
+        raise UsageError(_missing_extra(f"the environment {env_id}", str(error))) from error
+
+
 def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
     if not isinstance(env_id, str):
         raise UsageError(f"env_id={environment_name(env_id)!r} is a callable; vectorization_mode='envpool' takes an id "
@@ -175,6 +187,8 @@ def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vector
     from datamodules.envs.pool import EnvPoolVector
 
     envs = EnvPoolVector(env_id, n_envs, env_kwargs)
+    if env_id.startswith("ALE/"):
+        return envs  # its pictures are those after preprocessing, which the datamodule compares
     # What only the engine understands, such as num_threads, is nothing to Gymnasium.
     example = gym.make(env_id, disable_env_checker=True)
     envs.require_spaces(example)
@@ -183,12 +197,22 @@ def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vector
 
 
 def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
+    if isinstance(env_id, str) and env_id.startswith("ALE/"):
+        _register_games(env_id)
     spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
     if spec is None or spec.vector_entry_point is None:
         with_engine = sorted(name for name, spec in gym.registry.items() if spec.vector_entry_point is not None)
         raise UsageError(f"env_id={environment_name(env_id)!r} has no vectorised engine; those that have are "
                          f"{', '.join(with_engine)}; use vectorization_mode='sync' or 'async'")  # fmt: skip
-    return gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+    try:
+        envs = gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+    except TypeError as error:
+        raise UsageError(f"env_kwargs={env_kwargs} does not fit the engine of {env_id}: {error}") from error
+    if str(env_id).startswith("ALE/"):
+        from datamodules.envs.atari import SmallSeeds
+
+        return SmallSeeds(envs)
+    return envs
 
 
 def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:

@@ -133,3 +133,55 @@ def test_the_recipe_of_a_game(name, tmp_path):
                                        "buffer_size": 2000, "eval_freq": 0, "batch_size": 4,
                                        "rollouts_per_epoch": 5})  # fmt: skip
     assert_resumes_exactly(lambda: DQN(net_arch=[8]), make, tmp_path, epochs=2)
+
+
+ENGINES = {
+    "envpool": {"episodic_life": True, "noop_max": 30},
+    "vector_entry_point": {"episodic_life": True, "reward_clipping": False},
+}
+PICTURES = {"eval_env_kwargs": {"frameskip": 1, "repeat_action_probability": 0.0, "max_num_frames_per_episode": 800},
+            "eval_wrappers": ["AtariPreprocessing", {"class_path": "FrameStackObservation",
+                                                     "init_args": {"stack_size": 4}}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ENGINES)
+def test_an_engine_makes_the_pictures_that_evaluation_sees(mode):
+    pytest.importorskip("ale_py", reason="needs the atari extra")
+    pytest.importorskip("cv2", reason="needs the atari extra")
+    if mode == "envpool":
+        pytest.importorskip("envpool", reason="needs the envpool extra")
+    from rl_modules import PPO
+    from tests.training import fit
+
+    data = rollouts("ALE/Pong-v5", n_envs=2, n_steps=8, total_timesteps=32, vectorization_mode=mode,
+                    env_kwargs=ENGINES[mode], n_test_episodes=1, **PICTURES)  # fmt: skip
+    model = PPO()
+    trainer = fit(model, data)
+    assert data.num_timesteps == 32
+    assert model.observation_space.shape == (4, 84, 84)
+    assert trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"] <= 200
+
+
+@pytest.mark.parametrize("mode", ENGINES)
+def test_an_engine_whose_pictures_differ_is_refused(mode):
+    pytest.importorskip("ale_py", reason="needs the atari extra")
+    if mode == "envpool":
+        pytest.importorskip("envpool", reason="needs the envpool extra")
+    data = rollouts("ALE/Pong-v5", n_envs=2, vectorization_mode=mode)
+    with pytest.raises(
+        UsageError, match=r"with the observation_space Box\(210, 160, 3\) uint8, in training it is Box\(4,"
+    ):
+        data.setup("fit")
+
+
+def test_replay_of_an_engine_s_frames(tmp_path):
+    """Each frame once, with the reset rows of an engine between episodes."""
+    pytest.importorskip("ale_py", reason="needs the atari extra")
+    pytest.importorskip("cv2", reason="needs the atari extra")
+    from tests.training import fit
+
+    data = ReplayDataModule("ALE/Breakout-v5", n_envs=2, vectorization_mode="vector_entry_point", share_frames=True,
+                            env_kwargs=ENGINES["vector_entry_point"], learning_starts=600, buffer_size=5000,
+                            total_timesteps=640, eval_freq=0, batch_size=4, **PICTURES)  # fmt: skip
+    fit(DQN(), data)
+    assert data.collector.episodes.returns  # lives were lost
