@@ -170,7 +170,7 @@ class DQN(ControlModule):
             self.resample(self.network, generator)
         greedy = self.q_values(self.network, observation).argmax(1)
         if self.is_noisy:
-            self.calm()
+            self.remove_noise()
         if deterministic:
             return {"action": greedy}
         device = greedy.device if generator is None else generator.device
@@ -216,7 +216,7 @@ class DQN(ControlModule):
             return self.minibatch_loss(batch)
         self.resample(self.network, self.noise_generator)
         loss = self.minibatch_loss(batch)
-        self.calm()
+        self.remove_noise()
         return loss
 
     def resample(self, network: Any, generator: torch.Generator | None) -> None:
@@ -225,11 +225,11 @@ class DQN(ControlModule):
 
         resample(network, generator)
 
-    def calm(self) -> None:
+    def remove_noise(self) -> None:
         """Take the noise of the network away."""
-        from rl_modules.noisy import calm
+        from rl_modules.noisy import remove_noise
 
-        calm(self.network)
+        remove_noise(self.network)
 
     def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a minibatch, a scalar."""

@@ -16,7 +16,7 @@ SIGMA = 0.5
 class NoisyLinear(nn.Module):
     """A linear layer with weights μ + σ ⊙ ε, where ε = f(ε_in) f(ε_out)ᵀ and f(x) = sgn(x) √|x|.
 
-    Without noise, as after :func:`calm`, the weights are μ.
+    Without noise, as after :func:`remove_noise`, the weights are μ.
 
     Args:
         layer: linear, or K parallel ones; its shape is taken, and μ starts as in the paper.
@@ -51,8 +51,8 @@ class NoisyLinear(nn.Module):
         else:
             self._noise = out[:, None] * into, out
 
-    def calm(self) -> None:
-        """Take the noise away."""
+    def remove_noise(self) -> None:
+        """Set the noise to 0."""
         self._noise = None
 
     @property
@@ -88,8 +88,8 @@ def resample(network: nn.Module, generator: torch.Generator | None) -> None:
             layer.resample(generator)
 
 
-def calm(network: nn.Module) -> None:
-    """Take the noise of every noisy layer of a network away."""
+def remove_noise(network: nn.Module) -> None:
+    """Set the noise of every noisy layer of a network to 0."""
     for layer in network.modules():
         if isinstance(layer, NoisyLinear):
-            layer.calm()
+            layer.remove_noise()

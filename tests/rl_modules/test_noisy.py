@@ -13,7 +13,7 @@ from rl_modules import DQN, QRDQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.layers import ParallelLinear
-from rl_modules.noisy import NoisyLinear, calm, make_noisy, resample
+from rl_modules.noisy import NoisyLinear, remove_noise, make_noisy, resample
 from rl_modules.q_network import QNetwork
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit
@@ -60,7 +60,7 @@ def test_without_noise_the_layer_is_the_linear_one(plain):
     torch.testing.assert_close(noisy, plain(x))
     noisy.sum().backward()
     torch.testing.assert_close(layer.weight_sigma.grad, layer.weight_mean.grad * layer._noise[0])
-    layer.calm()
+    layer.remove_noise()
     assert layer._noise is None
 
 
@@ -78,7 +78,7 @@ def test_every_layer_but_the_encoder_is_noisy(dueling):
     other = copy.deepcopy(network)
     resample(other, torch.Generator().manual_seed(0))
     torch.testing.assert_close(other(observation), network(observation))
-    calm(network)
+    remove_noise(network)
     assert torch.equal(network(observation), still)
 
 
