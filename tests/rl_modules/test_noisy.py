@@ -13,7 +13,7 @@ from rl_modules import DQN, QRDQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.layers import ParallelLinear
-from rl_modules.noisy import NoisyLinear, remove_noise, make_noisy, resample
+from rl_modules.noisy import NoisyLinear, make_noisy, remove_noise, resample
 from rl_modules.q_network import QNetwork
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit
