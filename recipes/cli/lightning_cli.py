@@ -20,7 +20,7 @@ from recipes.callbacks.recorder import record_episodes
 from recipes.cli import resume, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes
 from recipes.cli.parser import RLParser, add_arguments
-from recipes.cli.sentences import which_class
+from recipes.cli.sentences import unknown_monitor, which_class
 from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
@@ -195,6 +195,7 @@ class RLCLI(LightningCLI):
             try:
                 super()._run_subcommand(subcommand)
             except RuntimeError as error:
+                self._answer_monitor(error)
                 if "Error(s) in loading state_dict" not in str(error):
                     raise
                 path = self._get(self.config, "ckpt_path")
@@ -204,6 +205,7 @@ class RLCLI(LightningCLI):
             except (MisconfigurationException, ValueError) as error:
                 if isinstance(error, UsageError) or not _is_lightnings(error):
                     raise
+                self._answer_monitor(error)
                 raise UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
             return
         checkpoint = self._get(self.config, "ckpt_path")
@@ -211,6 +213,12 @@ class RLCLI(LightningCLI):
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
         for file in record_episodes(policy, self.datamodule, folder, episodes):
             print(file)
+
+    def _answer_monitor(self, error: Exception) -> None:
+        """Raises the sentence for a callback that monitors what the run does not log."""
+        sentence = unknown_monitor(str(error), self.trainer.callback_metrics)
+        if sentence is not None:
+            raise UsageError(sentence) from error
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""

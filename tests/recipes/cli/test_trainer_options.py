@@ -249,6 +249,18 @@ def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> No
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("callback", "monitor", "near"), [
+    ("EarlyStopping", "rollout/ep_rewmean", "did you mean rollout/ep_rew_mean"),
+    ("EarlyStopping", "mean_reward", "did you mean eval/mean_reward"),
+    ("EarlyStopping", "nonsense", "it logs eval/mean_ep_length"),
+])  # fmt: skip
+def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any, callback: str, monitor: str, near: str) -> None:
+    code, _, err = rl("fit", *RUN, "--data.eval_freq=256", f"--trainer.callbacks+={callback}",
+                      f"--trainer.callbacks.monitor={monitor}")  # fmt: skip
+    assert code == 1
+    assert re_line(err, "error: ", f"monitor='{monitor}'", near) and "Traceback" not in err
+
+
 def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
