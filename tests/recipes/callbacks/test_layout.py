@@ -33,7 +33,8 @@ def test_a_subclass_has_its_bases_charts_and_others_those_of_control() -> None:
 def test_a_runs_charts_match_what_it_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main(["fit", "--model", "PPO", "--data", "RolloutDataModule", "--data.env_id", "CartPole-v1",
-          "--data.n_steps", "32", "--data.total_timesteps", "1024", "--data.eval_freq", "512", "--data.n_test_episodes", "2"])  # fmt: skip
+          "--data.n_steps", "32", "--data.total_timesteps", "1024", "--data.eval_freq", "512",
+          "--data.n_test_episodes", "2"])  # fmt: skip
     events = EventAccumulator(str(next(tmp_path.glob("logs/*/version_0"))), size_guidance={"tensors": 0}).Reload()
     (config,) = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(config.tensor_proto.string_val[0])
