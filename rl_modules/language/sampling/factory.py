@@ -7,6 +7,7 @@ from typing import Any
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.sampling.native import NativeSampler, check_cache_implementation
 from rl_modules.language.sampling.protocol import Sampler
+from rl_modules.language.sharding import is_sharded
 
 #: Options of each sampler.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -73,7 +74,7 @@ def make_sampler(
         cache_implementation: see :func:`rl_modules.language.sampling.sample`.
 
     Raises:
-        UsageError: see :func:`check_sampler`; also vLLM in this process beside other ranks.
+        UsageError: see :func:`check_sampler`; also vLLM in this process where weights are split over ranks.
     """
     check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
@@ -83,12 +84,15 @@ def make_sampler(
         from rl_modules.language.sampling.remote import ServerSampler
 
         return ServerSampler(device=device, pushes=rank == 0, **options)
-    if world_size > 1:
-        raise UsageError(f"sampler=vllm runs in a process without other ranks, and there are {world_size}; start `rl "
-                         "serve` and take sampler=vllm_server")  # fmt: skip
+    if world_size > 1 and is_sharded(model):
+        raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
+                         "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
     from rl_modules.language.sampling.engine import VLLMEngine, unties
     from rl_modules.language.sampling.vllm import EngineSampler
     from rl_modules.language.sampling.weights import EngineSpec
 
-    engine = VLLMEngine(EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, **options)
+    ranks = (rank, world_size)
+    engine = VLLMEngine(
+        EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options
+    )
     return EngineSampler(engine, device)
