@@ -59,8 +59,14 @@ def value_loss(
         error = torch.max((value - returns).square(), (clipped - returns).square())
         return 0.5 * (error.mean() if mask is None else masked_mean(error, mask))
     if mask is None:
-        return 0.5 * F.mse_loss(value, returns)
+        return 0.5 * F.mse_loss(*_promoted(value, returns))
     return 0.5 * masked_mean((value - returns).square(), mask)
+
+
+def _promoted(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both in the wider of their precisions; the losses of torch 2.6 have no gradient of mixed ones."""
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return first.to(dtype), second.to(dtype)
 
 
 def dqn_target(
@@ -134,7 +140,7 @@ def td_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weight: Tenso
     require_choice("loss", loss, ("mse", "huber"))
     require_shape("target", target, prediction.shape, "prediction")
     reduction = "mean" if weight is None else "none"
-    prediction, target = as_float(prediction), as_constant(target)
+    prediction, target = _promoted(as_float(prediction), as_constant(target))
     if loss == "mse":
         error = F.mse_loss(prediction, target, reduction=reduction)
     else:
