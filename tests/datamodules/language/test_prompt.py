@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from datamodules.language.prompt import PromptDataModule, joined_sequences
 from datamodules.language.rows import groups_of, has_signal, joined
 from rl_modules.common.errors import UsageError
-from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.grpo import GRPO
+from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.sampling import Completions
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
