@@ -1,0 +1,81 @@
+"""One run of a sweep's trial: its curve is reported while it trains, and it ends where the trial is pruned."""
+
+from typing import Any
+
+import lightning as L
+
+from recipes.cli import summary
+from recipes.cli.lightning_cli import RLCLI
+from recipes.cli.sweep_file import Sweep
+from rl_modules.common.errors import UsageError
+
+
+class Pruned(Exception):
+    """The trial is worse than the others were at this evaluation."""
+
+
+class Judge(L.Callback):
+    """Reports every new value of the monitored curve, and ends a run that is to be pruned.
+
+    Args:
+        sweep: the settings.
+        trial: ``optuna.trial.Trial``.
+        before: the curves of the seeds that the trial has finished.
+    """
+
+    #: Distance between the steps of two seeds, more than a run has evaluations.
+    STRIDE = 100_000
+
+    def __init__(self, sweep: Sweep, trial: Any, before: list[list[float]]) -> None:
+        self.sweep, self.trial, self.before = sweep, trial, before
+        #: Values of this run's curve; a checkpoint stores them.
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = list(state_dict["values"])
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        metrics = trainer.callback_metrics
+        if self.sweep.monitor not in metrics:
+            raise UsageError(f"monitor={self.sweep.monitor!r} is not among what an evaluation of this run knows: "
+                             f"{', '.join(sorted(metrics))}")  # fmt: skip
+        self.values.append(float(metrics[self.sweep.monitor]))
+        k = len(self.values) - 1
+        others = [curve[min(k, len(curve) - 1)] for curve in self.before if curve]
+        step = len(self.before) * self.STRIDE + k
+        known = self.trial.study.get_trials(deepcopy=False)[self.trial.number].intermediate_values
+        if step not in known:  # a resumed run repeats what it did after its checkpoint
+            self.trial.report(sum([*others, self.values[-1]]) / (len(others) + 1), step)
+        if self.sweep.prune and self.trial.should_prune():
+            raise Pruned(f"evaluation {k + 1} of seed {self.sweep.first_seed + len(self.before)}")
+
+
+class TrialRun(RLCLI):
+    """``rl fit`` of one seed of a trial, without its printed summary.
+
+    Args:
+        args: the words after ``fit``.
+        judge: the callback of the trial.
+    """
+
+    def __init__(self, args: list[str], judge: Judge) -> None:
+        self.judge = judge
+        super().__init__("fit", args)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
+        config["enable_progress_bar"] = False
+        return super()._instantiate_trainer(config, [*callbacks, self.judge])
+
+    def after_fit(self) -> None:
+        """Evaluates the final policy and writes the result to the run's curves."""
+        data: Any = self.datamodule
+        final, interrupted = summary.evaluate(self.trainer, self.model, data, self._controls)
+        if interrupted:
+            raise SystemExit(130)
+        step = data.num_timesteps if self._controls else self.trainer.global_step
+        summary.record_final(self.trainer, self.model, data, final, step)
