@@ -154,6 +154,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.vectorization_mode = vectorization_mode
         self.autoreset_mode = autoreset_mode
         self.env_kwargs = self.hparams["env_kwargs"]
+        for name in ("env_kwargs", "eval_env_kwargs"):
+            if not isinstance(self.hparams[name], dict | None):
+                raise UsageError(f"{name}={self.hparams[name]!r} must be a dict of the environment's arguments")
         self.wrappers = wrappers or []
         #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
         self.has_engine = vectorization_mode in ("vector_entry_point", "envpool")

@@ -67,8 +67,6 @@ def make_env(
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
     """
-    if env_kwargs is not None and not isinstance(env_kwargs, dict):
-        raise UsageError(f"env_kwargs={env_kwargs!r} must be a dict of the environment's arguments")
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
         raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
