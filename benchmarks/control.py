@@ -4,8 +4,10 @@
 
 Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings (``dqn_defaults``: with those of
 Stable-Baselines3 itself, an update per four transitions of one environment; ``sac`` and ``td3``: on Pendulum-v1 with
-its defaults and two hidden layers of 256, an update with 256 transitions per step); evaluation and progress bars are
-off, logging is each library's default. Ratios are taken within a round and their median is reported, for machines are
+its defaults and two hidden layers of 256, an update with 256 transitions per step; ``ppo_envpool``: PPO's whole run
+with EnvPool's engine, beside ``sync`` and Stable-Baselines3; ``pong``: environments alone, eight games of Pong with
+their preprocessing and random actions, a step is four frames); evaluation and progress bars are off, logging is each
+library's default. Ratios are taken within a round and their median is reported, for machines are
 noisy.
 """
 
@@ -20,7 +22,9 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 ZOO_PPO = {"n_steps": 32, "batch_size": 256, "n_epochs": 20}
@@ -29,11 +33,12 @@ DEFAULT_DQN = {"buffer_size": 100_000, "learning_starts": 100, "train_freq": 4, 
 EXPLORATION = {"target_update_interval": 10, "exploration_fraction": 0.16, "exploration_final_eps": 0.04}
 
 
-def ours_ppo(total_timesteps: int) -> None:
+def ours_ppo(total_timesteps: int, vectorization_mode: str = "sync") -> None:
     from datamodules import RolloutDataModule
     from rl_modules import PPO
 
-    data = RolloutDataModule("CartPole-v1", n_envs=8, total_timesteps=total_timesteps, eval_freq=0, **ZOO_PPO)
+    data = RolloutDataModule("CartPole-v1", n_envs=8, total_timesteps=total_timesteps, eval_freq=0,
+                             vectorization_mode=vectorization_mode, **ZOO_PPO)  # fmt: skip
     model = PPO(gamma=0.98, gae_lambda=0.8, learning_rate="lin_1e-3", clip_range="lin_0.2", log_every=4)
     _fit(model, data)
 
@@ -128,6 +133,33 @@ def _sb3_on_pendulum(name: str, total_timesteps: int) -> None:
     envs.close()
 
 
+def ours_pong(total_timesteps: int, vectorization_mode: str = "envpool") -> None:
+    from datamodules.envs.vector import make_vector_env
+
+    envs = make_vector_env("ALE/Pong-v5", 8, vectorization_mode)
+    _step(envs, total_timesteps)
+
+
+def sb3_pong(total_timesteps: int) -> None:
+    import ale_py
+    import gymnasium as gym
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    gym.register_envs(ale_py)
+    envs = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=8, seed=0), 4)
+    _step(envs, total_timesteps)
+
+
+def _step(envs: Any, total_timesteps: int) -> None:
+    """Take ``total_timesteps`` transitions of eight environments with random actions."""
+    actions = np.random.default_rng(0).integers(6, size=(total_timesteps // 8, 8))
+    envs.reset()
+    for action in actions:
+        envs.step(action)
+    envs.close()
+
+
 def _fit(model: object, data: object) -> None:
     import lightning as L
 
@@ -141,6 +173,10 @@ def _fit(model: object, data: object) -> None:
 
 CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
+    "ppo_envpool": {"ours": partial(ours_ppo, vectorization_mode="envpool"), "ours, sync": ours_ppo,
+                    "stable-baselines3": sb3_ppo},
+    "pong": {"ours": ours_pong, "ours, ALE's engine": partial(ours_pong, vectorization_mode="vector_entry_point"),
+             "stable-baselines3": sb3_pong},
     "a2c": {"ours": ours_a2c, "stable-baselines3": sb3_a2c},
     "dqn": {"ours": ours_dqn, "stable-baselines3": sb3_dqn},
     "dqn_defaults": {"ours": ours_dqn_defaults, "stable-baselines3": sb3_dqn_defaults},
@@ -148,8 +184,17 @@ CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
         name.lower(): {"ours": partial(_ours_on_pendulum, name), "stable-baselines3": partial(_sb3_on_pendulum, name)}
         for name in ("SAC", "TD3")
     },
+}  # fmt: skip
+TIMESTEPS = {
+    "ppo": 40_960,
+    "ppo_envpool": 40_960,
+    "pong": 8_000,
+    "a2c": 40_000,
+    "dqn": 10_240,
+    "dqn_defaults": 20_480,
+    "sac": 2_000,
+    "td3": 3_000,
 }
-TIMESTEPS = {"ppo": 40_960, "a2c": 40_000, "dqn": 10_240, "dqn_defaults": 20_480, "sac": 2_000, "td3": 3_000}
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

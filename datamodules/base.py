@@ -80,7 +80,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
-        eval_env_kwargs: keyword arguments for the environments of evaluation, over those of ``env_kwargs``.
+        eval_env_kwargs: keyword arguments for the environments of evaluation, over those of ``env_kwargs``; where an
+            engine steps in training, instead of them.
         eval_wrappers: wrappers of the environments of evaluation, instead of ``wrappers``; None: the same.
         action_masks: restrict actions to those that the environment allows in an ``action_mask`` of its Dict
             observation or infos, or by a method ``action_masks()``. False: ignore masks.
@@ -95,8 +96,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
             ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
-        eval_on_start: evaluate before the first update too, where there are evaluations; None: where the environment
-            has a time limit, for an untrained policy may never end an episode. A resumed run does not repeat it.
+        eval_on_start: evaluate before the first update too, where there are evaluations; None: where ``eval_freq`` sets
+            their times and the environment has a time limit, for an untrained policy may never end an episode. A
+            resumed run does not repeat it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
         n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
         eval_deterministic: evaluate the policy's most likely actions instead of samples.
@@ -153,7 +155,10 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.autoreset_mode = autoreset_mode
         self.env_kwargs = self.hparams["env_kwargs"]
         self.wrappers = wrappers or []
-        self.eval_env_kwargs = {**(self.env_kwargs or {}), **(eval_env_kwargs or {})}
+        #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
+        self.has_engine = vectorization_mode in ("vector_entry_point", "envpool")
+        engine_kwargs = self.has_engine and eval_env_kwargs is not None
+        self.eval_env_kwargs = {**({} if engine_kwargs else self.env_kwargs or {}), **(eval_env_kwargs or {})}
         self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
         self._eval_envs = KeptEnvs()
         self.action_masks = action_masks
@@ -191,7 +196,10 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
         if self._example is None:
-            self._example = make_env(self.env_id, self.env_kwargs, self.wrappers)
+            settings = (self.env_kwargs, self.wrappers)
+            # An engine's environments are preprocessed by itself: those of evaluation show what the policy sees.
+            settings = (self.eval_env_kwargs, self.eval_wrappers) if self.has_engine else settings
+            self._example = make_env(self.env_id, *settings)
             for name in ("observation_space", "action_space"):
                 if not isinstance(getattr(self, name, None), gym.Space):
                     raise UsageError(f"the environment {self.env_name} has no {name}; set it to a space of "
@@ -322,6 +330,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             normalizers=normalizers,
             sign_reward=self.sign_reward,
             stats_window_size=self.hparams["stats_window_size"],
+            returns_raw=self.kind == "replay",
         )
 
     def _make_vector(
@@ -341,7 +350,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         envs = make_vector_env(
             self.env_id, n_envs, vectorization_mode, autoreset_mode, env_kwargs, wrappers, self._mask_source
         )
-        if not for_training and self._evaluates_elsewhere:
+        if (not for_training and self._evaluates_elsewhere) or (for_training and self.has_engine):
             self._require_spaces(envs)
         return envs
 
@@ -351,10 +360,12 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         return bool(self.hparams["eval_env_kwargs"]) or self.hparams["eval_wrappers"] is not None
 
     def _require_spaces(self, envs: VectorEnv) -> None:
-        """Raises where the environments of evaluation have other spaces than those of training."""
+        """Raises where the environments of evaluation have other spaces than those of training, bounds aside."""
         for name in ("observation_space", "action_space"):
             there, here = getattr(envs, f"single_{name}"), getattr(self, name)
-            if space_to_dict(there) != space_to_dict(here):
+            if space_brief(there) != space_brief(here):
+                if self.has_engine:
+                    here, there = there, here
                 raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} "
                                  f"{space_brief(there)}, in training it is {space_brief(here)}; the policy needs the "
                                  "same")  # fmt: skip
@@ -416,13 +427,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return
-        starts = has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
-        evaluate_on_start(trainer, starts and self.eval_freq > 0)
         if self.eval_freq and isinstance(self.env_id, VectorEnv):
             rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
                            "give a callable that makes it, or eval_freq=0")  # fmt: skip
         given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
-        if self.eval_freq and not given and trainer.val_check_interval == 1.0:
+        counts = self.eval_freq > 0 and not given and trainer.val_check_interval == 1.0
+        starts = counts and has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
+        evaluate_on_start(trainer, starts and self.eval_freq > 0)
+        if counts:
             # Evaluation is counted in transitions; Lightning counts epochs.
             every = max(1, round(self.eval_freq / self.transitions_per_epoch))
             trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every

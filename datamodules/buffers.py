@@ -39,11 +39,18 @@ class ReplayBuffer:
             return torch.from_numpy(np.zeros((self.total, *example.shape), example.dtype))
 
         self.observation = tree_map(allocate, _example(observation_space))
+        #: Of one observation, as :meth:`gather` returns it.
+        self.observation_bytes = sum(leaf.nbytes for leaf in tree_leaves(_example(observation_space)))
         self.action = allocate(_example(action_space))
         self.reward = allocate(np.zeros((), np.float32))
         self.terminated, self.valid = (allocate(np.zeros((), bool)) for _ in range(2))
         self.head = torch.zeros(n_envs, dtype=torch.int64)
         self.filled = 0
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that a step may take at most: its transition, and the end of its episode."""
+        return 2
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
         """Append a rollout, over the oldest rows.
@@ -109,13 +116,17 @@ class ReplayBuffer:
             last = (index + (steps - 1) * self.n_envs) % self.total
         successor = (last + self.n_envs) % self.total
         return {
-            "observation": tree_map(lambda x: x[index], self.observation),
+            "observation": self.observations_at(index),
             "action": self.action[index],
             "reward": reward,
             "n_steps": steps,
             "terminated": self.terminated[last],
-            "next_observation": tree_map(lambda x: x[successor], self.observation),
+            "next_observation": self.observations_at(successor),
         }
+
+    def observations_at(self, index: Tensor) -> Any:
+        """Observations by their flat numbers, [M, *obs]."""
+        return tree_map(lambda x: x[index], self.observation)
 
     def rows_to_save(self, newest: int | None = None) -> Tensor:
         """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer.
@@ -153,11 +164,17 @@ class ReplayBuffer:
 
 
 def replay_bytes(
-    observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int, prioritized: bool
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    n_envs: int,
+    buffer_size: int,
+    prioritized: bool,
+    stack: int = 1,
 ) -> int:
-    """Memory that a :class:`ReplayBuffer` and its sampler will take, in bytes."""
+    """Memory that a :class:`ReplayBuffer` and its sampler will take, in bytes; of ``stack`` frames one is stored."""
     total = (buffer_size // n_envs + 1) * n_envs
-    row = sum(leaf.nbytes for leaf in [*tree_leaves(_example(observation_space)), _example(action_space)])
+    row = sum(leaf.nbytes for leaf in tree_leaves(_example(observation_space))) // stack
+    row += _example(action_space).nbytes
     flags = torch.float32.itemsize + 2 * torch.bool.itemsize
     tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0
     return total * (row + flags) + tree

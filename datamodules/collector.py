@@ -30,6 +30,7 @@ class Collector:
         normalizers: of observations and rewards, updated with every step.
         sign_reward: learn from the rewards' signs; episode statistics keep the rewards themselves.
         stats_window_size: finished episodes in the running means.
+        returns_raw: rollouts hold observations and rewards as they were; only the policy sees normalised ones.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Collector:
         normalizers: Normalizers | None = None,
         sign_reward: bool = False,
         stats_window_size: int = 100,
+        returns_raw: bool = False,
     ) -> None:
         self.envs = envs
+        self.returns_raw = returns_raw
         self.streams = streams
         self.name = name
         self.space = envs.single_observation_space
@@ -98,6 +101,8 @@ class Collector:
         for t in range(n_steps):
             _write(observations, t, self._observation)
             observed = _tensors(observations, t, device)
+            if self.returns_raw and self.normalizers.of_observations is not None:
+                observed = _to_tensors(self.normalizers.observation(self._observation))
             if self.memory is None:
                 acted.append(act(observed, self.generator))
             else:
@@ -118,11 +123,12 @@ class Collector:
             if self.mode != AutoresetMode.NEXT_STEP and done.any():
                 self.episodes.note_successes(done, info)
                 # The statistics of this moment: those of the next include the observation after the reset.
-                new = [(t, int(i), self.normalizers.observation(final)) for i, final in self._finals(done, raw, info)]
+                new = [(t, int(i), self._stored(final)) for i, final in self._finals(done, raw, info)]
                 finals += new
                 if self.mode == AutoresetMode.DISABLED:
                     raw = self._reset(options={"reset_mask": done})
-            reward[t] = self.normalizers.reward(raw_reward[t], done, valid[t])
+            scaled = self.normalizers.reward(raw_reward[t], done, valid[t])
+            reward[t] = raw_reward[t] if self.returns_raw else scaled
             self._observation = self._arrays(raw)
         _write(observations, n_steps, self._observation)
         if self.sign_reward:
@@ -189,7 +195,11 @@ class Collector:
         if self.normalizers.of_observations is None:
             return arrays
         self.normalizers.of_observations.update(tree_map(lambda x: x[~self._resets_next], arrays))
-        return self.normalizers.observation(arrays)
+        return self._stored(arrays)
+
+    def _stored(self, arrays: Any) -> Any:
+        """Observations as the rollout holds them."""
+        return arrays if self.returns_raw else self.normalizers.observation(arrays)
 
     def _reset(self, **arguments: Any) -> Any:
         try:
@@ -263,7 +273,7 @@ class Collector:
             return
         for i, new in restore.begin_next_episodes(self.envs, which, self.space).items():
             tree_map(lambda x, y: x.__setitem__(i, y), self._raw, new)  # noqa: B023
-            tree_map(lambda x, y: x.__setitem__(i, y), self._observation, self.normalizers.observation(new))  # noqa: B023
+            tree_map(lambda x, y: x.__setitem__(i, y), self._observation, self._stored(new))  # noqa: B023
 
 
 def _write(buffers: Any, t: int, values: Any) -> None:

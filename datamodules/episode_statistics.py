@@ -1,6 +1,7 @@
 """Returns and lengths of episodes, from the rollouts they are spread over."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ class EpisodeStatistics:
         self.lengths: deque[int] = deque(maxlen=window)
         #: 1 or 0 for the last episodes whose end came with ``is_success``.
         self.successes: deque[float] = deque(maxlen=window)
+        #: Called with return and length of every finished episode.
+        self.on_finished: Callable[[float, int], None] | None = None
 
     def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
         """Add a rollout.
@@ -44,6 +47,8 @@ class EpisodeStatistics:
             for i in np.flatnonzero(done[t]):
                 self.returns.append(float(self.running_return[i]))
                 self.lengths.append(int(self.running_length[i]))
+                if self.on_finished is not None:
+                    self.on_finished(self.returns[-1], self.lengths[-1])
                 self.running_return[i], self.running_length[i] = 0.0, 0
 
     def note_successes(self, done: np.ndarray, info: dict[str, Any]) -> None:

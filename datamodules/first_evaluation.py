@@ -13,4 +13,5 @@ def evaluate_on_start(trainer: L.Trainer, wanted: bool) -> None:
         trainer: of the fit, which has not begun.
         wanted: evaluate before the first update.
     """
-    trainer.num_sanity_val_steps = float("inf") if wanted and not trainer.fast_dev_run else 0  # type: ignore[attr-defined]
+    tries = getattr(trainer, "fast_dev_run", False)
+    trainer.num_sanity_val_steps = float("inf") if wanted and not tries else 0

@@ -159,6 +159,10 @@ class RewardNormalizer:
         self.returns[done] = 0.0
         return np.clip(reward / self.running.scale(), -self.clip, self.clip)
 
+    def scaled(self, reward: np.ndarray) -> np.ndarray:
+        """Rewards scaled by the current statistics, which stay as they are; any shape, float32."""
+        return np.clip(reward / self.running.scale(), -self.clip, self.clip).astype(np.float32)
+
     def state_dict(self) -> dict[str, Any]:
         return {"running": self.running.state_dict(), "returns": torch.from_numpy(self.returns.copy())}
 

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+
+from rl_modules.common.spaces import tree_map
 
 if TYPE_CHECKING:  # imported where something is normalised
     from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
@@ -30,6 +33,20 @@ class Normalizers:
     def reward(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """A step's rewards, [N], scaled or as they are."""
         return reward if self.of_rewards is None else self.of_rewards(reward, done, valid)
+
+    def sample(self, sample: dict[str, Any]) -> None:
+        """Normalise replayed transitions by the current statistics, in place.
+
+        Args:
+            sample: CPU tensors: observation, next_observation [M, *obs] and reward [M, n], as the environments
+                returned them.
+        """
+        if self.of_observations is not None:
+            for name in ("observation", "next_observation"):
+                arrays = self.of_observations(tree_map(lambda x: x.numpy(), sample[name]))
+                sample[name] = tree_map(torch.from_numpy, arrays)
+        if self.of_rewards is not None:
+            sample["reward"] = torch.from_numpy(self.of_rewards.scaled(sample["reward"].numpy()))
 
     def statistics(self) -> Any:
         """What :func:`rl_modules.common.spaces.normalize` takes; None where observations stay as they are."""

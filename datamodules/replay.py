@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
+from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
@@ -26,7 +27,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import observation_arrays, tree_map
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class ReplayDataModule(ControlDataModule):
 
     Batches hold up to n rewards each, not their discounted sum: the module owns γ and sums them in ``prepare``.
     Other values that ``act`` returns are not stored, because they belong to an outdated policy.
+    With ``norm_obs`` and ``norm_reward`` the buffer holds what the environments returned, and minibatches are
+    normalised with the current statistics.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -63,11 +66,15 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling
             bias that the importance weights correct.
         prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
+        share_frames: the observations are stacks of k frames along their first axis. Each frame is stored once, and
+            the stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then
+            frames: one per transition, and k more per episode.
         checkpoint_buffer_size: number of newest rows that a checkpoint stores; None: all. A run resumed from fewer rows
-            differs from the uninterrupted run. None: all.
+            differs from the uninterrupted run.
         rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an
             epoch has as many minibatches as this number of rounds, or a thousand if the number of minibatches depends
-            on the episodes. **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
+            on the episodes.
+        **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
@@ -92,6 +99,7 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_alpha: float = 0.6,
         prioritized_replay_beta0: float = 0.4,
         prioritized_replay_eps: float = 1e-6,
+        share_frames: bool = False,
         checkpoint_buffer_size: int | None = None,
         rollouts_per_epoch: int | None = None,
         **environment: Unpack[EnvironmentArguments],
@@ -112,11 +120,13 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got alpha="
                              f"{prioritized_replay_alpha}, beta0={prioritized_replay_beta0}, eps="
                              f"{prioritized_replay_eps}")  # fmt: skip
-        for name in ("norm_obs", "norm_reward"):
-            if self.hparams[name]:
-                raise UsageError(f"{name}: replayed experience would keep the statistics of when it was made; leave it "
-                                 "false, or scale in a wrapper of the environment")  # fmt: skip
+        for name, default in (("alpha", 0.6), ("beta0", 0.4), ("eps", 1e-6)):
+            value = self.hparams[f"prioritized_replay_{name}"]
+            if not prioritized_replay and value != default:
+                raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
+                                 "set that to true")  # fmt: skip
         self.buffer_size = buffer_size
+        self.share_frames = share_frames
         self.checkpoint_buffer_size = checkpoint_buffer_size
         self.learning_starts = learning_starts
         self.n_steps = n_steps
@@ -144,6 +154,9 @@ class ReplayDataModule(ControlDataModule):
         self.train_freq, self.counts_episodes = _parse_train_freq(given.train_freq, wanted.train_freq)
         batch_size = (wanted.batch_size or 32) if given.batch_size is None else given.batch_size
         self.batch_size = at_least("batch_size", batch_size)
+        if self.batch_size > self.buffer_size:
+            raise UsageError(f"batch_size={self.batch_size} must be at most buffer_size={self.buffer_size}, the "
+                             "transitions that it is drawn from")  # fmt: skip
         self.gradient_steps = given.gradient_steps
         per_epoch = given.rollouts_per_epoch
         if self.counts_episodes:
@@ -168,7 +181,12 @@ class ReplayDataModule(ControlDataModule):
         super().begin_run()
         self._resolve()
         self._require_memory()
-        self.replay = ReplayBuffer(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        kind = FrameReplayBuffer if self.share_frames else ReplayBuffer
+        self.replay = kind(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
+        if self.share_frames and self.buffer_size < least:
+            raise UsageError(f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
+                             f"(share_frames=True) and train_freq={self.train_freq}")  # fmt: skip
         seed = stream_seed(self.seed, self._rank, "minibatches")
         if self.prioritized_replay:
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
@@ -187,8 +205,9 @@ class ReplayDataModule(ControlDataModule):
         """
         local_ranks = self.trainer.num_devices if self.trainer is not None else 1
         needed = local_ranks * replay_bytes(
-            self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay
-        )
+            self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay,
+            stack_size(self.observation_space) if self.share_frames else 1,
+        )  # fmt: skip
         free = available_bytes()
         needs, has = _readable(needed), _readable(free)
         if needed > free:
@@ -287,10 +306,13 @@ class ReplayDataModule(ControlDataModule):
 
         while self.num_timesteps < self.learning_starts:
             missing = math.ceil((self.learning_starts - self.num_timesteps) / (self.n_envs * self._world_size))
-            self._collect(act, min(missing, WARM_UP_STEPS, self.buffer_size // (2 * self.n_envs)))
+            self._collect(
+                act, min(missing, WARM_UP_STEPS, self.buffer_size // (self.replay.rows_per_step * self.n_envs))
+            )
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
+        self.before_collecting()
         # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
         self.after_collecting(rollout["valid"])
@@ -306,6 +328,7 @@ class ReplayDataModule(ControlDataModule):
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)
         index = self.sampler.draw(count * self.batch_size)
         sample = self.replay.gather(index, self.n_steps)
+        self.collector.normalizers.sample(sample)
         if isinstance(self.sampler, PrioritizedSampler):
             share_done = min(self.num_timesteps / self.total_timesteps, 1.0)
             beta = self.beta0 + (1.0 - self.beta0) * share_done
@@ -327,8 +350,7 @@ class ReplayDataModule(ControlDataModule):
 
     @property
     def _minibatches_at_once(self) -> int:
-        row = sum(leaf[0].nbytes for leaf in tree_leaves(self.replay.observation))
-        return max(1, DRAWN_TOGETHER_BYTES // (2 * row * self.batch_size))
+        return max(1, DRAWN_TOGETHER_BYTES // (2 * self.replay.observation_bytes * self.batch_size))
 
     def _update_priorities(self) -> None:
         """Set the priorities of the last minibatch from its TD errors."""

@@ -43,8 +43,9 @@ class RolloutDataModule(ControlDataModule):
             algorithm's (PPO: 64, or the nearest divisor of the rollout; others: the whole rollout).
         n_epochs: passes over each rollout; None: the algorithm's (PPO 10, others 1).
         rollouts_per_epoch: rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for
-            long rollouts. **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other
-            arguments of :class:`~datamodules.base.ControlDataModule`.
+            long rollouts.
+        **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other arguments of
+            :class:`~datamodules.base.ControlDataModule`.
 
     Raises:
         UsageError: an argument that can't be used, in one sentence.

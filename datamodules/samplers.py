@@ -148,5 +148,7 @@ class PrioritizedSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"].cpu())
-        self.tree[np.arange(len(state["powers"]))] = state["powers"].numpy()
+        # A bounded checkpoint may hold rows that are transitions no longer.
+        valid = self.buffer.valid[: len(state["powers"])].numpy()
+        self.tree[np.arange(len(state["powers"]))] = state["powers"].numpy() * valid
         self.largest = state["largest"]

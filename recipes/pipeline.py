@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
-
 from recipes import configs
+from recipes.stage_curves import draw_curves
 from rl_modules.common.errors import UsageError
 
 #: File with a stage's settings and, after its completion, the time that it took.
 RECORD = "stage.json"
-_INKS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 class Pipeline:
@@ -205,65 +203,6 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def draw_curves(
-    points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], metrics: Sequence[str], width: int = 900
-) -> Image.Image:
-    """Draws the curves of several stages, one after the other, in one panel per metric.
-
-    Args:
-        points: by stage, by metric: (step, value), the steps of each stage from 0.
-        metrics: one panel each, in this order; metrics that no stage has get no panel.
-        width: of the picture, in pixels.
-    """
-    shown = [metric for metric in metrics if any(metric in curves for curves in points.values())]
-    length = {stage: max((c[-1][0] for c in curves.values() if c), default=1) for stage, curves in points.items()}
-    total, panel, left, top = sum(length.values()) or 1, 150, 80, 24
-    image = Image.new("RGB", (width, max(1, len(shown)) * (panel + top) + top), "white")
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(13)
-    for row, metric in enumerate(shown):
-        values = [value for curves in points.values() for _, value in curves.get(metric, ())]
-        low, high = min(values), max(values)
-        spread = high - low or 1.0
-        y0 = row * (panel + top) + top
-        pen.text((left, y0 - 20), metric, "black", font)
-        for share in (0.0, 0.5, 1.0):
-            y = y0 + panel - 8 - (panel - 16) * share
-            pen.line((left, y, width - 10, y), "#dddddd")
-            pen.text((6, y - 8), f"{low + share * spread:.3g}", "black", font)
-        start = 0
-        for i, (stage, curves) in enumerate(points.items()):
-            line = [
-                (
-                    left + (width - left - 10) * (start + step) / total,
-                    y0 + panel - 8 - (panel - 16) * (value - low) / spread,
-                )
-                for step, value in curves.get(metric, ())
-            ]
-            if len(line) > 1:
-                pen.line(line, _INKS[i % len(_INKS)], 2)
-            start += length[stage]
-        _ticks(pen, font, length, left, width, y0 + panel)
-    x = float(left)
-    for i, stage in enumerate(points):
-        y = len(shown) * (panel + top) + 4
-        pen.text((x, y), stage, _INKS[i % len(_INKS)], font)
-        x += pen.textlength(stage, font) + 24
-    return image
-
-
-def _ticks(pen: Any, font: Any, length: Mapping[str, int], left: int, width: int, y: int) -> None:
-    """Marks each stage's first and last step below a panel."""
-    total, start = sum(length.values()) or 1, 0
-    for steps in length.values():
-        first, last = (left + (width - left - 10) * at / total for at in (start, start + steps))
-        for x in (first, last):
-            pen.line((x, y - 8, x, y - 4), "#888888")
-        text = f"{steps:,}"
-        if last - first > pen.textlength(text, font) + 8:
-            pen.text((last - pen.textlength(text, font) - 2, y - 5), text, "#888888", font)
-        start += steps
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Lightning's Trainer with the settings of ``rl fit``, for three lines of Python."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.signals import Stopped
 from recipes.cli import runs, summary
 from recipes.cli.terminal import quiet
+from rl_modules.common.checks import at_least
+from rl_modules.common.errors import UsageError
 
 
 class Trainer(L.Trainer):
@@ -37,12 +40,17 @@ class Trainer(L.Trainer):
     def __init__(self, threads: int | None = 1, evaluate: bool = True, **arguments: Any) -> None:
         quiet()
         if threads is not None:
+            threads = at_least("threads", threads)
+        if threads is not None:
             torch.set_num_threads(threads)
         self.evaluates = evaluate
         #: Whether Ctrl-C or SIGTERM ended the last ``fit``.
         self.was_stopped = False
         given = arguments.pop("callbacks", None) or []
         callbacks = list(given) if isinstance(given, list) else [given]
+        if wrong := [callback for callback in callbacks if not isinstance(callback, L.Callback)]:
+            raise UsageError(f"callbacks={wrong[0]!r} is no lightning.Callback; give an instance, such as "
+                             "EarlyStopping(monitor='eval/mean_reward', mode='max')")  # fmt: skip
         if arguments.get("enable_checkpointing") is not False and not any(isinstance(c, Checkpoint) for c in callbacks):
             callbacks.append(Checkpoints())
         self._makes_logger = arguments.get("logger") in (None, True)
@@ -63,9 +71,14 @@ class Trainer(L.Trainer):
     ) -> None:
         """Trains, evaluates and prints a summary; the arguments are those of ``lightning.Trainer.fit``."""
         data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
+        if not isinstance(model, L.LightningModule) or isinstance(model, L.LightningDataModule):
+            given = model.__name__ + " (a class)" if isinstance(model, type) else type(model).__name__
+            raise UsageError(f"fit takes a module and then its data, as in fit(PPO(), RolloutDataModule('CartPole-v1'))"
+                             f"; the first argument is {given}")  # fmt: skip
         started_s = time.monotonic()
         self.was_stopped = False
         self._prepare(model, data)
+        handler = signal.getsignal(signal.SIGINT)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except Stopped as stopped:
@@ -77,13 +90,15 @@ class Trainer(L.Trainer):
                 raise
             self.was_stopped = True
             print("stopped by Ctrl-C, without a checkpoint", file=sys.stderr)
-        if (
-            not self.was_stopped
-            and data is not None
-            and self.evaluates
-            and isinstance(self.checkpoint_callback, Checkpoints)
-        ):
+            # Lightning ignores Ctrl-C from then on.
+            signal.signal(signal.SIGINT, handler)
+        if not self.was_stopped and data is not None and self.evaluates and Checkpoints.of(self) is not None:
             summary.finish(self, model, data, time.monotonic() - started_s)
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
+        """Writes a checkpoint from where a run resumes, or with ``weights_only`` one without the optimizer's state."""
+        # Lightning tells at each call that this is its default, unless it is said.
+        super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _prepare(self, model: Any, data: Any) -> None:
         """Adds the logger and the progress bar of this run."""
@@ -100,6 +115,6 @@ class Trainer(L.Trainer):
         if sys.stderr.isatty():
             others: list[Any] = [c for c in self.callbacks if not isinstance(c, TransitionProgressBar)]
             self.callbacks: list[Any] = [*others, bar]
-        elif isinstance(self.checkpoint_callback, Checkpoints):
-            self.checkpoint_callback.progress = ProgressLines(bar)
+        elif (checkpoints := Checkpoints.of(self)) is not None:
+            checkpoints.progress = ProgressLines(bar)
         print(f"{name}: starting", file=sys.stderr, flush=True)

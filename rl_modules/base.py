@@ -24,6 +24,7 @@ from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
 from rl_modules.encoders import extractor_of
+from rl_modules.foreign_calls import ForeignCalls
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
 from rl_modules.prediction import policy_input
 
@@ -31,7 +32,7 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
+class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin):
     """Base class of the control algorithms; a subclass defines ``build_network``, ``act``, ``prepare`` and
     ``training_step``.
 
@@ -51,8 +52,8 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
 
     #: Said of arguments that belong to the datamodule or the Trainer.
     called_elsewhere = (
-        "environments belong to a datamodule: data = RolloutDataModule('CartPole-v1') (or ReplayDataModule), model = "
-        "PPO(), and lightning.Trainer(max_epochs=-1).fit(model, datamodule=data)"
+        "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), devices and "
+        "loggers to the Trainer"
     )
     #: Gymnasium action spaces that the algorithm can act in.
     supported_action_spaces: tuple[type[spaces.Space], ...] = (
@@ -94,6 +95,10 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
         networks_to_plain(self.hparams)
         check_ranges(self.hparams)
         check_widths(self.hparams.get("net_arch"))
+        for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if factory is not None and not callable(factory):
+                raise UsageError(f"{name}={factory!r} must be a callable, such as a class of torch.optim"
+                                 f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
         #: As given, so that Lightning's ``Tuner.lr_find`` can set it.
@@ -284,15 +289,6 @@ class ControlModule(CheckedCall, LoadsCheckpoints, CheckpointMixin):
     def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
         """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
         return {}
-
-    def learn(self, *args: Any, **arguments: Any) -> None:
-        """Raises an error that points to the Trainer's ``fit``; Stable-Baselines3 trains with a method of this name.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{type(self).__name__} has no learn; train with lightning.Trainer(max_epochs=-1).fit(model, "
-                         "datamodule=data)")  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         # Generators can't be pickled; the next `predict` makes a new one.

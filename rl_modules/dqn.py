@@ -16,6 +16,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
+from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.distributions import sample_allowed
@@ -55,6 +56,9 @@ class DQN(ControlModule):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        noisy: noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch;
+            evaluation uses their means. For exploration by noise alone set exploration_initial_eps and
+            exploration_final_eps to 0.
         network: module class or callable that makes the whole network from both spaces (Q(s, ·)): an
             import path, or class_path with init_args; None: built from the arguments above.
         features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
@@ -88,6 +92,7 @@ class DQN(ControlModule):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        noisy: bool = False,
         network: Custom | None = None,
         features_extractor: Custom | None = None,
     ) -> None:
@@ -108,11 +113,25 @@ class DQN(ControlModule):
         #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
         self.td_error: Tensor | None = None
         self._target_updates = 0
+        #: Whether the network's layers are noisy.
+        self.is_noisy = bool(self.hparams["noisy"])
+        self._noise_generator: torch.Generator | None = None
 
     def begin_run(self) -> None:
         super().begin_run()
         self.td_error = None
         self._target_updates = 0
+        self._noise_generator = None
+
+    @property
+    def noise_generator(self) -> torch.Generator:
+        """The generator of the updates' noise, the same on all ranks."""
+        if self._noise_generator is None:
+            self._noise_generator = torch.Generator().manual_seed(stream_seed(self.source.seed, 0, "updates"))
+        return self._noise_generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_noise_generator": None}
 
     def check_spaces(self) -> None:
         """Refuses an action space without a finite number of actions.
@@ -128,6 +147,13 @@ class DQN(ControlModule):
 
     def build_network(self) -> None:
         self.network = self.make_network()
+        if self.is_noisy:
+            if self.hparams.get("network") is not None:
+                raise UsageError("noisy=True changes the project's own network; leave it false for a network of yours, "
+                                 "which may have noisy layers itself")  # fmt: skip
+            from rl_modules.noisy import make_noisy  # only noisy networks need it
+
+            make_noisy(self.network)
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
 
     def make_network(self) -> QNetwork:
@@ -140,7 +166,11 @@ class DQN(ControlModule):
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ε-greedy actions, [N]; each environment draws its own ε-coin."""
+        if self.is_noisy and not deterministic:
+            self.resample(self.network, generator)
         greedy = self.q_values(self.network, observation).argmax(1)
+        if self.is_noisy:
+            self.remove_noise()
         if deterministic:
             return {"action": greedy}
         device = greedy.device if generator is None else generator.device
@@ -164,6 +194,8 @@ class DQN(ControlModule):
             without it target, with prioritised replay weight and index.
         """
         self.update_target()
+        if self.is_noisy:
+            self.resample(self.target_network, self.noise_generator)
         kept: dict[str, Any] = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
@@ -180,6 +212,27 @@ class DQN(ControlModule):
         return prepared
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        if not self.is_noisy:
+            return self.minibatch_loss(batch)
+        self.resample(self.network, self.noise_generator)
+        loss = self.minibatch_loss(batch)
+        self.remove_noise()
+        return loss
+
+    def resample(self, network: Any, generator: torch.Generator | None) -> None:
+        """Draw new noise for the noisy layers of a network."""
+        from rl_modules.noisy import resample
+
+        resample(network, generator)
+
+    def remove_noise(self) -> None:
+        """Take the noise of the network away."""
+        from rl_modules.noisy import remove_noise
+
+        remove_noise(self.network)
+
+    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+        """The loss of a minibatch, a scalar."""
         q = self.q_values(self.network, batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(q, target, batch.get("weight"))
@@ -257,9 +310,12 @@ class DQN(ControlModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["exploration_rate"] = self.exploration_rate
+        checkpoint["noise_generator"] = self.noise_generator.get_state() if self.is_noisy else None
         checkpoint["target_updates"] = self._target_updates
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.exploration_rate = checkpoint["exploration_rate"]
+        if checkpoint.get("noise_generator") is not None and self.is_fitting:
+            self.noise_generator.set_state(checkpoint["noise_generator"].cpu())
         self._target_updates = checkpoint["target_updates"]

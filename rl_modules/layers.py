@@ -6,10 +6,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from rl_modules.common.errors import UsageError, did_you_mean
 
 _MINUS_ONE = torch.tensor(-1.0)
+
+
+def call(layer: nn.Module, x: Any) -> Any:
+    """Returns ``layer(x)``, without ``Module.__call__`` where there are no hooks: it takes as long as a small layer.
+
+    The condition is that of ``Module._call_impl``.
+    """
+    if (
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        or _has_any_global_hook()
+    ):  # fmt: skip
+        return layer(x)
+    if type(layer) is nn.Sequential:
+        for part in layer:
+            x = call(part, x)
+        return x
+    return layer.forward(x)
 
 
 class Tanh(nn.Module):
@@ -120,7 +138,8 @@ class ParallelMLP(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.layers(x.expand(self.k, *x.shape)).unbind(0)
+        latents: Tensor = call(self.layers, x.expand(self.k, *x.shape))
+        return latents.unbind(0)
 
 
 def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelMLP, full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, mlp, orthogonal
 
 
 class ActorCritic(nn.Module):
@@ -77,12 +77,12 @@ class ActorCritic(nn.Module):
         Returns:
             The action distribution (batch shape [B], float32 parameters under any precision) and V(s), [B].
         """
-        features = self.encoder(observation).to(self.policy_head.weight.dtype)
+        features = call(self.encoder, observation).to(self.policy_head.weight.dtype)
         if self.parallel:
-            latents = self.towers(features)
+            latents = call(self.towers, features)
         else:
-            latents = [tower(features) for tower in self.towers]  # type: ignore[attr-defined]
-        numbers = full_precision(self.policy_head(latents[0]))
+            latents = [call(tower, features) for tower in self.towers]  # type: ignore[attr-defined]
+        numbers = full_precision(call(self.policy_head, latents[0]))
         policy: Distribution
         if self.use_sde and self.log_std is not None:
             from rl_modules.state_dependent_noise import StateDependentGaussian
@@ -93,7 +93,7 @@ class ActorCritic(nn.Module):
             policy = make_distribution(self.action_space, numbers, self.log_std)
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
-        return policy, full_precision(self.value_head(latents[1]).squeeze(-1))
+        return policy, full_precision(call(self.value_head, latents[1]).squeeze(-1))
 
 
 class ValueNetwork(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
 from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelMLP, full_precision, hidden_widths, mlp
+from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, mlp
 from rl_modules.relu_mlp import is_fast, pays, relu_mlp
 
 
@@ -49,11 +49,11 @@ class QNetwork(nn.Module):
 
     def forward(self, observation: Any) -> Tensor:
         if not self.dueling:
-            return apply_tower(self.trunk, self.head, self.encoder(observation))
-        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
-        for_value, for_advantage = self.streams(features)
-        advantage = self.head(for_advantage)
-        return full_precision(self.value_head(for_value) + advantage - advantage.mean(1, keepdim=True))
+            return apply_tower(self.trunk, self.head, call(self.encoder, observation))
+        features = call(self.trunk, call(self.encoder, observation).to(self.head.weight.dtype))
+        for_value, for_advantage = call(self.streams, features)
+        advantage = call(self.head, for_advantage)
+        return full_precision(call(self.value_head, for_value) + advantage - advantage.mean(1, keepdim=True))
 
 
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
@@ -72,4 +72,4 @@ def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tens
             and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
         ):
             return relu_mlp(x, weights, [layer.bias for layer in parts[::2]])
-    return full_precision(head(trunk(x)))
+    return full_precision(call(head, call(trunk, x)))

@@ -88,6 +88,9 @@ class QRDQN(DQN):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        noisy: noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch;
+            evaluation uses their means. For exploration by noise alone set exploration_initial_eps and
+            exploration_final_eps to 0.
         network: module class or callable that makes the whole network from both spaces (quantiles): an
             import path, or class_path with init_args; None: built from the arguments above.
         features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
@@ -115,6 +118,7 @@ class QRDQN(DQN):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        noisy: bool = False,
         network: Custom | None = None,
         features_extractor: Custom | None = None,
     ) -> None:
@@ -137,7 +141,8 @@ class QRDQN(DQN):
             hp.dueling,
         )  # fmt: skip
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+        """The loss of a minibatch, a scalar."""
         quantiles = _of_actions(self.quantiles(self.network, batch["observation"]), batch["action"])
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(quantiles, target, batch.get("weight"))

@@ -22,7 +22,23 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from rl_modules import A2C, DPO, DQN, GRPO, PPO, REINFORCE, SARSA, SFT, TRPO, MonteCarlo, QLearning, RewardModel
+from recipes import Trainer
+from rl_modules import (
+    A2C,
+    DPO,
+    DQN,
+    GRPO,
+    PPO,
+    REINFORCE,
+    SAC,
+    SARSA,
+    SFT,
+    TQC,
+    TRPO,
+    MonteCarlo,
+    QLearning,
+    RewardModel,
+)
 from rl_modules import functional as F
 
 
@@ -293,7 +309,7 @@ for algorithm, options in {
         "model.loss huberr": "loss='huberr'", "data.buffer_size 1": "buffer_size=1", "data.train_freq 0": "train_freq=0",
         "data.gradient_steps 0": "gradient_steps=0", "data.learning_starts 10000000": "learning_starts=10000000",
         "data.buffer_size 100000000000": "buffer_size=100000000000.*GiB|buffer_size=100000000000",
-        "data.n_steps 0": "n_steps=0", "data.norm_obs true": "norm_obs", "data.env_id Pendulum-v1": "DQN.*Discrete",
+        "data.n_steps 0": "n_steps=0", "data.share_frames true": "share_frames=True", "data.env_id Pendulum-v1": "DQN.*Discrete",
         "model.max_grad_norm -1": "max_grad_norm=-1", "model.net_arch [0]": "net_arch",
     },
     "sarsa/maze.yaml": {
@@ -780,3 +796,113 @@ def cut_weights(p: Place) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     fit(SFT(model_name_or_path=str(folder)), InstructionDataModule("addition", n_eval=0), max_steps=1)
+
+
+# ------------------------------------------------------------------------------------------------ names of other libraries
+for flat, meant in (
+    ("total-timesteps", "data.total_timesteps"), ("env-id", "data.env_id"), ("num-steps", "data.n_steps"),
+    ("no-cuda", "trainer.accelerator"), ("cuda", "trainer.accelerator"), ("track", "trainer.logger"),
+    ("capture_video", "record_every"), ("wandb-project-name", "trainer.logger"), ("n-timesteps", "data.total_timesteps"),
+    ("num-minibatches", "data.batch_size"), ("update-epochs", "data.n_epochs"), ("clip-coef", "model.clip_range"),
+    ("model.update_epochs", "data.n_epochs"), ("model.num_minibatches", "data.batch_size"),
+    ("model.clip_coef", "model.clip_range"), ("model.policy_kwargs", "model.net_arch"),
+    ("data.frame_stack", "data.wrappers"), ("data.normalize", "data.norm_obs"), ("data.n_eval", "data.n_eval_episodes"),
+    ("data.eval_steps", "data.eval_freq"), ("data.num_envs", "n_envs"), ("model.anneal_lr", "learning_rate"),
+):  # fmt: skip
+    cartpole(f"--{flat} 1", flat, meant)
+for flat, meant in (
+    ("model.use_vllm", "model.sampler"), ("model.per_device_train_batch_size", "data.batch_size"),
+    ("data.per_device_train_batch_size", "data.batch_size"), ("model.num_train_epochs", "trainer.max_epochs"),
+    ("data.gradient_accumulation_steps", "trainer.accumulate_grad_batches"), ("dataset_name", "data.dataset"),
+    ("model.use_peft", "model.lora"), ("model.rloo_k", "data.num_generations"), ("data.num_ppo_epochs",
+    "data.num_iterations"), ("model.max_new_tokens", "model.max_completion_length"), ("model.bf16", "trainer.precision"),
+):  # fmt: skip
+    cli(f"grpo --{flat}", [*GRPO_ADDITION, f"--{flat}", "1"], flat, f"did you mean --{meant}|did you mean {meant}")
+cli("RLOO's own choice", "fit --config rloo/addition.yaml --model.scale_rewards group", "scale_rewards", "RLOO sets")
+
+# ------------------------------------------------------------------------------------------------ newer algorithms
+cartpole("--trainer.callbacks EarlyStopping", "trainer.callbacks", "EarlyStopping needs monitor")
+cartpole("--trainer.limit_train_batches 0", "limit_train_batches=0", "trains nothing")
+cartpole("--trainer.num_nodes 2", "num_nodes=2", "torchrun or SLURM")
+cartpole("--data.env_id PongNoFrameskip-v4", "'PongNoFrameskip-v4'", "ALE/Pong-v5")
+cartpole("--data.env_id Pong-v0", "'Pong-v0'", "ALE/Pong-v5")
+cartpole("--data.env_id MiniGrid-Empty-5x5-v0", "'MiniGrid-Empty-5x5-v0'", "minigrid:", "my_module:make_env")
+DQN_CARTPOLE = ("fit", "--config", "dqn/cartpole.yaml")
+for option, says in {
+    "data.prioritized_replay_alpha 0.5": ("prioritized_replay_alpha=0.5", "prioritized_replay is false"),
+    "data.batch_size 200000": ("batch_size=200000", "buffer_size=100000"),
+    "data.env_id Pendulum-v1": ("DQN", "Discrete", "Box"),
+}.items():
+    cli(f"dqn --{option}", [*DQN_CARTPOLE, *f"--{option}".split(" ", 1)], *says)
+for option, says in {
+    "sac/pendulum.yaml --model.ent_coef autoo": ("ent_coef='autoo'", "auto"),
+    "sac/pendulum.yaml --model.target_entropy high": ("target_entropy='high'", "auto"),
+    "sac/pendulum.yaml --model.tau 2": ("tau=2", r"\(0, 1\]"),
+    "sac/pendulum.yaml --data.env_id CartPole-v1": ("SAC", "Box", "Discrete"),
+    "td3/pendulum.yaml --model.policy_delay 0": ("policy_delay=0",),
+    "tqc/pendulum.yaml --model.top_quantiles_to_drop_per_net 25": (
+        "top_quantiles_to_drop_per_net=25",
+        "n_quantiles=25",
+    ),
+    "qrdqn/cartpole.yaml --model.n_quantiles 0": ("n_quantiles=0",),
+    "qrdqn/cartpole.yaml --model.loss huber": ("QRDQN has no 'loss'",),
+    "recurrent_ppo/cartpole_no_velocity.yaml --model.rnn transformer": ("rnn='transformer'", "lstm", "gru"),
+    "recurrent_ppo/cartpole_no_velocity.yaml --model.sequence_length 1000": ("sequence_length=1000", "n_steps=128"),
+    "recurrent_ppo/cartpole_no_velocity.yaml --model.shared_lstm true": ("shared_lstm", "enable_critic_lstm"),
+}.items():
+    cli(option, ["fit", "--config", *option.split(" ")], *says)
+for option, says in {
+    "dpo/paths.yaml --model.loss_type sigmoid2": ("loss_type='sigmoid2'", "sigmoid"),
+    "dpo/paths.yaml --model.beta 0": ("beta=0", "above 0"),
+    "dpo/paths.yaml --data.n_train 8": ("runs/rlhf/sft/model", "earlier stage", "--model.model_name_or_path"),
+    "kto/paths.yaml --model.loss_type apo": ("loss_type='apo'", "apo_zero_unpaired"),
+    "kto/paths.yaml --model.desirable_weight -1": ("desirable_weight=-1",),
+    "rloo/addition.yaml --data.num_generations 1": ("num_generations=1",),
+}.items():
+    cli(option, ["fit", "--config", *option.split(" ")], *says)
+for option, says in {
+    "model.sampler vllm": ("sampler=vllm", "not installed"), "model.sampler vlm": ("sampler='vlm'", "did you mean vllm"),
+    "model.sampler vllm_server": ("vllm_server", "addresses"),
+    "model.advantages no.module:f": ("advantages", "no.module"), "model.advantages math:pi": ("math:pi", "float"),
+    "model.advantages math:sqrt": ("math:sqrt", "ValueError", r"\[P, G\]"),
+    "model.advantages zscore": ("'zscore'", "rloo", "import path"),
+    "model.attn_implementation flash_attention_2": ("attn_implementation", "eager or sdpa"),
+    "data.streaming true": ("streaming=true", "task='addition'"),
+    "data.async_generations -1": ("async_generations=-1",),
+    "model.importance_sampling_correction tokens": ("importance_sampling_correction='tokens'", "token_truncate"),
+}.items():  # fmt: skip
+    cli(f"grpo --{option}", [*GRPO_ADDITION, *f"--{option}".split(" ", 1)], *says)
+
+# ------------------------------------------------------------------------------------------------ Python: other libraries
+python("SAC as in Stable-Baselines3", lambda p: SAC("MlpPolicy", "Pendulum-v1"), "SAC", r"ReplayDataModule\('Pendulum-v1'\)",
+       r"model = SAC\(\)")  # fmt: skip
+python("TQC's policy by name", lambda p: TQC(policy="MlpPolicy"), "'policy'", "ReplayDataModule")
+for word, where in {
+    "seed": "the datamodule's seed", "device": "the Trainer's devices", "verbose": "'verbose'",
+    "policy_kwargs": "did you mean net_arch", "tensorboard_log": "the Trainer's default_root_dir",
+    "clip_coef": "did you mean clip_range", "num_steps": "the datamodule's n_steps",
+}.items():  # fmt: skip
+    python(f"PPO({word}=…)", lambda p, word=word: PPO(**{word: 1}), f"'{word}'", where)
+python("GRPO(model=…)", lambda p: GRPO(model="x"), "'model'", "model_name_or_path")
+python("GRPO(train_dataset=…)", lambda p: GRPO(train_dataset=[]), "'train_dataset'", "datamodule's dataset")
+python("an optimizer's name", lambda p: PPO(optimizer="adam"), "optimizer='adam'", "torch.optim")
+python("load", lambda p: PPO.load("x.zip"), "load", "load_from_checkpoint")
+python("save", lambda p: PPO().save("x.zip"), "save", "save_checkpoint")
+python("set_env", lambda p: DQN().set_env(None), "ReplayDataModule", "fit")
+python("load_from_checkpoint of None", lambda p: PPO.load_from_checkpoint(None), "checkpoint_path=None", "path")
+python("a wrapper's class", lambda p: fit(PPO(), rollouts(wrappers=[gym.wrappers.TimeLimit])), "wrappers", "TimeLimit",
+       "class_path")  # fmt: skip
+python(
+    "a wrapper's function", lambda p: fit(PPO(), rollouts(wrappers=[lambda env: env])), "wrappers", "env_id a function"
+)
+python("env_kwargs is a list", lambda p: fit(PPO(), rollouts(env_kwargs=[1])), r"env_kwargs=\[1\]", "dict")
+python("n_envs is a truth value", lambda p: RolloutDataModule("CartPole-v1", n_envs=True), "n_envs=True", "number")
+python("threads of the Trainer", lambda p: Trainer(threads=0), "threads=0", "at least 1")
+python("a callback's name", lambda p: Trainer(callbacks="EarlyStopping"), "'EarlyStopping'", "Callback")
+python(
+    "fit the wrong way round",
+    lambda p: Trainer(logger=False).fit(rollouts(), PPO()),
+    "RolloutDataModule",
+    "fit takes a",
+)
+python("fit a class", lambda p: Trainer(logger=False).fit(PPO, rollouts()), r"PPO \(a class\)", "fit takes a")

@@ -9,6 +9,9 @@ import warnings
 # 45 s of trying a hub that can't be reached.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import rl_modules  # noqa: F401  (first, because it defers some of Lightning's imports)
+
+# isort: split
 import lightning as L
 import pytest
 import torch

@@ -3,6 +3,8 @@
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
+from gymnasium.vector import VectorWrapper
 
 from rl_modules.common.errors import UsageError
 
@@ -39,3 +41,53 @@ class PressFire(gym.Wrapper):
             reward = float(reward) + float(more)
         self.lives = info["lives"]
         return observation, reward, terminated, truncated, info
+
+
+class EpisodicLife(gym.Wrapper):
+    """Ends an episode with each lost life; the next episode goes on in the same game until the last life is lost.
+
+    For training only (Mnih et al. 2015): give ``eval_wrappers`` without it, so that evaluation plays whole games. It
+    belongs around AtariPreprocessing and inside of FrameStackObservation.
+
+    Raises:
+        UsageError: the environment reports no ``lives``.
+    """
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.lives = 0
+        #: Whether the running episode began within a game.
+        self.continues_game = False
+        #: Set to true, the next reset begins a new game.
+        self.begins_anew = True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.continues_game = not self.begins_anew
+        if self.continues_game:
+            # Nobody acts in the step between two lives.
+            observation, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                self.continues_game = False
+        if not self.continues_game:
+            observation, info = self.env.reset(seed=seed, options=options)
+        if "lives" not in info:
+            raise UsageError(f"wrappers: EpisodicLife is for games that report info['lives'], as those of Atari; "
+                             f"{self.env.unwrapped} does not")  # fmt: skip
+        self.begins_anew = False
+        self.lives = info["lives"]
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.begins_anew = terminated or truncated
+        lost = 0 < info["lives"] < self.lives
+        self.lives = info["lives"]
+        return observation, reward, terminated or lost, truncated, info
+
+
+class SmallSeeds(VectorWrapper):
+    """ALE's engine with seeds of any size: it takes 31 bits, and consecutive ones for its environments."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        small = None if seed is None else int(np.ravel(seed)[0]) % (2**31 - self.num_envs)
+        return self.env.reset(seed=small, options=options)

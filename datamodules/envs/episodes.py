@@ -21,18 +21,26 @@ class SeededEpisodes(gym.Wrapper):
     reset with ``episode_seed(s, k)``, so that it can be repeated alone. ``episode_state`` holds stream, number and
     actions; setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
     ``set_attr``, in this process or in others.
+
+    Where a wrapper has the attributes of :class:`~datamodules.envs.atari.EpisodicLife`, an episode may go on in the
+    game of the one before. ``episode_state`` then holds the whole game: the number of its first episode, all actions,
+    and after how many of them it was reset.
     """
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
         self._stream = 0
         self._episode = 0
+        self._first_episode = 0
         self._actions: list[Any] = []
+        self._resets: list[int] = []
+        self._has_lives = env.has_wrapper_attr("continues_game")
         self._last_observation: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
             self._stream, self._episode = seed, 0
+            self._leave_game()
         else:
             self._episode += 1
         return self._begin(options)
@@ -55,7 +63,6 @@ class SeededEpisodes(gym.Wrapper):
         return observation, reward, terminated, truncated, info
 
     def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._actions = []
         seed = episode_seed(self._stream, self._episode)
         # Some environments draw from their spaces, which a reset does not seed.
         self.unwrapped.action_space.seed(seed)
@@ -72,19 +79,34 @@ class SeededEpisodes(gym.Wrapper):
                              "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
         observation, info = returned
         self._last_observation = observation
+        if self._has_lives and self.env.get_wrapper_attr("continues_game"):
+            self._resets.append(len(self._actions))
+        else:
+            self._first_episode, self._actions, self._resets = self._episode, [], []
         return observation, info
+
+    def _leave_game(self) -> None:
+        """Have the next reset begin a new game."""
+        if self._has_lives:
+            self.env.set_wrapper_attr("begins_anew", True)
 
     @property
     def episode_state(self) -> dict[str, Any]:
-        """Stream, number and actions of the current episode."""
-        return {"stream": self._stream, "episode": self._episode, "actions": list(self._actions)}
+        """Stream, number and actions of the current episode, or of the game that it is part of."""
+        state = {"stream": self._stream, "episode": self._first_episode, "actions": list(self._actions)}
+        return {**state, "resets": list(self._resets)} if self._resets else state
 
     @episode_state.setter
     def episode_state(self, state: dict[str, Any]) -> None:
         self._stream, self._episode = state["stream"], state["episode"]
+        self._leave_game()
         self._begin()
-        for action in state["actions"]:
+        for i, action in enumerate(state["actions"]):
+            if i in state.get("resets", ()):
+                self.reset()
             self.step(action)
+        if len(state["actions"]) in state.get("resets", ()):
+            self.reset()
 
     @property
     def last_observation(self) -> Any:

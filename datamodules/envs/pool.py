@@ -33,6 +33,7 @@ class EnvPoolVector(VectorEnv):
             raise UsageError("vectorization_mode='envpool' needs a package that is not installed: pip install "
                              "'lightning-rl-recipes[envpool]'") from error  # fmt: skip
         known = envpool.list_all_envs()
+        env_id = env_id.removeprefix("ALE/") if env_id.startswith("ALE/") else env_id
         if env_id not in known:
             raise UsageError(f"env_id={env_id!r} has no engine in EnvPool{did_you_mean(env_id, known)}; use "
                              "vectorization_mode='sync' or 'async'")  # fmt: skip

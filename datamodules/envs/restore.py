@@ -65,7 +65,7 @@ def repeat_episodes(
 def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
     """Begin the next episode in the chosen environments; returns their first observations by index."""
     states = envs.get_attr("episode_state")
-    fresh = [{**s, "episode": s["episode"] + 1, "actions": []} if w else s
+    fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), "actions": [], "resets": []} if w else s
              for s, w in zip(states, which, strict=True)]  # fmt: skip
     envs.set_attr("episode_state", fresh)
     last = envs.get_attr("last_observation")

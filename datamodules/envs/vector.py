@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ def make_env(
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
     """
+    if env_kwargs is not None and not isinstance(env_kwargs, dict):
+        raise UsageError(f"env_kwargs={env_kwargs!r} must be a dict of the environment's arguments")
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
         raise UsageError(f"wrappers are for single environments; {environment_name(env_id)} makes a vector, which "
@@ -125,6 +128,20 @@ def _make_seeded(
     return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks))
 
 
+#: Games that other libraries call by their name alone.
+_GAMES = ("Pong", "Breakout", "SpaceInvaders", "Seaquest", "Qbert", "BeamRider", "Enduro", "MsPacman", "Freeway")
+
+
+def _remedy(name: str) -> str:
+    """The clause that says how an environment that Gymnasium has not becomes known."""
+    if re.search(r"NoFrameskip|Deterministic-v|-ram", name) or name.partition("-v")[0] in _GAMES:
+        game = re.split(r"NoFrameskip|Deterministic|-ram|-v", name)[0]
+        return f"; Atari games are called ALE/{game}-v5 (configs/ppo/pong.yaml has the usual wrappers)"
+    near = did_you_mean(name, gym.registry)
+    return near or ("; if a package registers it, name that first, as in minigrid:MiniGrid-Empty-5x5-v0, or give a "
+                    "function that makes it as my_module:make_env")  # fmt: skip
+
+
 def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     name = environment_name(env_id)
     if isinstance(env_id, VectorEnv):
@@ -138,17 +155,29 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
                                  "gymnasium.vector.VectorEnv")  # fmt: skip
             return made
         if str(env_id).startswith("ALE/"):
-            importlib.import_module("ale_py")  # registers the games
+            _register_games(str(env_id))
         return gym.make(str(env_id), disable_env_checker=True, **env_kwargs)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise UsageError(_missing_extra(f"the environment {name}", str(error))) from error
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
-        raise UsageError(f"env_id={name!r} is not a known environment{did_you_mean(name, gym.registry)}") from error
+        raise UsageError(f"env_id={name!r} is not a known environment{_remedy(name)}") from error
     except gym.error.Error as error:
         # Deprecated and missing versions: Gymnasium names the right one.
         raise UsageError(f"env_id={name!r} can't be made: {error}") from error
     except TypeError as error:
         raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
+
+
+def _register_games(env_id: str) -> None:
+    """Import ale_py, which registers Atari's games.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        importlib.import_module("ale_py")
+    except ModuleNotFoundError as error:
+        raise UsageError(_missing_extra(f"the environment {env_id}", str(error))) from error
 
 
 def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
@@ -158,6 +187,8 @@ def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vector
     from datamodules.envs.pool import EnvPoolVector
 
     envs = EnvPoolVector(env_id, n_envs, env_kwargs)
+    if env_id.startswith("ALE/"):
+        return envs  # its pictures are those after preprocessing, which the datamodule compares
     # What only the engine understands, such as num_threads, is nothing to Gymnasium.
     example = gym.make(env_id, disable_env_checker=True)
     envs.require_spaces(example)
@@ -166,12 +197,22 @@ def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vector
 
 
 def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> VectorEnv:
+    if isinstance(env_id, str) and env_id.startswith("ALE/"):
+        _register_games(env_id)
     spec = gym.registry.get(env_id) if isinstance(env_id, str) else None
     if spec is None or spec.vector_entry_point is None:
         with_engine = sorted(name for name, spec in gym.registry.items() if spec.vector_entry_point is not None)
         raise UsageError(f"env_id={environment_name(env_id)!r} has no vectorised engine; those that have are "
                          f"{', '.join(with_engine)}; use vectorization_mode='sync' or 'async'")  # fmt: skip
-    return gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+    try:
+        envs = gym.make_vec(str(env_id), n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+    except TypeError as error:
+        raise UsageError(f"env_kwargs={env_kwargs} does not fit the engine of {env_id}: {error}") from error
+    if str(env_id).startswith("ALE/"):
+        from datamodules.envs.atari import SmallSeeds
+
+        return SmallSeeds(envs)
+    return envs
 
 
 def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
@@ -198,6 +239,10 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
     arguments: dict[str, Any] = {}
     if isinstance(wrapper, dict):
         path, arguments = wrapper.get("class_path", ""), wrapper.get("init_args") or {}
+    if not isinstance(path, str):
+        raise UsageError(f"wrappers: {path!r} must be a name from gymnasium.wrappers, an import path or a dict of "
+                         "class_path and init_args; to call code of your own, give env_id a function that makes and "
+                         "wraps the environment")  # fmt: skip
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "gymnasium.wrappers"), name, None)

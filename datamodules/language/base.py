@@ -369,7 +369,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """What computes rewards while completions are written; None without ``reward_overlap``."""
         if not self.hparams["reward_overlap"] or not len(self.rewards):
             return None
-        self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
+        self._ready_rewards()
         return EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
 
     def judge(
@@ -386,7 +386,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         Returns:
             ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
             chat template), ``rewards`` [P·K, F] (NaN: not applicable),
-            ``reward_names``, ``correct`` [P, K] bool (None where there is no reward function), ``answers`` (P
+            ``reward_names``, ``token_rewards`` [P·K, L, F] where a function gives one number per token (else None),
+            ``correct`` [P, K] bool (None where there is no reward function), ``answers`` (P
             lists of K), ``length`` and ``finished`` [P·K].
         """
         tokenizer = self.policy.tokenizer
@@ -394,10 +395,11 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         repeated = [record for record in records for _ in range(num_generations)]
-        self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
+        self._ready_rewards()
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
         scores = self.rewards(repeated, texts, ids) if early is None else early.result(repeated, texts)
         rewards = scores.to(written.tokens.device, non_blocking=True)
+        spread = self.rewards.take_token_rewards(scores, lengths)
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
@@ -410,11 +412,16 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             "texts": texts,
             "rewards": rewards,
             "reward_names": self.rewards.names,
+            "token_rewards": None if spread is None else spread.to(rewards.device, non_blocking=True),
             "correct": correct,
             "answers": [answers[i : i + k] for i in range(0, len(answers), k)],
             "length": written.length,
             "finished": written.finished,
         }
+
+    def _ready_rewards(self) -> None:
+        self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
+        self.rewards.by_token = getattr(self.policy, "takes_token_rewards", False)
 
     @property
     def _rank(self) -> int:

@@ -41,8 +41,9 @@ class InstructionDataModule(LanguageDataModule):
             steps shuffled). This saves padding but may hurt learning, because steps become homogeneous; ``packing``
             saves padding without changing the steps.
         max_length: maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong``
-            selects what happens to longer ones. **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``,
-            ``eval_steps``, ``seed`` and the other arguments of :class:`~datamodules.language.base.LanguageDataModule`.
+            selects what happens to longer ones.
+        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
+            arguments of :class:`~datamodules.language.base.LanguageDataModule`.
 
     Raises:
         UsageError: an invalid argument or record.

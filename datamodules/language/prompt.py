@@ -298,6 +298,9 @@ class PromptDataModule(LanguageDataModule):
             "generation": self.generation,
         }
         rollout["reward"] = module.rewards(rollout)
+        if self.dynamic_sampling and rollout["reward"].ndim > 1:
+            raise UsageError(f"dynamic_sampling={self.dynamic_sampling} compares one reward per completion, and a "
+                             "reward function returned one per token; set it to 0")  # fmt: skip
         return rollout
 
     # ---------------------------------------------------------------- generations written ahead

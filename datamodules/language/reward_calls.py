@@ -55,6 +55,10 @@ class RewardFunctions:
         self.trainer_state: TrainerState | None = None
         #: One name per function, all different, for metrics.
         self.names = _distinct([function_name(func) for func in self.funcs])
+        #: Whether a function may return a list of numbers for a completion, one per token.
+        self.by_token = False
+        #: Such lists of the last batch: by function, by sample.
+        self._lists: dict[int, dict[int, list[float]]] = {}
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
         self._has_scored = False
@@ -119,6 +123,7 @@ class RewardFunctions:
             call = _Call(j, first, first + len(records))
             call.values = self._scores(call, arguments, given, 0, len(records))
             call.failures = [(first + i, error) for i, error in call.failures]
+            call.lists = {first + i: numbers for i, numbers in call.lists.items()}
             calls.append(call)
         return calls
 
@@ -161,7 +166,10 @@ class RewardFunctions:
     def _collected(self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], given: dict[str, Any]) -> Tensor:
         """The rewards of all calls, [B, F]; failures are counted and reported."""
         rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
+        self._lists = {}
         for call in calls:
+            if call.lists:
+                self._lists.setdefault(call.function, {}).update(call.lists)
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
         for j, name in enumerate(self.names):
             self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
@@ -172,6 +180,29 @@ class RewardFunctions:
         """Number of samples that each function has failed on since the last call of this method."""
         taken, self._failures = self._failures, dict.fromkeys(self.names, 0)
         return taken
+
+    def take_token_rewards(self, rewards: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        """The last batch's rewards token by token; None where every function returned one number per completion.
+
+        Args:
+            rewards: what the call returned, [B, F].
+            lengths: tokens of each completion.
+
+        Returns:
+            [B, L, F] float32: a list stays with its tokens, one number goes to the last token; 0 where a function does
+            not apply.
+        """
+        lists, self._lists = self._lists, {}
+        if not lists:
+            return None
+        count, functions = rewards.shape
+        spread = torch.zeros((count, max(lengths), functions), dtype=torch.float32)
+        last = torch.tensor(lengths, dtype=torch.int64) - 1
+        spread[torch.arange(count), last] = rewards.nan_to_num(nan=0.0)
+        for function, samples in lists.items():
+            for sample, numbers in samples.items():
+                spread[sample, : len(numbers), function] = torch.tensor(numbers, dtype=torch.float32)
+        return spread
 
     def _parts(self, records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
         """The batch in up to ``workers`` parts of similar size, cut where another prompt begins."""
@@ -207,7 +238,27 @@ class RewardFunctions:
             raise UsageError(f"reward function {name!r} returned a {type(values).__name__}, not a list of {n} numbers")
         if len(values) != n:
             raise UsageError(f"reward function {name!r} returned {len(values)} values for {n} completions")
-        return [_number(value, name, start + i, given) for i, value in enumerate(values)]
+        return [self._value(call, value, start + i, given) for i, value in enumerate(values)]
+
+    def _value(self, call: "_Call", value: Any, i: int, given: dict[str, Any]) -> float:
+        """A returned value as a float: of a list with a number per token their sum; the list is noted in the call."""
+        name = self.names[call.function]
+        if not _is_list(value):
+            return _number(value, name, i, given)
+        if not self.by_token:
+            raise UsageError(f"reward function {name!r} returned {_short(value)} for sample {i}: a reward per token, "
+                             "which RLHFPPO alone learns from; return one number")  # fmt: skip
+        ids = given["completion_ids"]
+        if ids is None or len(value) != len(ids[i]):
+            tokens = "an unknown number of" if ids is None else len(ids[i])
+            raise UsageError(f"reward function {name!r} returned {len(value)} numbers for sample {i}, whose completion "
+                             f"has {tokens} tokens; return one number, or one per token of completion_ids")  # fmt: skip
+        numbers = [_number(number, name, i, given) for number in value]
+        if any(math.isnan(number) for number in numbers):
+            raise UsageError(f"reward function {name!r} returned {_short(value)} for sample {i}, with a None or NaN in "
+                             "it; where a token earns nothing the number is 0")  # fmt: skip
+        call.lists[i] = numbers
+        return math.fsum(numbers)
 
     def _require_some(self, rewards: Tensor) -> None:
         """Raises where not one completion of the first batch got a reward: nothing could be learned from it.
@@ -279,6 +330,8 @@ class _Call:
     values: list[float] = field(default_factory=list)
     #: Samples that the function failed on, with the error.
     failures: list[tuple[int, BaseException]] = field(default_factory=list)
+    #: Rewards of samples whose tokens have a number each.
+    lists: dict[int, list[float]] = field(default_factory=dict)
 
 
 class _TooLong(Exception):
@@ -322,6 +375,11 @@ def _run(func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is several numbers: a list, a tuple, or an array with one dimension."""
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
 
 
 def _number(value: Any, name: str, i: int, given: dict[str, Any]) -> float:

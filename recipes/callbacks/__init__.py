@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "Checkpoints": "recipes.callbacks.checkpoints",
     "ConfigRecord": "recipes.callbacks.config_record",
+    "EpisodeMonitor": "recipes.callbacks.episode_monitor",
     "EpisodeRecorder": "recipes.callbacks.recorder",
     "EpisodeWriter": "recipes.callbacks.episode_writer",
     "FiniteCheck": "recipes.callbacks.finite_check",
@@ -21,6 +22,7 @@ _EXPORTS = {
 __all__ = [
     "Checkpoints",
     "ConfigRecord",
+    "EpisodeMonitor",
     "EpisodeRecorder",
     "EpisodeWriter",
     "FiniteCheck",
@@ -32,6 +34,7 @@ __all__ = [
 if TYPE_CHECKING:
     from recipes.callbacks.checkpoints import Checkpoints
     from recipes.callbacks.config_record import ConfigRecord
+    from recipes.callbacks.episode_monitor import EpisodeMonitor
     from recipes.callbacks.episode_writer import EpisodeWriter
     from recipes.callbacks.finite_check import FiniteCheck
     from recipes.callbacks.progress import TransitionProgressBar

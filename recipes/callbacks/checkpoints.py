@@ -87,6 +87,11 @@ class Checkpoints(ModelCheckpoint):
         self._due_s = self._pause_s = 0.0
         self._saved_at = (-1, -1, -1)
 
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> "Checkpoints | None":
+        """Returns a Trainer's callback of this class, beside which there may be a ModelCheckpoint of the user's."""
+        return next((callback for callback in trainer.checkpoint_callbacks if isinstance(callback, cls)), None)
+
     @property
     def state_key(self) -> str:
         # Lightning reads this at every hook of every batch; its own would format a string each time.

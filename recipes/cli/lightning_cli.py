@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules.base import ControlDataModule
 from recipes import language
+from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
@@ -19,7 +20,7 @@ from recipes.callbacks.recorder import record_episodes
 from recipes.cli import resume, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes
 from recipes.cli.parser import RLParser, add_arguments
-from recipes.cli.sentences import which_class
+from recipes.cli.sentences import unknown_monitor, which_class
 from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
 from rl_modules.common.errors import UsageError
@@ -170,7 +171,7 @@ class RLCLI(LightningCLI):
             callbacks.append(trainer_settings.prediction_writer(output, self._controls))
         trainer = super()._instantiate_trainer(config, callbacks)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
-            checkpoints: Any = trainer.checkpoint_callback
+            checkpoints: Any = Checkpoints.of(trainer)
             checkpoints.progress = ProgressLines(
                 TransitionProgressBar() if self._controls else language.StepProgressBar()
             )
@@ -194,6 +195,7 @@ class RLCLI(LightningCLI):
             try:
                 super()._run_subcommand(subcommand)
             except RuntimeError as error:
+                self._answer_monitor(error)
                 if "Error(s) in loading state_dict" not in str(error):
                     raise
                 path = self._get(self.config, "ckpt_path")
@@ -203,6 +205,7 @@ class RLCLI(LightningCLI):
             except (MisconfigurationException, ValueError) as error:
                 if isinstance(error, UsageError) or not _is_lightnings(error):
                     raise
+                self._answer_monitor(error)
                 raise UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
             return
         checkpoint = self._get(self.config, "ckpt_path")
@@ -210,6 +213,12 @@ class RLCLI(LightningCLI):
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
         for file in record_episodes(policy, self.datamodule, folder, episodes):
             print(file)
+
+    def _answer_monitor(self, error: Exception) -> None:
+        """Raises the sentence for a callback that monitors what the run does not log."""
+        sentence = unknown_monitor(str(error), self.trainer.callback_metrics)
+        if sentence is not None:
+            raise UsageError(sentence) from error
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from recipes import configs
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.foreign_names import MEANT
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -19,17 +20,6 @@ COMMON = (
     "--data.env_id", "--data.n_envs", "--data.total_timesteps", "--trainer.accelerator", "--trainer.devices",
     "--trainer.logger", "--trainer.max_steps", "--trainer.precision",
 )  # fmt: skip
-#: Names by which other programs and libraries call an option.
-MEANT = {
-    "lr": "model.learning_rate", "env": "data.env_id", "env_name": "data.env_id", "environment": "data.env_id",
-    "timesteps": "data.total_timesteps", "steps": "data.total_timesteps", "num_envs": "data.n_envs",
-    "epochs": "trainer.max_epochs", "seed": "seed_everything", "device": "trainer.devices", "gpus": "trainer.devices",
-    "gpu": "trainer.devices", "ckpt": "ckpt_path", "checkpoint_path": "ckpt_path", "load": "ckpt_path",
-    "algo": "model", "algorithm": "model", "policy": "model", "optimizer": "model.optimizer", "hidden_sizes":
-    "model.net_arch", "max_grad_norm": "model.max_grad_norm", "save_dir": "trainer.default_root_dir",
-    "output_dir": "trainer.default_root_dir", "logdir": "trainer.default_root_dir", "wandb": "trainer.logger",
-}  # fmt: skip
-
 #: Options of other algorithms, and what does the same here.
 ELSEWHERE = {"total_timesteps": "trainer.max_steps", "max_steps": "data.total_timesteps"}
 
@@ -56,24 +46,32 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
     group, _, rest = name.partition(".")
     rest = rest.removeprefix("init_args.")
     if not rest or group not in GROUPS:
-        return f"unknown option --{name}{_meant(name)}; `rl fit --help` lists all"
+        return f"unknown option --{name}{_meant(name.replace('-', '_'), chosen)}; `rl fit --help` lists all"
     known = of_group(group, chosen)
+    owner = getattr((chosen or {}).get(group), "__name__", group)
+    if rest in known:
+        return f"unknown option '{name}': {owner} sets {rest} itself"
+    if (meant := MEANT.get(rest.replace("-", "_"))) and _exists(meant, chosen):
+        return f"unknown option '{name}'; did you mean --{meant}?"
     places = [place for place in places_of(rest, chosen) if not place.startswith(f"{group}.")]
     if not places and rest in ELSEWHERE and rest not in known:
         places = [ELSEWHERE[rest]]
     if not places and (near := did_you_mean(rest, known)):
         return f"unknown option '{name}'{near}"
-    if not places and rest in MEANT:
-        places = [MEANT[rest]]
     if places:
         return f"unknown option '{name}'; did you mean --{' or --'.join(places)}?"
-    owner = getattr((chosen or {}).get(group), "__name__", group)
     return f"unknown option '{name}': {owner} has no {rest!r}; it takes {', '.join(sorted(known)[:40])}"
 
 
-def _meant(name: str) -> str:
+def _exists(place: str, chosen: dict[str, Any] | None) -> bool:
+    """Whether the run's classes have an option, where they are known."""
+    group, _, rest = place.partition(".")
+    return not rest or (chosen or {}).get(group) is None or rest in of_group(group, chosen)
+
+
+def _meant(name: str, chosen: dict[str, Any] | None = None) -> str:
     """The clause that says what an option without a group was probably meant to be."""
-    if name in MEANT:
+    if name in MEANT and _exists(MEANT[name], chosen):
         return f"; did you mean --{MEANT[name]}?"
     near = did_you_mean(name, [*ALONE, *GROUPS])
     if places := places_of(name):

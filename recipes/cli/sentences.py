@@ -1,7 +1,7 @@
 """Turns jsonargparse's error messages into one sentence: what was given, where, and the nearest known name."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes.cli.options import GROUPS, refuse_word, unknown_option
@@ -17,6 +17,23 @@ _WORDS = {
     "precision": ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"),
     "gradient_clip_algorithm": ("norm", "value"),
 }
+
+
+def unknown_monitor(message: str, known: Iterable[str]) -> str | None:
+    """Returns the sentence for a callback whose metric a run does not log; None: the message is about something else.
+
+    Args:
+        message: Lightning's.
+        known: the run's metrics.
+    """
+    found = re.search(r"conditioned on metric `([^`]+)`", message) or re.search(r"monitor='([^']+)'\) could not find",
+                                                                              message)  # fmt: skip
+    if found is None:
+        return None
+    name, names = found.group(1), sorted(known)
+    near = did_you_mean(name, names) or did_you_mean(f"train/{name}", names)
+    shown = near or f"; it logs {', '.join(names[:40])}"
+    return f"a callback's monitor={name!r} is no metric of this run{shown}"
 
 
 def one_sentence(message: str, chosen: Mapping[str, type] | None = None, group: str = "") -> str:
@@ -47,6 +64,9 @@ def one_sentence(message: str, chosen: Mapping[str, type] | None = None, group: 
         near = {"fp16": "16-mixed", "half": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}.get(str(value))
         hint = f"; did you mean {near}?" if near else did_you_mean(str(value), _WORDS[name])
         return f"{key}={value!r} is not known; it must be one of {', '.join(_WORDS[name])}{hint}"
+    if needed := re.search(r"following arguments are required: ([\w., ]+)", text):
+        who = _given_class(text, value).rpartition(".")[2] or key
+        return f"{key}: {who} needs {needed.group(1).split(' -')[0].strip()}; give it as --{key}.init_args.NAME VALUE"
     if (known := _class_names(key)) and (given := _given_class(text, value)):
         return _class_sentence(key, given, known)
     wanted = _wanted(text)
@@ -122,7 +142,7 @@ def _class_names(key: str) -> list[str]:
 
 def _given_class(text: str, value: Any) -> str:
     """The class that a message is about."""
-    path = re.search(r"class_path'?:? '?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
+    path = re.search(r"class_path'?[:=]? ?'?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
     return (path.group(1) if path else str(value)).strip("'\"[]{} ")
 
 

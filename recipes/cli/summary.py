@@ -9,12 +9,14 @@ from typing import Any
 
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.hparams import write_hparams
 from recipes.cli import resume
+from rl_modules.common.spaces import image_brief
 
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
@@ -90,6 +92,8 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
         "transitions": f"{time['time/total_timesteps']:,.0f} in {time['time/time_elapsed']:.1f} s "
         f"({time['time/fps']:,.0f} per second)",
     }
+    if (image := image_brief(model.observation_space)) is not None:
+        rows["observation"] = image
     if ranks > 1:
         rows["ranks"] = f"{ranks}, each with {data.n_envs} environments and minibatches of {data.batch_size}"
         rows["together"] = (
@@ -148,19 +152,19 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     Returns:
         Path of the last checkpoint.
     """
-    checkpoints = trainer.checkpoint_callback
-    assert isinstance(checkpoints, Checkpoints)
+    checkpoints = Checkpoints.of(trainer)
+    assert checkpoints is not None
     best = checkpoints.best_model_path
     origin = model.hparams.get("init_from")
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
-        "last checkpoint": _relative(str(checkpoints.last_path)),
+        "last checkpoint": _relative(str(checkpoints.last_path)) if checkpoints.last_path else "none",
         "best checkpoint": _relative(best) if best else "none (no evaluation)",
         "curves": curves_of(trainer),
         **files_of(trainer),
     }
-    if exports:
+    if exports and checkpoints.last_path:
         path = _relative(best or str(checkpoints.last_path))
         rows["export"] = f"rl export --ckpt_path {path} --output model"
     # Nothing is wrapped, so that a copied path or command is whole.
@@ -173,7 +177,7 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
 def curves_of(trainer: Trainer) -> str:
     """Returns where the run's curves are: TensorBoard's command, the CSV file, or another logger's folder."""
     places = []
-    for logger in trainer.loggers:
+    for logger in (logger for logger in trainer.loggers if not isinstance(logger, DummyLogger)):
         folder = getattr(logger, "log_dir", None) or logger.save_dir
         if isinstance(logger, TensorBoardLogger):
             # TensorBoard names a run by its folder below the given one; the run's own folder would be named ".".

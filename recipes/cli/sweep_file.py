@@ -103,6 +103,8 @@ def read(name: str, words: list[str]) -> Sweep:
     if not names or not all(isinstance(one, str) for one in names):
         raise UsageError(f"{path}: config={given!r} must be the config whose arguments are searched, as in "
                          "trpo/lunarlander.yaml, or a list of such")  # fmt: skip
+    for one in names:
+        configs.find(one)  # a mistake is reported before the first trial
     sweep = Sweep(**{**content, "config": names, "search": _ranges(path, content.get("search"))})
     _take_words(sweep, words)
     _check(path, sweep)

@@ -1,5 +1,6 @@
 """The Trainer's settings that follow from the command: loggers, progress bar and the command's own callbacks."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ LEAST = {
     "accumulate_grad_batches": 1, "num_nodes": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0,
     "gradient_clip_val": 0, "max_steps": -1, "max_epochs": -1,
 }  # fmt: skip
+#: What programs that start a process per machine or device tell it.
+LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
 
 def settings_for_fit(trainer: Any, record_every: int, is_control: bool) -> list:
@@ -77,6 +80,12 @@ def check(trainer: Any) -> None:
             raise UsageError(f"trainer.{name}={value} must be at least {least}")
     if trainer.get("max_steps") == 0:
         raise UsageError("trainer.max_steps=0 trains nothing; give the number of optimizer steps, or -1 for no limit")
+    if trainer.get("limit_train_batches") == 0:
+        raise UsageError("trainer.limit_train_batches=0 trains nothing; give a number or a share of batches, or leave "
+                         "it out")  # fmt: skip
+    if (trainer.get("num_nodes") or 1) > 1 and not any(name in os.environ for name in LAUNCHERS):
+        raise UsageError(f"trainer.num_nodes={trainer['num_nodes']} would wait for other machines, which nothing has "
+                         "started; start the command on each by torchrun or SLURM")  # fmt: skip
     root = trainer.get("default_root_dir")
     logger = trainer.get("logger")
     folders = [root, getattr(getattr(logger, "init_args", None), "save_dir", None)]

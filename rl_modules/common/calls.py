@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.foreign_names import in_python
 
 
 class CheckedCall:
@@ -34,14 +35,29 @@ def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> No
     """
     hint: str = getattr(cls, "called_elsewhere", "")
     if args and isinstance(args[0], str) and args[0].endswith("Policy"):
-        raise UsageError(f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here {hint}")
+        raise UsageError(f"{cls.__name__}({args[0]!r}, …) is Stable-Baselines3's call; here environments belong to a "
+                         f"datamodule: {three_lines(cls)}")  # fmt: skip
     known = _arguments(cls)
     if known is None:
         return
     for name in arguments:
         if name not in known:
+            near = in_python(name, known)
+            if not near and name in ("env", "policy"):
+                near = f"; environments belong to a datamodule: {three_lines(cls)}"
+            if near:
+                raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}")
             near = did_you_mean(name, known)
             raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}{f'; {hint}' if hint else ''}")
+
+
+def three_lines(cls: type) -> str:
+    """Returns the lines of Python that train a control algorithm."""
+    replays = getattr(getattr(cls, "experience", None), "kind", "") == "replay"
+    continuous = [space.__name__ for space in getattr(cls, "supported_action_spaces", ())] == ["Box"]
+    env = "Pendulum-v1" if continuous else "CartPole-v1"
+    data = f"{'Replay' if replays else 'Rollout'}DataModule({env!r})"
+    return f"data = {data}, model = {cls.__name__}(), recipes.Trainer().fit(model, data)"
 
 
 def _arguments(cls: type) -> list[str] | None:

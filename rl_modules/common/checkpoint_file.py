@@ -63,6 +63,8 @@ class LoadsCheckpoints:
         Raises:
             UsageError: a file that is no checkpoint of this class, or weights of another network.
         """
+        if checkpoint_path is None:
+            raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
             saved = read_checkpoint(checkpoint_path)
             algorithm = saved.get("algorithm")

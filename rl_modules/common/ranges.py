@@ -70,7 +70,7 @@ def real_number(name: str, value: Any) -> float:
     Raises:
         UsageError: it is no number.
     """
-    if isinstance(value, str) or not hasattr(value, "__float__"):
+    if isinstance(value, str | bool) or not hasattr(value, "__float__"):
         raise UsageError(f"{name}={value!r} must be a number")
     return float(value)
 

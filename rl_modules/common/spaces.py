@@ -150,6 +150,16 @@ def image_shape(space: spaces.Box) -> tuple[int, int, int]:
     return (shape[2], shape[0], shape[1]) if last else (shape[0], shape[1], shape[2])
 
 
+def image_brief(space: spaces.Space) -> str | None:
+    """What a convolutional encoder sees in a space, for one line; None where it is no image."""
+    if not isinstance(space, spaces.Box) or not is_image(space):
+        return None
+    channels, height, width = image_shape(space)
+    kind = "channel" if channels == 1 else "channels"
+    divided = f"divided by {pixel_scale(space) or 255:g}"
+    return f"image of {height}×{width} pixels, {channels} {kind} ({space.dtype}, {divided}), from Box{space.shape}"
+
+
 def pixel_scale(space: spaces.Box) -> float | None:
     """The bound that pixels are divided by: 255 or 1; None where the bounds are no image's."""
     low, high = float(space.low.min()), float(space.high.max())

@@ -1,17 +1,15 @@
 """Base classes of the language algorithms: model and tokenizer, optimizer, metrics, checkpoints, evaluation."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from rl_modules import functional as F
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -25,15 +23,19 @@ from rl_modules.language.frozen_weights import (
     source_path,
 )
 from rl_modules.language.hyperparameters import make_plain
-from rl_modules.language.logits import prepare_head
-from rl_modules.language.metric_names import displayed_name, monitors, refuse_bare_monitor
-from rl_modules.language.models import eos_token_ids, export_model, make_config, make_model, max_length
+from rl_modules.language.metric_names import monitors
+from rl_modules.language.metrics import LanguageMetrics
+from rl_modules.language.model_objects import (
+    check_model_object,
+    is_name,
+    prepared,
+    refuse_objects,
+    tokenizer_name,
+)
+from rl_modules.language.models import export_model, make_config, make_model, max_length
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import wants_router_loss
-from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
 from rl_modules.language.sampling.decode import transformers_model
-from rl_modules.language.sampling.factory import check_sampler, make_sampler
-from rl_modules.language.sampling.protocol import RowListener
 from rl_modules.language.self_check import require_left_to_right
 from rl_modules.language.sharding import (
     Splitter,
@@ -48,23 +50,24 @@ from rl_modules.language.sharding import (
     whole,
     whole_tensors,
 )
-from rl_modules.language.throughput import Stopwatch, Throughput
+from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
-from rl_modules.loggers import adapters
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
+class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
     """Base class of the language algorithms; a subclass defines ``training_step``.
 
     Args:
-        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
+        model_name_or_path: directory or hub name of a pretrained model, in Python also the model itself, which is
+            copied; None: a randomly initialised model. A checkpoint of a run that began with an object holds all of its
+            weights.
         model_config: fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06
             million parameters (another ``model_type`` starts from that type's own defaults).
-        tokenizer_name_or_path: directory or hub name; None: the model's, or, without a pretrained model, the character
-            tokenizer.
+        tokenizer_name_or_path: directory or hub name, in Python also a tokenizer; None: the model's, or, without a
+            pretrained model, the character tokenizer.
         lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
             Reinforcement learning trains without dropout, so ``lora_dropout`` is 0 there.
         torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's
@@ -127,8 +130,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     ) -> None:
         super().__init__()
         # Callables are code, which a checkpoint must not hold.
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
+        objects = {"model_name_or_path": model_name_or_path, "tokenizer_name_or_path": tokenizer_name_or_path}
+        objects = {name: value for name, value in objects.items() if not is_name(value)}
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *objects], logger=False)
+        for parameters in (self._hparams, self._hparams_initial):
+            parameters.update(dict.fromkeys(objects))
         make_plain(self)
+        refuse_objects(self.hparams)
         check_ranges(self.hparams)
         hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
@@ -146,6 +154,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         self.scheduler_factory = lr_scheduler
         self.model: Any = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        # In a tuple, because an attribute would become a part of this module.
+        self._given_model: tuple[Any, ...] = ()
+        if "model_name_or_path" in objects:
+            check_model_object(model_name_or_path, model_config)
+            self._given_model = (model_name_or_path,)
+        if "tokenizer_name_or_path" in objects:
+            self._tokenizer = prepared(tokenizer_name_or_path, "tokenizer_name_or_path")
         # Sums of (metric · weight) and of weights since the last point of the curves.
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
@@ -190,7 +205,8 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
             if hp.description is not None:
                 self._tokenizer = tokenizer_from_dict(hp.description["tokenizer"])
             else:
-                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or hp.model_name_or_path)
+                own = tokenizer_name(self._given_model[0]) if self._given_model else hp.model_name_or_path
+                self._tokenizer = load_tokenizer(hp.tokenizer_name_or_path or own)
         return self._tokenizer
 
     @property
@@ -201,7 +217,12 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         hp: Any = self.hparams
         if hp.description is not None:
             return max_length(make_config(None, hp.description["config"], self.tokenizer, self.dropout))
-        return max_length(make_config(hp.model_name_or_path, hp.model_config, self.tokenizer, self.dropout))
+        return max_length(make_config(self._source, hp.model_config, self.tokenizer, self.dropout))
+
+    @property
+    def _source(self) -> Any:
+        """Where the weights come from: a directory, hub name or model; None: new ones."""
+        return self._given_model[0] if self._given_model else self.hparams["model_name_or_path"]
 
     def configure_model(self) -> None:
         """Builds the model from its source or, when loading a checkpoint, from the checkpoint's description.
@@ -235,7 +256,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
     def _build(self, sharded: bool) -> None:
         hp: Any = self.hparams
         described = hp.description is not None
-        source = self.frozen_source("model.") if described else hp.model_name_or_path
+        source = self.frozen_source("model.") if described else self._source
         fields = hp.description["config"] if described else hp.model_config
         config = make_config(None if described else source, fields, self.tokenizer, self.dropout)
         # New weights come from the datamodule's seed and leave the global generators as they were: the CPU's, and that
@@ -257,6 +278,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
             description, sources = self._description(config)
         if (generation := description.get("generation_config")) is not None:
             transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
+        self._given_model = ()
         self._sources = sources  # of the weights as they were read: a precision may convert them
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
@@ -302,8 +324,13 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         """
         shard(self.model, split)
 
-    def build_model(self, config: Any, source: str | None) -> None:
-        """Sets ``self.model``; algorithms with further models (reference, value) extend this."""
+    def build_model(self, config: Any, source: Any) -> None:
+        """Sets ``self.model``; algorithms with further models (reference, value) extend this.
+
+        Args:
+            config: the architecture.
+            source: directory, hub name or model that the weights come from; None: new ones.
+        """
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
                                 hp.gradient_checkpointing, self.lora)  # fmt: skip
@@ -336,166 +363,6 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         if wants_router_loss(self.model) and not self.balances_experts:
             raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
                              f"and {type(self).__name__} does not; set it to false in model_config")  # fmt: skip
-
-    # ---------------------------------------------------------------- metrics
-
-    def record(self, weight: Tensor | float = 1.0, **metrics: Tensor | float) -> None:
-        """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
-
-        Each update may record any subset of names. Does not synchronise with the device.
-
-        Args:
-            weight: of this minibatch in the mean, such as its number of tokens; 0: ignored.
-            metrics: scalars by name, tensors or numbers.
-
-        Raises:
-            UsageError: a value that is not a scalar.
-        """
-        w = self._scalar("weight", weight)
-        for name, value in metrics.items():
-            value = self._scalar(name, value)
-            # The value of a weight of 0 may be NaN, which must not spread.
-            share = torch.where(w > 0, value * w, 0.0)
-            self._sums[name] = self._sums[name] + share if name in self._sums else share
-            self._weights[name] = self._weights[name] + w if name in self._weights else w
-
-    def _scalar(self, name: str, value: Tensor | float) -> Tensor:
-        """A float32 scalar on the module's device, without a wait for either device."""
-        if not isinstance(value, Tensor):
-            # A fill, for a copy of a number from the host would wait.
-            try:
-                return torch.full((), float(value), dtype=torch.float32, device=self.device)
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"record: {name}={value!r} must be a number or a tensor with one element") from error
-        if value.numel() != 1:
-            raise UsageError(f"record: {name} has shape {tuple(value.shape)}; record a scalar, such as its mean")
-        return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = self.trainer.global_step
-        if step != self._logged_at and step % self.logging_steps == 0:
-            self.write_metrics()
-
-    def on_train_end(self) -> None:
-        if self._sums:
-            self.write_metrics()
-
-    def write_metrics(self) -> None:
-        """Logs one point of every training curve: means since the last point, over all ranks."""
-        step = self._logged_at = self.trainer.global_step
-        metrics = self._means_over_ranks()
-        metrics["train/learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
-        if self.num_tokens:
-            metrics["train/num_tokens"] = float(self.num_tokens)
-        metrics |= self._throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
-        metrics = self.summarize(metrics)
-        self.latest_metrics.update(metrics)
-        self._hand_to_callbacks(metrics)
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        if self.learning_curve in metrics:
-            for adapter in adapters(self.trainer):
-                adapter.write_learning_curve(self.learning_curve, metrics[self.learning_curve], step)
-        self._sums, self._weights = {}, {}
-
-    def _means_over_ranks(self) -> dict[str, float]:
-        """Means of what was recorded since the last point, by displayed name; ranks call this together."""
-        names = self._names_over_ranks()
-        if not names:
-            return {}
-        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        table = torch.stack([
-            torch.stack([self._sums.get(name, nothing), self._weights.get(name, nothing)]) for name in names
-        ])  # fmt: skip
-        if self.trainer.world_size > 1:
-            table = self.trainer.strategy.reduce(table, reduce_op="sum")
-        sums, weights = table.unbind(-1)
-        means = torch.where(weights > 0, sums / weights, torch.nan).tolist()
-        return {displayed_name(name): mean for name, mean in zip(names, means, strict=True) if mean == mean}
-
-    def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
-        """Make metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
-        # `log_dict` would do the same in 0.3 ms per name.
-        self.trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float32) for name, value in metrics.items()}
-        )
-
-    def _answer_monitors(self) -> None:
-        """Give callbacks the running means of what they monitor, where there is no point of the curves yet.
-
-        Raises:
-            UsageError: a callback monitors a metric of training without the prefix.
-        """
-        known = self.trainer.callback_metrics
-        unknown = {
-            name: callback
-            for name, callback in monitors(self.trainer).items()
-            if name not in self.latest_metrics and (name.startswith("train/") or name not in known)
-        }
-        if all(name.startswith("eval/") for name in unknown):
-            return
-        means = self.summarize(self._means_over_ranks())
-        for name, callback in unknown.items():
-            refuse_bare_monitor(name, callback, {*means, *self.latest_metrics})
-        self._hand_to_callbacks({name: means[name] for name in unknown if name in means})
-
-    def on_train_epoch_end(self) -> None:
-        self._answer_monitors()
-
-    def on_validation_start(self) -> None:
-        if self._fitting and not self.trainer.sanity_checking:
-            self._answer_monitors()
-            self._throughput.pause()
-
-    def on_validation_end(self) -> None:
-        self._throughput.resume()
-
-    def _names_over_ranks(self) -> list[str]:
-        """What any rank has recorded, in one order on all of them."""
-        if self.trainer.world_size == 1:
-            return list(self._sums)
-        ranks: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(ranks, list(self._sums))
-        return sorted({name for names in ranks for name in names})
-
-    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds metrics that are functions of means, such as the perplexity; called before logging.
-
-        Args:
-            metrics: ``train/…`` of training, or ``eval/…`` of an evaluation.
-        """
-        return metrics
-
-    def log_evaluation(self, metrics: dict[str, Tensor], weight: int) -> None:
-        """Adds the means over one batch to those of the evaluation, for callbacks and curves.
-
-        Args:
-            metrics: scalars by name, ``eval/…``.
-            weight: of the batch in the mean, such as its number of prompts or tokens.
-        """
-        # Lightning takes the mean of the ranks' weights in integers: without a remainder it is exact.
-        weight *= self.trainer.world_size
-        self.log_dict(
-            metrics, on_step=False, on_epoch=True, logger=not self._fitting, batch_size=weight, sync_dist=True
-        )
-
-    @property
-    def _fitting(self) -> bool:
-        # In a run the curves are written here, over the optimizer step; else Lightning prints and returns the metrics.
-        return self.trainer.state.fn == "fit"
-
-    def on_validation_epoch_end(self) -> None:
-        means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
-        metrics = self.summarize(means)
-        # The last evaluation's derived ones are among the means by now.
-        if derived := {name: value for name, value in metrics.items() if means.get(name) != value}:
-            self.log_dict(derived, logger=not self._fitting)
-        if self._fitting:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=self.trainer.global_step)
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
 
     # ---------------------------------------------------------------- optimizer
 
@@ -621,169 +488,6 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, L.LightningModule):
         if self._trainer is not None and self._fitting:
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
-
-
-class LanguagePolicy(LanguageModule):
-    """Base class of modules that generate completions: sampling, and evaluation on held-out prompts.
-
-    A subclass sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
-
-    Args:
-        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
-        sampler: engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, which
-            receives the weights after every update; ``vllm_server``, servers started by ``rl serve``.
-        sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
-            ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
-        max_rows_in_flight: maximum number of completions decoded together, which limits memory; null: all, on CUDA as
-            many as fit into free memory. **model: those of :class:`LanguageModule`.
-    """
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    max_completion_length: int
-    best_metric = ("eval/pass@1", "max")
-
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        *,
-        sampler: str = "native",
-        sampler_options: dict[str, Any] | None = None,
-        max_rows_in_flight: int | None = None,
-        **model: Any,
-    ) -> None:
-        super().__init__(model_name_or_path, **model)
-        check_sampler(sampler, sampler_options or {}, max_rows_in_flight)
-        self._sampler: Sampler | None = None
-
-    @property
-    def sampler(self) -> Sampler:
-        """The engine that generates completions, created on first access with the current weights."""
-        if self._sampler is None:
-            hp: Any = self.hparams
-            ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-            self._sampler = make_sampler(
-                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks
-            )  # fmt: skip
-        return self._sampler
-
-    def update_sampler(self) -> None:
-        """Sends the current weights to the sampler if it does not have them."""
-        self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._sampler is not None:
-            self._sampler.sleep()
-
-    def act(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        num_generations: int = 1,
-        on_ended: RowListener | None = None,
-        **sampling: Any,
-    ) -> Completions:
-        """Generates ``num_generations`` completions per prompt with the current weights.
-
-        Args:
-            prompts: token ids, P lists.
-            seeds: one per completion, P · num_generations; completions of a prompt are adjacent.
-            num_generations: completions per prompt.
-            on_ended: called with each completion as it ends, see :class:`~rl_modules.language.sampling.Sampler`.
-            sampling: settings that differ from the module's own, such as ``temperature=0.0`` for greedy decoding.
-        """
-        # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
-        precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
-        with precision:
-            self.update_sampler()
-            watch = Stopwatch(self.device)
-            watch.start()
-            written = self.sampler.sample(prompts, num_generations, seeds, self.settings(**sampling), on_ended)
-            watch.stop()
-        if self._trainer is not None and self.trainer.training:
-            self._throughput.add(written.length, watch)
-        return written
-
-    def settings(self, **different: Any) -> SamplingSettings:
-        """Returns the sampling settings: the module's arguments, overridden by those given."""
-        own = {
-            "max_completion_length": self.max_completion_length,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            **different,
-        }
-        stops = tuple(eos_token_ids(self.model, self.tokenizer))
-        return SamplingSettings(eos_token_id=stops, pad_token_id=int(self.tokenizer.pad_token_id), **own)
-
-    def check_architecture(self) -> None:
-        super().check_architecture()
-        prepare_head(self.model)
-
-    # ---------------------------------------------------------------- evaluation on held-out prompts
-
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.log_completions(batch, batch_idx)
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.log_completions(batch, batch_idx)
-
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        return batch
-
-    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Logs success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first
-        ones.
-
-        Args:
-            batch: what ``LanguageDataModule.judge`` returns.
-            batch_idx: the table is of batch 0.
-        """
-        correct, rewards = batch["correct"], batch["rewards"].float()
-        prompts, k = len(batch["answers"]), len(batch["answers"][0])
-        metrics = {
-            "eval/mean_length": batch["length"].float().mean(),
-            "eval/clipped_ratio": 1 - batch["finished"].float().mean(),
-        }
-        if correct is not None:
-            metrics["eval/pass@1"] = correct.float().mean()
-            if k > 1:
-                metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
-                metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
-        for name, column in zip(batch["reward_names"], rewards.unbind(-1), strict=True):
-            metrics[f"eval/rewards/{name}"] = column.nanmean()
-        self.log_evaluation(metrics, prompts)
-        if batch_idx == 0 and self.trainer.is_global_zero:
-            scores = {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
-            self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})
-
-    def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
-        """Writes a table to every logger that supports tables, at the current optimizer step."""
-        for adapter in adapters(self.trainer):
-            adapter.write_table(name, columns, rows, self.trainer.global_step)
-
-
-def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
-    """Returns whether the most frequent answer of each prompt is right (cons@k, also called maj@k). Several answers may
-    be right.
-
-    Args:
-        answers: P lists of K final answers; None (no answer) votes like the others.
-        correct: which of them are right, [P, K].
-
-    Returns:
-        1 or 0, [P].
-    """
-    results = []
-    for row, flags in zip(answers, correct.tolist(), strict=True):
-        right = {answer for answer, flag in zip(row, flags, strict=True) if flag}
-        results.append(max((float(F.cons_at_k([list(row)], [a], len(row))) for a in right), default=0.0))
-    return torch.tensor(results, dtype=torch.float32, device=correct.device)
 
 
 def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:

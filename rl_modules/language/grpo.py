@@ -411,7 +411,14 @@ class GRPO(JudgedPolicy):
         """
         if self.advantage_function is None:
             return F.group_advantages(rewards.flatten(), rewards.shape[1], self.scale_rewards).view_as(rewards)
-        scores = self.advantage_function(rewards)
+        try:
+            scores = self.advantage_function(rewards)
+        except Exception as error:
+            raise UsageError(f"advantages={self.hparams['advantages']!r} raised {type(error).__name__}: {error}; it "
+                             "must take rewards [P, G] as a tensor") from error  # fmt: skip
+        if not isinstance(scores, Tensor):
+            raise UsageError(f"advantages={self.hparams['advantages']!r} returned a {type(scores).__name__}; it must "
+                             "return a tensor [P, G]")  # fmt: skip
         if scores.shape != rewards.shape:
             raise UsageError(f"the function of advantages returned shape {tuple(scores.shape)} for rewards of shape "
                              f"{tuple(rewards.shape)}; it must return one advantage per reward")  # fmt: skip

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.base import LanguagePolicy, plain_config
+from rl_modules.language.base import plain_config
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.models import make_config, make_model, max_length
+from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.rereading import encode_again, same_tokens
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
@@ -77,7 +78,7 @@ class JudgedPolicy(LanguagePolicy):
             if judge is not None:
                 shard(judge, split)
 
-    def build_model(self, config: Any, source: str | None) -> None:
+    def build_model(self, config: Any, source: Any) -> None:
         """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from rl_modules.language.models import text_config
 from rl_modules.language.self_check import agrees, probe_texts
+from rl_modules.language.shallow import blocks_of, body_of
 from rl_modules.language.sharding import is_sharded
 from rl_modules.language.tiled_head import TokenStatistics, find_tail, is_large, statistics, tiled_statistics
 
-#: What the list of blocks is called in transformers' models, and a block's feed-forward part.
-_BLOCKS = ("layers", "h", "blocks")
+#: What a block's feed-forward part is called in transformers' models.
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 #: Tokens of a batch so large that every model with a large vocabulary tiles it.
 _LARGE_BATCH = 2**16
-_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 
 
 def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
@@ -226,21 +226,22 @@ def _last_mlp(model: Any) -> nn.Module | None:
         part is None
         or getattr(network, new if hasattr(network, new) else old)
         or getattr(text_config(network.config), "output_router_logits", False)  # of all tokens, for the balance
-        or not agrees(model, "choosing tokens before the last feed-forward part", lambda: _compare(model, part), "")
+        or not agrees(model, "choosing tokens before the last feed-forward part", lambda: _compare(model), "")
     ):
         return None
     return part
 
 
 def _feed_forward(network: Any) -> nn.Module | None:
-    body = network.get_decoder() if hasattr(network, "get_decoder") else network.base_model
-    blocks = next((found for name in _BLOCKS if (found := getattr(body, name, None))), None)
-    if not isinstance(blocks, nn.ModuleList):
+    found = blocks_of(body_of(network))
+    if found is None:
         return None
-    return next((found for name in _FEED_FORWARD if (found := getattr(blocks[-1], name, None))), None)
+    return next((part for name in _FEED_FORWARD if (part := getattr(found[1][-1], name, None))), None)
 
 
-def _compare(model: Any, part: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    part = _feed_forward(network)  # of the last of the layers that the model has during the check
     text = probe_texts(model, [9])[0]
     place = torch.tensor([1, 4, 5, 8], device=text.device)
     whole = model(input_ids=text[None], use_cache=False).logits[0].log_softmax(-1)

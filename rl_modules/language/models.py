@@ -17,12 +17,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-)
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
@@ -46,11 +43,10 @@ _PRODUCTS = [
     )
 ]  # fmt: skip
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
-_KNOWN = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 
 
 def make_config(
-    model_name_or_path: str | None,
+    model_name_or_path: str | PreTrainedModel | None,
     model_config: dict[str, Any] | None,
     tokenizer: PreTrainedTokenizerBase,
     dropout: bool,
@@ -58,7 +54,7 @@ def make_config(
     """The architecture: that of a directory or hub name, or :data:`SMALL` with ``model_config``'s changes.
 
     Args:
-        model_name_or_path: directory or hub name; None: from scratch.
+        model_name_or_path: directory, hub name, or a model that has it; None: from scratch.
         model_config: fields that differ; another ``model_type`` brings that type's own defaults instead.
         tokenizer: gives a model from scratch its vocabulary and special tokens.
         dropout: False sets every dropout rate of the config to 0.
@@ -67,7 +63,10 @@ def make_config(
         UsageError: the config can't be read, a type is unknown, or the tokenizer has tokens that the model lacks.
     """
     fields = dict(model_config or {})
-    if model_name_or_path is not None:
+    if isinstance(model_name_or_path, PreTrainedModel):
+        config = copy.deepcopy(model_name_or_path.config)
+        config.architectures = [type(model_name_or_path).__name__]  # as `save_pretrained` does
+    elif model_name_or_path is not None:
         try:
             config = AutoConfig.from_pretrained(model_name_or_path, **fields)
         except (OSError, ValueError, KeyError) as error:
@@ -145,7 +144,7 @@ def remove_dropout(config: PretrainedConfig) -> None:
 
 def make_model(
     config: PretrainedConfig,
-    model_name_or_path: str | None = None,
+    model_name_or_path: str | PreTrainedModel | None = None,
     head: str = "causal",
     torch_dtype: str = "float32",
     attn_implementation: str | None = None,
@@ -156,7 +155,7 @@ def make_model(
 
     Args:
         config: the architecture.
-        model_name_or_path: where the weights come from; None: new ones.
+        model_name_or_path: where the weights come from: a directory, hub name or model; None: new ones.
         head: ``causal`` (logits over the vocabulary) or ``score`` (one number per sequence).
         torch_dtype: of the weights: float32, bfloat16 or float16.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; None: the library's choice.
@@ -179,13 +178,16 @@ def make_model(
         config.num_labels = 1
     # Without storage there is nothing to read: another rank reads the weights and scatters them.
     is_empty = torch.get_default_device().type == "meta"
+    name = type(model_name_or_path).__name__ if isinstance(model_name_or_path, PreTrainedModel) else model_name_or_path
     try:
         if model_name_or_path is None or is_empty:
             model = _HEADS[head].from_config(config, **options)
+        elif isinstance(model_name_or_path, PreTrainedModel):
+            model = copy_of(model_name_or_path, config, head, **options)
         else:
             model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise UsageError(_unreadable(model_name_or_path or config.model_type, error)) from error
+        raise UsageError(_unreadable(str(name or config.model_type), error)) from error
     freeze_unread_parts(model)
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
@@ -207,7 +209,7 @@ def require_head(config: PretrainedConfig, head: str) -> None:
     if config.is_encoder_decoder:
         raise UsageError(f"{kind} is an encoder-decoder, and every algorithm here reads prompt and completion as one "
                          "text; take a decoder-only architecture such as Qwen3, Llama or Gemma")  # fmt: skip
-    if type(config) in _KNOWN[head]:
+    if type(config) in CLASSES[head]:
         return
     if head == "score":
         raise UsageError(f"transformers has no sequence classification for {kind}, so that no reward or value model "
@@ -343,5 +345,7 @@ def _unreadable(name: str, error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if Path(name).is_dir():
         return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"
+    if "attention" in reason.lower():
+        return f"attn_implementation can't be used with model {name!r} ({reason}); give eager or sdpa"
     return (f"model {name!r} can't be loaded ({reason}); without network give the path of a downloaded directory "
             "instead of a hub name")  # fmt: skip

@@ -57,7 +57,7 @@ class RewardModel(LanguageModule):
         self.reward_offset = 0.0
         self.judged = PreferenceMetrics()
 
-    def build_model(self, config: Any, source: str | None) -> None:
+    def build_model(self, config: Any, source: Any) -> None:
         hp: Any = self.hparams
         trained = source is not None and is_reward_model(config)
         options = hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing

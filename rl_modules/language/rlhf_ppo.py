@@ -86,6 +86,8 @@ class RLHFPPO(JudgedPolicy):
     learning_curve = "train/objective/scores"
 
     learns_from = "prompts"
+    #: Whether reward functions may return a list of numbers for a completion, one per token.
+    takes_token_rewards = True
     adam_eps = 1e-5
     score_metric = "eval/scores"
 
@@ -176,7 +178,7 @@ class RLHFPPO(JudgedPolicy):
     def wants_reference(self) -> bool:
         return self.hparams["beta"] > 0 or self.hparams["ref_model_name_or_path"] is not None
 
-    def build_model(self, config: Any, source: str | None) -> None:
+    def build_model(self, config: Any, source: Any) -> None:
         """Builds policy, reference, reward model, and the value model or head."""
         super().build_model(config, source)
         hp: Any = self.hparams
@@ -211,16 +213,28 @@ class RLHFPPO(JudgedPolicy):
         """Returns the reward of each completion, [B], or of each token, [B, L].
 
         The default is the weighted sum of the reward functions' values and the reward model's score, minus the penalty
-        for a missing EOS. NaN excludes a completion from the losses.
+        for a missing EOS. Where a reward function returns one number per token, each is the reward of its token; the
+        rest is the reward of the last token. NaN excludes a completion from the losses.
 
         Args:
             rollout: a generation, see ``PromptDataModule``.
         """
         judges_alone = self.reward_model is not None and self.reward_weights is None
+        by_token = None if judges_alone else rollout.get("token_rewards")
         score = self.judge_scores(rollout) if judges_alone else self.combined_rewards(rollout)
-        if self.missing_eos_penalty is None:
-            return score
-        return score - self.missing_eos_penalty * (~rollout["finished"]).float()
+        late = torch.zeros_like(score)
+        if self.missing_eos_penalty is not None:
+            late = -self.missing_eos_penalty * (~rollout["finished"]).float()
+        if by_token is None:
+            return score + late
+        weights = self.reward_weights or [1.0] * rollout["rewards"].shape[1]
+        if self.reward_model is not None:
+            late = late + weights[-1] * rollout["rewards"][:, -1]
+        weight = torch.tensor(weights[: by_token.shape[-1]], dtype=by_token.dtype).to(by_token.device)
+        earned = (by_token * weight).sum(-1)
+        row = torch.arange(len(earned), device=earned.device)
+        earned[row, rollout["length"] - 1] += late
+        return earned.masked_fill(score.isnan().unsqueeze(1), torch.nan)
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """Computes token rewards, advantages and returns of a scored rollout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts
 
 _States = tuple[Tensor, Tensor]
+Forward = Callable[["RowCache", Tensor, Tensor, Tensor | None], Tensor]
 
 
 class RowCache(Cache):
@@ -23,8 +25,8 @@ class RowCache(Cache):
     added later end in that column too.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._rows = [RowLayer() for _ in range(layers)]
+    def __init__(self, layers: int, made: Sequence[RowLayer] | None = None) -> None:
+        self._rows = [RowLayer() for _ in range(layers)] if made is None else list(made)
         super().__init__(layers=list(self._rows))
         #: Whether the model reads prompts, to which the cache looks empty.
         self.reading = False
@@ -75,6 +77,19 @@ class RowCache(Cache):
         self._clock += 1
         width = self._clock - min(self._first)
         return None if self._before is None else torch.arange(width, device=self._before.device) >= self._before
+
+    def advance(self, forward: Forward, tokens: Tensor, positions: Tensor) -> Tensor:
+        """One forward pass of one token per row.
+
+        Args:
+            forward: from the cache, tokens, positions and mask to the logits behind the last token.
+            tokens: (n, 1).
+            positions: likewise.
+
+        Returns:
+            (n, V).
+        """
+        return forward(self, tokens, positions, self.step())
 
     def attention(self, model: Any) -> AbstractContextManager[None]:
         """The context in which the model is called with this cache."""

@@ -1,7 +1,8 @@
 """Whether a fast path is right on a loaded model: both ways are run on a few tokens and compared, once per model.
 
 Transformers adds architectures faster than a list of them could be kept. A model whose fast path gives other numbers
-than one plain forward pass per text takes the plain path, and one line says so.
+than one plain forward pass per text takes the plain path, and one line says so. The comparison runs on the model's
+first layers, which hold every kind of its layers; only what they disagree about is compared again on all.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.language.models import text_config
+from rl_modules.language.shallow import first_layers
 
 log = logging.getLogger(__name__)
 
@@ -54,23 +56,43 @@ def agrees(
     key = (what, str(model.config._attn_implementation))
     if key not in found:
         found[key] = False  # while the comparison runs, nothing else takes the fast path
+        relative = 1e-6 if exact else _rounding(model)
         with _plainly(model):
-            try:
-                fast, alone, batched = compare()
-            except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-                if must_run:
+            with first_layers(model) as is_part:
+                verdict = _verdict(compare, relative, must_run=False) if is_part else None
+            if verdict is None or not verdict.is_right:
+                # All layers have the last word on what is not taken.
+                try:
+                    verdict = _verdict(compare, relative, must_run)
+                except BaseException:
                     del found[key]
                     raise
-                reason = f"fails: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-            else:
-                if not bool(alone.isfinite().all()):  # training has diverged, or the weights are broken
-                    del found[key]
-                    return True
-                error_size, bound = _difference(fast, alone, batched, 1e-6 if exact else _rounding(model))
-                found[key], reason = error_size <= bound, f"differs by {error_size:.2g} nats"
+        if verdict.is_right is None:
+            del found[key]
+            return True
+        found[key], reason = verdict.is_right, verdict.reason
         if not found[key] and instead:
             log.warning("%s: %s %s on this model, so that %s", type(model).__name__, what, reason, instead)
     return found[key]
+
+
+class _Verdict(NamedTuple):
+    #: None: the model's own numbers are not finite, since training has diverged or the weights are broken.
+    is_right: bool | None
+    reason: str
+
+
+def _verdict(compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: float, must_run: bool) -> _Verdict:
+    try:
+        fast, alone, batched = compare()
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        if must_run:
+            raise
+        return _Verdict(False, f"fails: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+    if not bool(alone.isfinite().all()):
+        return _Verdict(None, "")
+    size, bound = _difference(fast, alone, batched, relative)
+    return _Verdict(size <= bound, f"differs by {size:.2g} nats")
 
 
 def require_left_to_right(model: Any) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.packing import can_pack_texts, packed_inputs
+from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.router_loss import router_logits, router_loss, wants_router_loss
 from rl_modules.language.tiled_head import TokenStatistics
 

@@ -89,10 +89,10 @@ class Throughput:
         written, self._written = self._written, []
         seconds = [watch.seconds() for _, watch, _ in written]
         tokens = float(torch.stack([count.sum().float() for count, _, _ in written]).sum()) if written else 0.0
-        total = torch.tensor([tokens, sum(seconds)], dtype=torch.float32, device=strategy.root_device)
+        together_s = sum(seconds)
         if world_size > 1:
-            total = strategy.reduce(total, reduce_op="sum")
-        tokens, together_s = total.tolist()
+            own = torch.tensor([tokens, together_s], dtype=torch.float32, device=strategy.root_device)
+            tokens, together_s = strategy.reduce(own, reduce_op="sum").tolist()
         found = {}
         if together_s > 0:
             found["time/sampling_tokens_per_second"] = tokens / (together_s / world_size)

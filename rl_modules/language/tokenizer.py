@@ -8,6 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.model_objects import prepared
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -45,16 +46,15 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
+        if name_or_path.count("/") != 1 and "/" in name_or_path and not Path(name_or_path).exists():
+            raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "
+                             "first (the config's header says how), else give another with --model.model_name_or_path"
+                             ) from error  # fmt: skip
         raise UsageError(
             f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
             "tokenizer.json, or a hub name that is reachable or cached"
         ) from error
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"tokenizer {name_or_path!r} has no EOS token, so no completion could end; set eos_token in "
-                         "its tokenizer_config.json")  # fmt: skip
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return prepared(tokenizer, name_or_path)
 
 
 def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Case:
 
     def make_data(self, env_id: Any = None, **arguments: Any) -> Any:
         kind: Callable[..., Any] = ReplayDataModule if self.replays else RolloutDataModule
-        defaults = {"eval_freq": 0, "n_eval_episodes": 2, "n_test_episodes": 2, "total_timesteps": 256}
+        defaults = {"eval_freq": 0, "n_eval_episodes": 2, "n_test_episodes": 2, "total_timesteps": 128}
         return kind(self.env_id if env_id is None else env_id, **{**defaults, **self.data, **arguments})
 
 
@@ -72,7 +72,10 @@ CASES = [
          data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
     Case("DQN", model={"target_update_interval": 20, "network": "tests.networks.ActionValues"}, label="network",
          data=REPLAY, replays=True),
+    Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5, "noisy": True, "dueling": True}, label="noisy",
+         data=REPLAY, replays=True),
     Case("SAC", model={"network": "tests.networks.PolicyAndCritics"}, label="network", **SWING),
+    Case("SAC", model={"net_arch": [32, 32], "use_sde": True, "sde_sample_freq": 3}, label="sde", **SWING),
     Case("SAC", model={"features_extractor": "tests.networks.Features"}, label="features", **SWING),
     Case("MonteCarlo", **MAZE),
     Case("SARSA", **MAZE),

@@ -71,7 +71,7 @@ def test_kept_environments_play_the_same_episodes(kept, monkeypatch):
 
     fit(Watch(net_arch=[8]), data)
     _CURVES.append(curve)
-    assert len(curve) == 3
+    assert len(curve) >= 3
     assert all(curve == other for other in _CURVES)
 
 

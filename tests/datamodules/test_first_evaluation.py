@@ -133,6 +133,13 @@ def test_it_waits_for_no_episode_without_an_end(arguments: dict[str, Any], begin
     assert (0 in curves.of("eval/mean_reward")) == begins
 
 
+@pytest.mark.parametrize(("asked", "begins"), [(None, False), (True, True)])
+def test_a_trainer_with_a_schedule_of_its_own_begins_with_none_unless_asked(asked: bool | None, begins: bool) -> None:
+    curves = Curves()
+    fit(PPO(), cartpole(eval_on_start=asked), logger=curves, check_val_every_n_epoch=3)
+    assert (0 in curves.of("eval/mean_reward")) == begins
+
+
 def test_it_takes_no_part_in_choosing_the_best_checkpoint(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 

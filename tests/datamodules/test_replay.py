@@ -16,7 +16,7 @@ from datamodules.samplers import PrioritizedSampler, SumTree, UniformSampler
 from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter
-from tests.training import fit
+from tests.training import assert_resumes_exactly, fit
 
 LINE = spaces.Box(-np.inf, np.inf, (1,), np.float32)
 IMAGE = spaces.Box(0, 255, (36, 36, 2), np.uint8)
@@ -488,8 +488,6 @@ def test_buffer_beyond_memory_is_refused_with_what_would_fit():
     ({"buffer_size": 30, "train_freq": 8, "n_envs": 2}, "buffer_size=30 must be at least 32"),
     ({"batch_size": 0}, "batch_size=0 must be at least 1"),
     ({"rollouts_per_epoch": 0}, "rollouts_per_epoch=0 must be at least 1"),
-    ({"norm_obs": True}, "norm_obs: replayed experience would keep the statistics"),
-    ({"norm_reward": True}, "norm_reward: replayed experience would keep the statistics"),
     ({"prioritized_replay": True, "prioritized_replay_eps": 0.0}, "prioritized_replay_eps=0.0 must be a finite number"),
 ])  # fmt: skip
 def test_arguments_that_can_not_be_used(arguments, message):
@@ -533,3 +531,62 @@ def test_rewards_are_learned_by_sign_and_reported_in_points():
     assert set(data.replay.reward[data.replay.valid].tolist()) == {1.0, -1.0, 0.0}
     assert set(data.collector.episodes.returns) == {4.0}
     assert trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_reward"] == 4.0
+
+
+def test_what_is_drawn_is_normalised_by_the_current_statistics():
+    seen = []
+
+    class Watch(DQN):
+        def prepare(self, sample):
+            normalizers = self.trainer.datamodule.collector.normalizers
+            seen.append(
+                (sample, normalizers.of_observations.running.mean.copy(), normalizers.of_rewards.running.scale())
+            )
+            return super().prepare(sample)
+
+    data = replay(env_id="MountainCar-v0", total_timesteps=400, buffer_size=5000, norm_obs=True, norm_reward=True,
+                  n_steps=2, prioritized_replay=True)  # fmt: skip
+    fit(model := Watch(), data)
+    sample, mean, scale = seen[-1]
+    raw = data.replay.gather(sample["index"], 2)
+    running = data.collector.normalizers.of_observations.running
+    assert not np.allclose(seen[0][1], mean)  # they move
+    np.testing.assert_allclose(running.mean, mean)
+    for name in ("observation", "next_observation"):
+        # The buffer's rows since overwritten are none here: it is larger than the run.
+        expected = np.clip((raw[name].numpy() - running.mean) / running.scale(), -10, 10)
+        np.testing.assert_allclose(sample[name].numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sample["reward"].numpy(), np.clip(raw["reward"].numpy() / scale, -10, 10), rtol=1e-6)
+    assert set(data.replay.reward[data.replay.valid].tolist()) == {-1.0}
+    stored = data.replay.observation[: data.replay.filled * data.n_envs].numpy()
+    assert stored.max() < 0.7  # positions and velocities, as the environment returned them
+    # Evaluation and `predict` normalise by the same.
+    np.testing.assert_allclose(model.observation_statistics[0], running.mean)
+
+
+def test_the_policy_acts_on_normalised_observations():
+    given = []
+
+    class Watch(DQN):
+        def act(self, observation, generator=None, deterministic=False):
+            given.append(observation.clone())
+            return super().act(observation, generator, deterministic)
+
+    data = replay(env_id="MountainCar-v0", total_timesteps=2000, buffer_size=5000, norm_obs=True, learning_starts=1000)
+    fit(Watch(), data)
+    observations = torch.cat(given)
+    assert 0.2 < float(observations[:, 1].std()) < 3  # velocities themselves are below 0.07
+
+
+def test_normalised_replay_resumes_exactly(tmp_path):
+    make = lambda: replay(env_id="MountainCar-v0", total_timesteps=10**6, norm_obs=True, norm_reward=True,  # noqa: E731
+                          rollouts_per_epoch=8)  # fmt: skip
+    assert_resumes_exactly(DQN, make, tmp_path, epochs=3)
+
+
+def test_a_warm_start_takes_the_statistics(tmp_path):
+    arguments = {"env_id": "MountainCar-v0", "total_timesteps": 400, "norm_obs": True}
+    fit(DQN(), replay(**arguments)).save_checkpoint(tmp_path / "a.ckpt")
+    data = replay(**{**arguments, "total_timesteps": 100, "learning_starts": 0})
+    fit(DQN(init_from=str(tmp_path / "a.ckpt")), data)
+    assert data.collector.normalizers.of_observations.running.count > 400

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from recipes.pipeline import Pipeline, draw_curves
+from recipes.pipeline import Pipeline
+from recipes.stage_curves import draw_curves, labels, round_numbers
 from rl_modules.common.errors import UsageError
 
 
@@ -101,7 +102,27 @@ def test_curves_of_stages_are_drawn_one_after_the_other():
         "two": {"loss": [(0, 1.0), (100, 1.0)], "kl": [(50, 2.0), (60, 3.0)]},
     }
     image = draw_curves(points, ["loss", "kl", "absent"], width=600)
-    assert image.size == (600, 2 * 174 + 24), "a panel for each metric that there is"
-    inks = [{x for x in range(600) for y in range(24, 174) if image.getpixel((x, y)) == ink}
+    assert image.size == (600, 2 * 194 + 44), "a panel for each metric that there is"
+    inks = [{x for x in range(600) for y in range(44, 194) if image.getpixel((x, y)) == ink}
             for ink in ((31, 119, 180), (214, 39, 40))]  # fmt: skip
     assert max(inks[0]) <= 80 + 510 / 2 + 2 and min(inks[1]) >= 80 + 510 / 2 - 2
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [
+    (0.02, 0.889, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    (-0.0001, 3.0, ["-1", "0", "1", "2", "3"]),
+    (0.305, 0.8, ["0.3", "0.4", "0.5", "0.6", "0.7", "0.8"]),
+    (0.0, 0.0, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+    (12000.0, 40192.0, ["10,000", "20,000", "30,000", "40,000", "50,000"]),
+    (2.5e-6, 7.5e-6, ["2e-06", "3e-06", "4e-06", "5e-06", "6e-06", "7e-06", "8e-06"]),
+])  # fmt: skip
+def test_ticks_are_round_numbers_around_all_values(low, high, expected):
+    ticks = round_numbers(low, high, at_most=5 if low > 1e-5 or low <= 0 else 6)
+    assert labels(ticks) == expected
+    assert ticks[0] <= low and ticks[-1] >= high
+
+
+def test_ticks_surround_a_constant():
+    for value in (3.0, -3.0, 0.1, 500.0):
+        ticks = round_numbers(value, value)
+        assert ticks[0] < value < ticks[-1] and 2 <= len(ticks) <= 6

@@ -17,10 +17,10 @@ from recipes import configs
 from recipes.program import run_program
 
 CONTROL = {
-    "ppo": ("PPO", 512), "a2c": ("A2C", 4000), "trpo": ("TRPO", 2048), "reinforce": ("REINFORCE", 2048),
+    "ppo": ("PPO", 512), "a2c": ("A2C", 4000), "trpo": ("TRPO", 1024), "reinforce": ("REINFORCE", 1024),
     "qrdqn": ("QRDQN", 1512), "recurrent_ppo": ("RecurrentPPO", 1024),
-    "dqn": ("DQN", 1512), "monte_carlo": ("MonteCarlo", 10_240), "sarsa": ("SARSA", 800),
-    "q_learning": ("QLearning", 10_240),
+    "dqn": ("DQN", 1512), "monte_carlo": ("MonteCarlo", 2048), "sarsa": ("SARSA", 800),
+    "q_learning": ("QLearning", 2048),
     "ddpg": ("DDPG", 300), "td3": ("TD3", 300), "sac": ("SAC", 300), "tqc": ("TQC", 300),
 }  # fmt: skip
 LANGUAGE: dict[str, dict[str, int]] = {

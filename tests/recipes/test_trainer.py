@@ -1,5 +1,6 @@
 """Three lines of Python leave and print what ``rl fit`` does."""
 
+import logging
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
@@ -59,7 +61,7 @@ def test_lightnings_own_bar_shows_the_mean_return(make_trainer):
 
 def test_three_lines_with_lightnings_trainer_warn_of_nothing(tmp_path):
     script = (
-        "import lightning as L\nfrom datamodules import RolloutDataModule\nfrom rl_modules import PPO\n"
+        "from datamodules import RolloutDataModule\nfrom rl_modules import PPO\nimport lightning as L\n"
         "L.Trainer(max_epochs=-1, accelerator='cpu').fit(PPO(), datamodule=RolloutDataModule('CartPole-v1', n_envs=8, "
         "n_steps=32, batch_size=256, total_timesteps=256))"
     )
@@ -88,8 +90,35 @@ class Interrupt(Callback):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
+    before = signal.getsignal(signal.SIGINT)
     trainer = Trainer(accelerator="cpu", callbacks=[Interrupt(times)])
     trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
     assert trainer.was_stopped
+    assert signal.getsignal(signal.SIGINT) is before
     assert "stopped by" in capsys.readouterr().err
     assert bool(list(here.glob("logs/*/version_0/checkpoints/last.ckpt"))) == (times == 1)
+
+
+def test_nothing_is_said_about_weights_only(here, caplog):
+    """Lightning's own line at level INFO, which plain ``lightning.Trainer`` shows for its ``save_checkpoint``."""
+    loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]
+    before = [logger.level for logger in loggers]
+    try:
+        trainer = Trainer(accelerator="cpu", evaluate=False, logger=False)
+        for logger in loggers:
+            logger.setLevel(logging.INFO)
+            logger.addHandler(caplog.handler)
+        trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+        trainer.save_checkpoint("ours.ckpt")
+        plain = L.Trainer(accelerator="cpu", max_epochs=-1, logger=False, enable_progress_bar=False)
+        plain.fit(PPO(), datamodule=RolloutDataModule("CartPole-v1", **SMALL), ckpt_path="ours.ckpt")
+        plain.test(PPO(), datamodule=RolloutDataModule("CartPole-v1", **SMALL), ckpt_path="ours.ckpt", verbose=False)
+        PPO.load_from_checkpoint("ours.ckpt")
+        assert "Restored all states" in caplog.text
+        assert "weights_only" not in caplog.text
+        plain.save_checkpoint("theirs.ckpt")
+        assert "weights_only" in caplog.text, "the line is Lightning's own"
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.removeHandler(caplog.handler)
+            logger.setLevel(level)

@@ -137,7 +137,7 @@ def test_dqn_explores_and_bootstraps_from_what_is_allowed(source: str, arguments
 def test_tables_learn_the_values_of_allowed_actions(make: Any, tmp_path: Path) -> None:
     # Optimistic values: an action that is never allowed keeps 10, which would be bootstrapped from.
     model = make(gamma=1.0, initial_value=10.0, learning_rate=0.5, exploration_fraction=0.5, exploration_final_eps=0.0)
-    data = RolloutDataModule(make_corridor, n_envs=4, total_timesteps=8000, eval_freq=0)
+    data = RolloutDataModule(make_corridor, n_envs=4, total_timesteps=3000, eval_freq=0)
     trainer = fit(model, data)
     assert (model.tables.visits[:, :, 2] == 0).all()
     np.testing.assert_array_equal(model.greedy_policy()[:5, 1], np.ones(5))

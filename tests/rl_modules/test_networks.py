@@ -1,5 +1,8 @@
 """Encoders of every observation space, towers computed together, and how they start."""
 
+import math
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 from rl_modules import relu_mlp
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
-from rl_modules.common.spaces import observation_arrays, space_from_dict, space_to_dict, tree_map
+from rl_modules.common.spaces import image_brief, observation_arrays, space_from_dict, space_to_dict, tree_map
 from rl_modules.encoders import build_encoder
 from rl_modules.layers import ParallelMLP, Tanh
 from rl_modules.nature_cnn import NatureCNN
@@ -205,9 +208,55 @@ def test_action_values_of_many_rows_have_the_numbers_and_gradients_of_the_layers
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["encoder", "towers", "towers.layers", "towers.layers.0", "towers.layers.1", "policy_head"]
+)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_every_part_are_called(name, kind):
+    network = ActorCritic(spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2))
+    calls = []
+    part = network.get_submodule(name)
+    getattr(part, f"register_{kind}_hook")(lambda *_: calls.append(name) and None)
+    observation = torch.randn(2, 3, requires_grad=True)
+    policy, value = network(observation)
+    (policy.log_p.sum() + policy.log_p[0, 0] + value.sum()).backward()
+    assert calls == [name]
+
+
+def test_global_hooks_see_every_layer():
+    network = QNetwork(spaces.Box(-1, 1, (3,), np.float32), 2)
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        network(torch.randn(1, 3))
+    finally:
+        handle.remove()
+    assert seen.count("Linear") == 3 and "Sequential" in seen and seen[-1] == "QNetwork"
+
+
 def test_exported_tanh_holds_no_global_tensor_and_has_the_same_bits():
     x = torch.linspace(-20, 20, 4001).unsqueeze(0)
     program = torch.export.export(Tanh(), (x,))
     assert not [node for node in program.graph.nodes if node.op == "get_attr"]
     assert not program.constants
     assert torch.equal(program.module()(x), Tanh()(x))
+
+
+@pytest.mark.parametrize(("space", "text"), [
+    (spaces.Box(0, 255, (84, 84), np.uint8), "84×84 pixels, 1 channel (uint8, divided by 255)"),
+    (spaces.Box(0, 255, (4, 84, 96), np.uint8), "84×96 pixels, 4 channels (uint8, divided by 255)"),
+    (spaces.Box(0, 255, (84, 96, 3), np.uint8), "84×96 pixels, 3 channels (uint8, divided by 255)"),
+    (spaces.Box(0, 1, (3, 64, 64), np.float32), "64×64 pixels, 3 channels (float32, divided by 1)"),
+    (spaces.Box(0, 255, (4, 84, 96, 3), np.uint8), "84×96 pixels, 12 channels (uint8, divided by 255)"),
+    (spaces.Box(-1, 1, (64, 64), np.float32), None),
+    (spaces.Discrete(3), None),
+])  # fmt: skip
+def test_images_are_described_as_the_encoder_sees_them(space, text):
+    brief = image_brief(space)
+    assert brief is None if text is None else text in brief
+    if text is not None:
+        encoder = build_encoder(space)
+        channels, height, width = (int(n) for n in re.search(r"(\d+)×(\d+) pixels, (\d+)", brief).group(3, 1, 2))
+        assert encoder.convolutions[0].in_channels == channels
+        assert encoder(torch.as_tensor(space.sample())[None]).shape == (1, encoder.out_features)
+        assert math.prod(space.shape) == channels * height * width

@@ -40,7 +40,7 @@ def probability_of_one(model: Any, observation: float) -> float:
 def trained(request: pytest.FixtureRequest) -> Callable[[Callable[[], gym.Env]], Any]:
     def train(make_env: Callable[[], gym.Env]) -> Any:
         model = PROBES[request.param]()
-        fit(model, rollouts(make_env, n_envs=4, n_steps=16, total_timesteps=6400, rollouts_per_epoch=100))
+        fit(model, rollouts(make_env, n_envs=4, n_steps=16, total_timesteps=3200, rollouts_per_epoch=50))
         return model
 
     return train
@@ -135,7 +135,7 @@ def test_a_time_limit_is_not_an_end(algorithm: str) -> None:
         "PPO": lambda: PPO(**common),
         "TRPO": lambda: TRPO(**common, n_critic_updates=20, batch_size=32),
     }[algorithm]()
-    data = {"n_envs": 1, "n_steps": 5, "rollouts_per_epoch": 100, "total_timesteps": 3000}
+    data = {"n_envs": 1, "n_steps": 5, "rollouts_per_epoch": 100, "total_timesteps": 2500}
     if algorithm in ("PPO", "TRPO"):
         data = {"n_envs": 2, "n_steps": 64, "total_timesteps": 6400}
         data |= {"n_epochs": 10, "batch_size": 32} if algorithm == "PPO" else {}

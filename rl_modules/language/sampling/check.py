@@ -28,14 +28,16 @@ def decodes(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
         model: causal language model.
         make_cache: an empty cache for rows of that many tokens, or None.
     """
-    cache = make_cache(max(_PROMPTS) + max(_NEW))
-    if cache is None:
+    made = make_cache(max(_PROMPTS) + max(_NEW))
+    if made is None:
         return False
 
     def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
+        cache = make_cache(max(_PROMPTS) + max(_NEW))  # of as many layers as the model has during the check
+        assert cache is not None
         decode(model, cache, prompts, rule, draws, record, synced_gpus=False)
 
-    what = f"decoding through a {type(cache).__name__}"
+    what = f"decoding through a {type(made).__name__}"
     return agrees(model, what, lambda: _compare(model, run, _PROMPTS, _NEW), "")
 
 
@@ -46,15 +48,17 @@ def refills(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
         model: causal language model for which :func:`decodes` is true.
         make_cache: an empty cache for rows of that many tokens, or None.
     """
-    cache = make_cache(max(_LATER_PROMPTS) + max(_LATER_NEW))
-    if cache is None:
+    made = make_cache(max(_LATER_PROMPTS) + max(_LATER_NEW))
+    if made is None:
         return False
 
     def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
+        cache = make_cache(max(_LATER_PROMPTS) + max(_LATER_NEW))
+        assert cache is not None
         decode(model, cache, prompts, rule, draws, record, synced_gpus=False, at_once=2)
 
     return agrees(
-        model, f"refilling a {type(cache).__name__}", lambda: _compare(model, run, _LATER_PROMPTS, _LATER_NEW),
+        model, f"refilling a {type(made).__name__}", lambda: _compare(model, run, _LATER_PROMPTS, _LATER_NEW),
         "max_rows_in_flight rows are written part after part",
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from rl_modules.language.row_cache import RowCache, on
+from rl_modules.language.row_cache import Forward, RowCache, on
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
+from rl_modules.language.sampling.static import StaticRowCache, step_of
 
 # New tokens that the cache has room for at first; it grows by half when they are used up.
 _ROOM = 64
@@ -67,7 +67,8 @@ class _Decoding:
         self.cache, self.prompts, self.rule, self.draws, self.record = cache, prompts, rule, draws, record
         none = prompts.source[:0]
         self.live = _Live(none, none, none, none)
-        self._forward = _forward(model, cache)
+        self._forward = _forward(model)
+        self._step = step_of(model, self._forward) if isinstance(cache, StaticRowCache) else self._forward
         self._synced, self._called = synced, False
         #: Logits behind the prompt that the cache keeps for rows that wait, (1, V).
         self._kept: Tensor | None = None
@@ -80,20 +81,23 @@ class _Decoding:
                 done = [False] * len(self.live) + self._draw(fresh, logits)
                 self.live.join(fresh)
             else:
-                mask = self.cache.step()
-                logits = self.forward(self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1), mask)
+                token, position = self.live.token.unsqueeze(-1), self.live.position.unsqueeze(-1)
+                logits = self.cache.advance(self._synced_step, token, position)
                 done = self._draw(self.live, logits)
             if any(done):
                 if self.record.on_ended is not None:
                     self.record.announce(self.live.row[torch.tensor(done, device=self.live.row.device)])
                 self.live.drop(done, self.cache)
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """The logits behind the last token, (n, V); ranks with sharded weights call the model together."""
+    def _synced_step(self, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        self._meet(tokens.device)
+        return self._step(cache, tokens, positions, mask)
+
+    def _meet(self, device: torch.device) -> None:
+        """Ranks with sharded weights call the model together."""
         if self._synced and self._called:
-            _any_rank(True, tokens.device)
+            _any_rank(True, device)
         self._called = True
-        return self._forward(tokens, positions, mask)
 
     def _begin(self, rows: list[int], further: bool) -> tuple[_Live, Tensor]:
         """Run the prompts of some rows, and add these rows to the cache; returns them and the logits behind them.
@@ -109,8 +113,9 @@ class _Decoding:
             lengths = part.lengths[known:]
             begin = part.tokens.shape[1] - max(lengths)
             tokens, positions, mask = (x[known:, begin:] for x in (part.tokens, part.positions, part.mask))
+            self._meet(tokens.device)
             self.cache.read()
-            behind.append(self.forward(tokens, positions, mask if len(set(lengths)) > 1 else None))
+            behind.append(self._forward(self.cache, tokens, positions, mask if len(set(lengths)) > 1 else None))
         logits = torch.cat(behind) if len(behind) > 1 else behind[0]
         self._kept = logits[-1:].clone() if further else None
         self.cache.admit(part, part.sources.count(0) if known else 0, further, min(_ROOM, len(self.draws)))
@@ -212,16 +217,17 @@ def transformers_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _forward(model: Any, cache: RowCache) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """A function from tokens, positions and mask to the logits after the last token, (n, V)."""
+def _forward(model: Any) -> Forward:
+    """A function from cache, tokens, positions and mask to the logits after the last token, (n, V)."""
     known = inspect.signature(transformers_model(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
-    def forward(tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         # Models without position_ids have no positions but those that follow from the mask (ALiBi).
         where = {"position_ids": positions} if "position_ids" in known else {}
         output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **where, **options)
-        return output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
     return forward
 

@@ -116,6 +116,7 @@ class VLLMEngine:
         gpu_memory_utilization: share of the card that weights and cache may take.
         enforce_eager: run without CUDA graphs and compilation; None: on a CPU.
         max_rows_in_flight: rows that are decoded together at most; None: vLLM's own number.
+        ranks: this process's rank and their number; each has an engine of its own.
 
     Raises:
         UsageError: vLLM is not installed.
@@ -127,15 +128,16 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.3,
         enforce_eager: bool | None = None,
         max_rows_in_flight: int | None = None,
+        ranks: tuple[int, int] = (0, 1),
     ) -> None:
-        from rl_modules.language.sampling.vllm import start_engine
+        from rl_modules.language.sampling.vllm import among_ranks, start_engine
 
-        self.spec = spec
+        self.spec, self._is_alone = spec, ranks[1] == 1
         self.on_cuda = torch.cuda.is_available()
         eager = not self.on_cuda if enforce_eager is None else enforce_eager
         cap = {} if max_rows_in_flight is None else {"max_num_seqs": max_rows_in_flight}
         options = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_cuda else {}
-        self.llm = start_engine(spec, enforce_eager=eager, **options, **cap)
+        self.llm = start_engine(spec, enforce_eager=eager, **options, **cap, **among_ranks(*ranks))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
@@ -163,7 +165,9 @@ class VLLMEngine:
             self.llm.wake_up()
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM ends the process group that it was started in, which beside other ranks is training's.
+        if self._is_alone:
+            self.llm.llm_engine.engine_core.shutdown()
 
 
 def rows_of(written: Completions) -> list[Row]:

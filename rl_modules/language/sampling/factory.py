@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.language.sampling.native import NativeSampler
+from rl_modules.language.sampling.native import NativeSampler, check_cache_implementation
 from rl_modules.language.sampling.protocol import Sampler
+from rl_modules.language.sharding import is_sharded
 
 #: Options of each sampler.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -16,13 +17,16 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_sampler(kind: str, options: dict[str, Any], max_rows_in_flight: int | None) -> None:
+def check_sampler(
+    kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "dynamic"
+) -> None:
     """Refuse arguments that :func:`make_sampler` would not understand.
 
     Args:
         kind: the sampler's name.
         options: its own settings.
         max_rows_in_flight: see :func:`rl_modules.language.sampling.sample`.
+        cache_implementation: likewise.
 
     Raises:
         UsageError: an unknown name or option, or a number out of range.
@@ -34,6 +38,10 @@ def check_sampler(kind: str, options: dict[str, Any], max_rows_in_flight: int | 
             known = ", ".join(OPTIONS[kind]) or "none"
             raise UsageError(f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
                              f"{did_you_mean(name, OPTIONS[kind])}")  # fmt: skip
+    check_cache_implementation(cache_implementation)
+    if kind != "native" and cache_implementation != "dynamic":
+        raise UsageError(f"cache_implementation={cache_implementation} is the native sampler's; sampler={kind} has a "
+                         "cache of its own")  # fmt: skip
     if max_rows_in_flight is not None and max_rows_in_flight < 1:
         raise UsageError(f"max_rows_in_flight={max_rows_in_flight} must be at least 1, or null for as many as fit")
     if kind == "vllm_server":
@@ -52,6 +60,7 @@ def make_sampler(
     model: Any,
     rank: int = 0,
     world_size: int = 1,
+    cache_implementation: str = "dynamic",
 ) -> Sampler:
     """A sampler for a model; engines of their own have no weights yet.
 
@@ -62,24 +71,28 @@ def make_sampler(
         model: causal language model.
         rank: of this process.
         world_size: processes.
+        cache_implementation: see :func:`rl_modules.language.sampling.sample`.
 
     Raises:
-        UsageError: see :func:`check_sampler`; also vLLM in this process beside other ranks.
+        UsageError: see :func:`check_sampler`; also vLLM in this process where weights are split over ranks.
     """
-    check_sampler(kind, options, max_rows_in_flight)
+    check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
-        return NativeSampler(model, max_rows_in_flight)
+        return NativeSampler(model, max_rows_in_flight, cache_implementation)
     device = next(model.parameters()).device
     if kind == "vllm_server":
         from rl_modules.language.sampling.remote import ServerSampler
 
         return ServerSampler(device=device, pushes=rank == 0, **options)
-    if world_size > 1:
-        raise UsageError(f"sampler=vllm runs in a process without other ranks, and there are {world_size}; start `rl "
-                         "serve` and take sampler=vllm_server")  # fmt: skip
+    if world_size > 1 and is_sharded(model):
+        raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
+                         "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
     from rl_modules.language.sampling.engine import VLLMEngine, unties
     from rl_modules.language.sampling.vllm import EngineSampler
     from rl_modules.language.sampling.weights import EngineSpec
 
-    engine = VLLMEngine(EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, **options)
+    ranks = (rank, world_size)
+    engine = VLLMEngine(
+        EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options
+    )
     return EngineSampler(engine, device)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import decodes, generates, refills
@@ -21,6 +22,7 @@ from rl_modules.language.sampling.memory import rows_in_flight
 from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
+from rl_modules.language.sampling.static import StaticRowCache, seconds_of
 from rl_modules.language.sharding import gathered_once, is_sharded
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ def sample(
     repetition_penalty: float = 1.0,
     synced_gpus: bool = False,
     max_rows_in_flight: int | None = None,
+    cache_implementation: str = "dynamic",
     on_ended: RowListener | None = None,
 ) -> Completions:
     """Sample ``num_generations`` completions of each prompt.
@@ -71,6 +74,10 @@ def sample(
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
         max_rows_in_flight: rows that are decoded together at most, which bounds the cache's memory; the others take
             the places of those that end. None: all, and on CUDA as many as the free memory has room for.
+        cache_implementation: ``dynamic``: the cache grows with the text; ``static``: it is allocated at once, and on
+            CUDA each step is compiled into a CUDA graph; ``auto``: on CUDA the faster of both by a measurement,
+            elsewhere ``dynamic``. A model whose rows are more than keys and values of all tokens has no static cache
+            here, and one line says so.
         on_ended: called with each row as it ends: its number, its token ids, and whether an EOS token ended it.
 
     Raises:
@@ -78,6 +85,7 @@ def sample(
             a token, an id outside of the vocabulary, a model with virtual tokens (prompt tuning), or on MPS.
         FloatingPointError: the model's logits are NaN.
     """
+    check_cache_implementation(cache_implementation)
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -93,6 +101,8 @@ def sample(
     rows = len(prompts) * num_generations
     longest = min(max(map(len, prompts)) + max_completion_length, positions)
 
+    cache_for = functools.partial(_cache_for, cache_implementation)
+
     def write(first: int, last: int, at_once: int | None) -> Completions:
         if last - first == rows:
             asked, each = prompts, num_generations
@@ -104,13 +114,17 @@ def sample(
         listener = None if on_ended is None else functools.partial(_call_with_offset, on_ended, first)
         ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
         record = Record(limit, ends, pad_token_id, listener)
-        _decode(model, batch, rule, draws, record, synced_gpus, at_once)
+        cache = cache_for(model, longest, synced_gpus, min(at_once or last - first, last - first))
+        if cache is None:
+            generate(model, batch, rule, draws, record, synced_gpus)
+        else:
+            decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
         return _completions(record)
 
     with torch.no_grad(), eval_mode(model):
         if at_once >= rows:
             return write(0, rows, None)
-        if _refills(model, longest, synced_gpus):
+        if _refills(model, cache_for(model, longest, synced_gpus, at_once), synced_gpus):
             return write(0, rows, at_once)
         return joined(
             [write(first, min(first + at_once, rows), None) for first in range(0, rows, at_once)], pad_token_id
@@ -123,15 +137,19 @@ class NativeSampler:
     Args:
         model: causal language model.
         max_rows_in_flight: see :func:`sample`.
+        cache_implementation: likewise.
     """
 
     exact_log_probs = True
     reproducible = True
     concurrent = False
 
-    def __init__(self, model: Any, max_rows_in_flight: int | None = None) -> None:
+    def __init__(
+        self, model: Any, max_rows_in_flight: int | None = None, cache_implementation: str = "dynamic"
+    ) -> None:
         self.model = model
         self.max_rows_in_flight = max_rows_in_flight
+        self.cache_implementation = cache_implementation
 
     def sample(
         self,
@@ -144,7 +162,8 @@ class NativeSampler:
         with gathered_once(self.model):
             return sample(
                 self.model, prompts, num_generations=num_generations, seeds=seeds, on_ended=on_ended,
-                synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight, **vars(settings),
+                synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight,
+                cache_implementation=self.cache_implementation, **vars(settings),
             )  # fmt: skip
 
     def update_weights(self, model: Any, version: int = 0) -> None:
@@ -164,29 +183,14 @@ def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[
     on_ended(first + row, tokens, finished)
 
 
-def _decode(
-    model: Any, batch: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool, at_once: int | None
-) -> None:
-    """Fill the record, by the fastest way that is right on this model."""
-    longest = int((batch.length[batch.source] + record.limit).max())
-    cache = _cache_for(model, longest=longest, synced_gpus=synced_gpus)
-    if cache is not None:
-        decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
-        return
-    _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
-               "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
-    generate(model, batch, rule, draws, record, synced_gpus)
-
-
-def _refills(model: Any, longest: int, synced_gpus: bool) -> bool:
+def _refills(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
     """Whether rows that wait may take the places of rows that have ended."""
-    cache = _cache_for(model, longest, synced_gpus)
     if cache is None:
         _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so that "
                    "max_rows_in_flight rows are written part after part")  # fmt: skip
         return False
     # Sharded ranks call the model equally often, whatever each of them needs to know.
-    return synced_gpus or refills(model, functools.partial(type(cache).for_model, text_config(model.config)))
+    return synced_gpus or refills(model, _maker(type(cache), model, 2))
 
 
 def _completions(record: Record) -> Completions:
@@ -197,24 +201,105 @@ def _completions(record: Record) -> Completions:
     return Completions(tokens, log_prob, record.length, record.finished)
 
 
-def _cache_for(model: Any, longest: int, synced_gpus: bool) -> RowCache | None:
+def _cache_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
     """The fastest cache that is right on this model; None: the model's own ``generate``.
+
+    Args:
+        implementation: see :func:`sample`.
+        model: causal language model.
+        longest: tokens of the longest row to come.
+        synced_gpus: see :func:`sample`.
+        slots: rows that will be decoded together.
 
     Raises:
         UsageError: ``generate`` is not right either where prompts differ in length.
     """
-    config = text_config(model.config)
-    shares = can_share_prompts(transformers_model(model), next(model.parameters()).device)
-    for kind in (SharedPromptCache, RowCache) if shares else (RowCache,):
+    device = next(model.parameters()).device
+    shares = can_share_prompts(transformers_model(model), device)
+    kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
+    wanted = implementation == "static" or (implementation == "auto" and device.type == "cuda")
+    if wanted and (static := _static_for(implementation, model, longest, synced_gpus, slots)) is not None:
+        return static
+    for kind in kinds:
+        make = _maker(kind, model, slots)
         # Sharded ranks call the model equally often, whatever each of them needs to know.
-        make = functools.partial(kind.for_model, config)
         if (cache := make(longest)) is not None and (synced_gpus or decodes(model, make)):
             return cache
     if not synced_gpus and not generates(model):
         raise UsageError(f"{type(model).__name__} gives prompts of unequal length other log-probabilities when it "
                          "decodes than when it reads them, so that nothing can be sampled from it; take another "
                          "architecture")  # fmt: skip
+    _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
+               "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
     return None
+
+
+def _maker(kind: type[RowCache], model: Any, slots: int) -> Callable[[int], RowCache | None]:
+    """A function from the length of the longest row to an empty cache, or None."""
+    config = text_config(model.config)
+    if issubclass(kind, StaticRowCache):
+        return functools.partial(kind.with_slots, slots, config)
+    return functools.partial(kind.for_model, config)
+
+
+def _static_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
+    """A cache of fixed size; None where the model has none, or where it is not faster and that is asked for."""
+    if synced_gpus:
+        _warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
+                   "cache_implementation=dynamic")  # fmt: skip
+        return None
+    make = _maker(StaticRowCache, model, slots)
+    cache = make(longest)
+    if cache is None or not decodes(model, _maker(StaticRowCache, model, 4)):
+        _warn_once(f"{type(model).__name__} has no static cache here, so that cache_implementation=dynamic is taken")
+        return None
+    return cache if implementation == "static" or is_faster(model, make, RowCache, slots, longest) else None
+
+
+def is_faster(
+    model: Any, make: Callable[[int], RowCache | None], than: type[RowCache], slots: int, longest: int
+) -> bool:
+    """Whether a step of decoding is faster with one cache than with another; measured once per model and size.
+
+    Args:
+        model: causal language model.
+        make: an empty cache of the first kind.
+        than: the other kind.
+        slots: rows.
+        longest: tokens per row, at least 2.
+    """
+    found = _measured.setdefault(model, {})
+    if (slots, longest) not in found:
+        device = next(model.parameters()).device
+        steps = min(16, longest - 1)
+        limit = torch.full((slots,), steps, dtype=torch.int64, device=device)
+        never = torch.tensor([text_config(model.config).vocab_size], dtype=torch.int64, device=device)
+        draws = uniforms(range(slots), steps).to(device)
+
+        def seconds(make: Callable[[int], RowCache | None]) -> float:
+            def run() -> None:
+                cache = make(longest)
+                assert cache is not None
+                prompts = Prompts.of([[0]], slots, 0, device)
+                decode(model, cache, prompts, NextToken(), draws, Record(limit, never, 0), synced_gpus=False)
+
+            return seconds_of(run, device)
+
+        found[slots, longest] = seconds(make) < seconds(_maker(than, model, slots))
+    return found[slots, longest]
+
+
+#: Whether the static cache is faster, by model and by rows and length.
+_measured: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], bool]] = WeakKeyDictionary()
+
+
+def check_cache_implementation(value: str) -> None:
+    """Refuse what is not one of ``dynamic``, ``static`` and ``auto``."""
+    known = ("dynamic", "static", "auto")
+    if value not in known:
+        raise UsageError(
+            f"cache_implementation={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}"
+        )
 
 
 @contextmanager

@@ -55,6 +55,21 @@ def start_engine(spec: EngineSpec, **options: Any) -> Any:
         )  # fmt: skip
 
 
+def among_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    """Arguments of ``LLM`` with which each of several ranks has an engine of its own, in the ranks' process group.
+
+    Args:
+        rank: of this process.
+        world_size: processes.
+    """
+    if world_size == 1:
+        return {}
+    # As torchrun sets them; Lightning's own launcher leaves RANK out.
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+        os.environ.setdefault(name, str(value))
+    return {"distributed_executor_backend": "external_launcher"}
+
+
 def sampling_params(settings: SamplingSettings, seed: int, max_tokens: int) -> Any:
     """Our settings as vLLM's ``SamplingParams``, for one row.
 

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from datamodules.language.prompt import PromptDataModule, joined_sequences
 from datamodules.language.rows import groups_of, has_signal, joined
 from rl_modules.common.errors import UsageError
-from rl_modules.language.base import LanguagePolicy
 from rl_modules.language.grpo import GRPO
+from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.sampling import Completions
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
@@ -120,10 +120,14 @@ def test_micro_batches_share_the_step_and_are_sorted_by_length():
         assert float(first["step_tokens"]) == float(second["step_tokens"]) == sum(counted)
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def test_accumulation_does_not_change_the_step():
     weights = []
     for n_micro in (1, 4):
-        model = Reinforce(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=None)
+        model = Reinforce(optimizer=sgd, max_grad_norm=None)
         fit(model, addition(), max_epochs=3, accumulate_grad_batches=n_micro)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], atol=1e-5, rtol=1e-4)

@@ -13,9 +13,9 @@ from recipes.cli import main
 from tests import chaos
 
 CASES = {
-    "ppo": "--data.total_timesteps=1024", "ppo-early-stop": "--data.total_timesteps=1024",
-    "ppo-accumulated": "--data.total_timesteps=1024", "dqn": "--data.total_timesteps=800",
-    "q-learning": "--data.total_timesteps=2000", "trpo": "--data.total_timesteps=768",
+    "ppo": "--data.total_timesteps=512", "ppo-early-stop": "--data.total_timesteps=512",
+    "ppo-accumulated": "--data.total_timesteps=512", "dqn": "--data.total_timesteps=500",
+    "q-learning": "--data.total_timesteps=1000", "trpo": "--data.total_timesteps=768",
     "sft": "--trainer.max_steps=8", "grpo": "--trainer.max_steps=8",
 }  # fmt: skip
 #: An update that is not the first, and lies behind the first checkpoint.

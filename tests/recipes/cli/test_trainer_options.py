@@ -110,7 +110,9 @@ def test_evaluations_come_as_often_as_the_user_says(rl: Any, tmp_path: Path, opt
     # Two minibatches per epoch of 256 transitions.
     code, _, err = rl("fit", *RUN, *CSV, "--data.eval_freq=256", "--data.n_eval_episodes=1", *options)
     assert code == 0, err
-    assert [row["step"] for row in csv_rows(tmp_path) if row["eval/mean_reward"]] == ["0", "512", "1024"]
+    # The evaluation of the untrained policy belongs to the datamodule's own schedule.
+    first = ["0"] if options == ["--data.eval_freq=512"] else []
+    assert [row["step"] for row in csv_rows(tmp_path) if row["eval/mean_reward"]] == [*first, "512", "1024"]
 
 
 # -------------------------------------------------------------------- profiler
@@ -245,6 +247,18 @@ def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> No
     assert code == 1
     assert err.startswith("error: ") and "gradient_clip_val" in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("callback", "monitor", "near"), [
+    ("EarlyStopping", "rollout/ep_rewmean", "did you mean rollout/ep_rew_mean"),
+    ("EarlyStopping", "mean_reward", "did you mean eval/mean_reward"),
+    ("EarlyStopping", "nonsense", "it logs eval/mean_ep_length"),
+])  # fmt: skip
+def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any, callback: str, monitor: str, near: str) -> None:
+    code, _, err = rl("fit", *RUN, "--data.eval_freq=256", f"--trainer.callbacks+={callback}",
+                      f"--trainer.callbacks.monitor={monitor}")  # fmt: skip
+    assert code == 1
+    assert re_line(err, "error: ", f"monitor='{monitor}'", near) and "Traceback" not in err
 
 
 def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:

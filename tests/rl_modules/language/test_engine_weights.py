@@ -1,5 +1,6 @@
 """Weights on their way to another engine: names, adapters, tied layers, and the check that catches a missing one."""
 
+import os
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling import factory
 from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.factory import make_sampler
 from rl_modules.language.sampling.vllm import check_engine, sampling_params
@@ -109,6 +111,22 @@ def test_filters_in_another_order_are_refused(monkeypatch: Any) -> None:
         sampling_params(settings(min_p=0.1, top_p=0.9), 0, 4)
 
 
-def test_vllm_beside_other_ranks_is_refused() -> None:
-    with pytest.raises(UsageError, match="sampler=vllm runs in a process without other ranks, and there are 2"):
+def test_vllm_beside_other_ranks_has_an_engine_on_each(monkeypatch: Any) -> None:
+    fake_vllm(monkeypatch)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")  # is put back after the test
+        monkeypatch.delenv(name)
+    sampler: Any = make_sampler("vllm", {}, None, tiny_model(), 1, 2)
+    assert FakeLLM.made[-1].options["distributed_executor_backend"] == "external_launcher"
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
+    sampler.close()
+    assert "shutdown" not in FakeLLM.made[-1].calls  # it would end training's process group
+    make_sampler("vllm", {}, None, tiny_model()).close()
+    assert "shutdown" in FakeLLM.made[-1].calls
+    assert "distributed_executor_backend" not in FakeLLM.made[-1].options
+
+
+def test_vllm_on_split_weights_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(factory, "is_sharded", lambda model: True)
+    with pytest.raises(UsageError, match="sampler=vllm has whole weights on each rank, and the strategy splits them"):
         make_sampler("vllm", {}, None, tiny_model(), 0, 2)

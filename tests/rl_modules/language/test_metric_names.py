@@ -1,12 +1,13 @@
 """Language metrics carry the names that TensorBoard shows for TRL, in every logger and for callbacks."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -100,12 +101,20 @@ def test_a_resumed_run_knows_the_last_point_of_what_is_monitored(tmp_path: Path)
     assert look.seen == pytest.approx(saved["train/loss"])
 
 
-def test_csv_has_the_names_and_the_optimizer_step(tmp_path: Path) -> None:
+def test_csv_and_learning_rate_monitor_share_the_axis_of_optimizer_steps(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="")
-    fit(grpo(), PromptDataModule("addition", batch_size=8, num_generations=4, n_train=8), max_steps=4, logger=logger)
-    header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text("utf-8").splitlines()
-    assert "train/reward" in header.split(",")
-    assert [row.split(",")[header.split(",").index("step")] for row in rows] == ["2", "4"]
+    data = PromptDataModule("addition", batch_size=8, num_generations=4, n_train=8, n_eval=4, eval_steps=2)
+    module = grpo(lr_scheduler_type="linear", logging_steps=2)
+    fit(module, data, max_steps=6, logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1,
+        accumulate_grad_batches=2)  # fmt: skip
+    with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {name: {int(row["step"]): float(row[name]) for row in rows if row[name]} for name in rows[0]}
+    assert list(curves["train/reward"]) == [2, 4, 6] and list(curves["eval/pass@1"]) == [0, 2, 4, 6]
+    monitored = curves["lr-AdamW/pg1"]
+    assert list(monitored) == [0, 1, 2, 3, 4, 5]
+    assert [curves["train/learning_rate"][step] for step in (2, 4)] == [monitored[step] for step in (2, 4)]
+    assert len(set(monitored.values())) == 6
 
 
 def test_tensorboard_shows_the_learning_curve_in_the_first_group(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_gradient_checkpointing_dropout_and_train_mode_are_set_aside_and_come_ba
     )  # fmt: skip
     expected = draw(model.eval(), OF_ALL_LENGTHS)
     model.train()
-    model.gradient_checkpointing_enable()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     frozen = model.transformer.h[0].mlp.eval()
     modes = [module.training for module in model.modules()]
     calls = Calls(model)

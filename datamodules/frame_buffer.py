@@ -1,0 +1,142 @@
+"""A replay buffer of frame stacks that stores every frame once."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from datamodules.buffers import Batch, ReplayBuffer
+from rl_modules.common.errors import UsageError
+
+
+class FrameReplayBuffer(ReplayBuffer):
+    """A :class:`~datamodules.buffers.ReplayBuffer` of observations that are stacks of k frames, the newest last.
+
+    A row holds the newest frame of its observation; the stack is the rows r-k+1 … r. An episode's first stack takes k
+    rows, whatever it holds. Hence a sampled stack equals the one that was observed, byte for byte, across episodes'
+    ends, truncation and n-step targets, in a k-th of the memory.
+
+    Args:
+        observation_space: a Box whose first axis is the stack.
+        action_space: space of one action.
+        n_envs: number of environments.
+        buffer_size: rows over all environments: transitions, and k for each episode.
+
+    Raises:
+        UsageError: the observations are no stacks.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int
+    ) -> None:
+        self.stack = stack_size(observation_space)
+        frame = spaces.Box(0, 1, observation_space.shape[1:], observation_space.dtype.type)  # type: ignore[index,union-attr]
+        super().__init__(frame, action_space, n_envs, buffer_size)
+        self.observation_bytes *= self.stack
+        self._offsets = torch.arange(1 - self.stack, 1) * n_envs
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that a step may take at most: that of an episode of one transition."""
+        return self.stack + 1
+
+    def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
+        """As :meth:`ReplayBuffer.add`.
+
+        Raises:
+            UsageError: an observation does not continue the stack before it.
+        """
+        valid = rollout["valid"].numpy()
+        ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
+        seen, after = rollout["observation"].numpy(), rollout["next_observation"].numpy()
+        starts = self._starts(seen, after, valid, ended)
+        taken = valid.astype(np.int64) + ended + (self.stack - 1) * starts
+        written = taken.cumsum(0)
+        environment, head = np.arange(self.n_envs), self.head.numpy()
+        row = head + written - taken + (self.stack - 1) * starts
+        flat = row % self.rows * self.n_envs + environment
+        at = flat[valid]
+
+        frames: Any = self.observation.numpy()
+        padding = [(flat[starts] + offset) % self.total for offset in self._offsets[:-1].tolist()]
+        for j, rows in enumerate(padding):
+            frames[rows] = seen[starts][:, j]
+        frames[at] = seen[valid][:, -1]
+        closing = ended.copy()
+        closing[-1] |= valid[-1]
+        successor = (flat[closing] + self.n_envs) % self.total
+        frames[successor] = after[closing][:, -1]
+        for name in ("action", "reward", "terminated"):
+            getattr(self, name).numpy()[at] = rollout[name].numpy()[valid]
+
+        new = head + written[-1]
+        # The rows after the newest observation have lost frames of their stacks.
+        lost = ((new + np.arange(self.stack)[:, None]) % self.rows * self.n_envs + environment).reshape(-1)
+        blocked = np.concatenate([*padding, successor, lost, self._cut_off(starts, ended)])
+        in_use = self.valid.numpy()
+        in_use[blocked] = False
+        in_use[at] = True
+        wrapped = bool((new >= self.rows).any())
+        self.filled = self.rows if wrapped or self.filled == self.rows else max(self.filled, int(new.max()) + 1)
+        self.head = torch.from_numpy(new % self.rows)
+        return torch.from_numpy(at), torch.from_numpy(blocked)
+
+    def _starts(self, seen: np.ndarray, after: np.ndarray, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """Whether a transition's observation begins an episode, [T, N]: its older frames are not those before it."""
+        starts = np.zeros(valid.shape, bool)
+        for i in range(self.n_envs):
+            before: np.ndarray | None = None
+            if self.filled:
+                newest = self.head[i] * self.n_envs + i
+                before = self._stacks(newest[None])[0].numpy()[:-1]
+            must_continue = False
+            for t in np.flatnonzero(valid[:, i]):
+                continues = before is not None and np.array_equal(seen[t, i, :-1], before)
+                if must_continue and not continues:
+                    self._refuse()
+                starts[t, i] = not continues
+                if ended[t, i] and not np.array_equal(after[t, i, :-1], seen[t, i, 1:]):
+                    self._refuse()
+                goes_on = t + 1 < len(valid) and valid[t + 1, i] and not ended[t, i]
+                before, must_continue = (seen[t, i, 1:], True) if goes_on else (None, False)
+        return starts
+
+    def _cut_off(self, starts: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """Rows whose successor is lost: a new episode began without an end of the one before."""
+        at_once = starts[0]
+        row = (self.head.numpy() - 1) % self.rows
+        return (row * self.n_envs + np.arange(self.n_envs))[at_once]
+
+    def _refuse(self) -> None:
+        raise UsageError("share_frames=True: an observation's older frames are not those of the observation before; "
+                         "put FrameStackObservation last among the wrappers, or leave share_frames out")  # fmt: skip
+
+    def _stacks(self, index: Tensor) -> Tensor:
+        rows = (index[:, None] + self._offsets) % self.total
+        return self.observation[rows]
+
+    def observations_at(self, index: Tensor) -> Any:
+        """Observations by their flat numbers, [M, k, *frame]."""
+        return self._stacks(index)
+
+    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
+        state = super().state_dict(newest)
+        if state["left_out"]:
+            # The oldest rows that are kept have lost frames of their stacks.
+            state["valid"][: (self.stack - 1) * self.n_envs] = False
+        return state
+
+
+def stack_size(space: spaces.Space) -> int:
+    """K of a space of frame stacks.
+
+    Raises:
+        UsageError: the space is no Box of at least two axes.
+    """
+    if not isinstance(space, spaces.Box) or len(space.shape) < 2 or space.shape[0] < 2:
+        raise UsageError("share_frames=True stores frames of stacks, whose space is a Box with the stack as first "
+                         f"axis, not {space}; put FrameStackObservation last among the wrappers, or leave share_frames "
+                         "out")  # fmt: skip
+    return int(space.shape[0])

@@ -1,0 +1,70 @@
+"""Names by which other programs and libraries call an option, and what it is called here."""
+
+from collections.abc import Iterable
+
+#: What many programs call an option.
+GENERAL = {
+    "lr": "model.learning_rate", "env": "data.env_id", "env_name": "data.env_id", "environment": "data.env_id",
+    "timesteps": "data.total_timesteps", "steps": "data.total_timesteps", "num_envs": "data.n_envs",
+    "epochs": "trainer.max_epochs", "seed": "seed_everything", "device": "trainer.devices", "gpus": "trainer.devices",
+    "gpu": "trainer.devices", "ckpt": "ckpt_path", "checkpoint_path": "ckpt_path", "load": "ckpt_path",
+    "algo": "model", "algorithm": "model", "policy": "model", "optimizer": "model.optimizer",
+    "hidden_sizes": "model.net_arch", "max_grad_norm": "model.max_grad_norm", "save_dir": "trainer.default_root_dir",
+    "output_dir": "trainer.default_root_dir", "logdir": "trainer.default_root_dir", "wandb": "trainer.logger",
+}  # fmt: skip
+#: Stable-Baselines3 and its zoo.
+STABLE_BASELINES3 = {
+    "n_timesteps": "data.total_timesteps", "policy_kwargs": "model.net_arch",
+    "tensorboard_log": "trainer.default_root_dir", "frame_stack": "data.wrappers", "env_wrapper": "data.wrappers",
+    "normalize": "data.norm_obs", "normalize_obs": "data.norm_obs", "normalize_reward": "data.norm_reward",
+    "vf_coeff": "model.vf_coef", "eval_episodes": "data.n_eval_episodes", "n_eval": "data.n_eval_episodes",
+    "eval_steps": "data.eval_freq", "log_interval": "model.log_every", "save_freq": "checkpoint.interval_s",
+}  # fmt: skip
+#: CleanRL.
+CLEANRL = {
+    "num_steps": "data.n_steps", "update_epochs": "data.n_epochs", "num_minibatches": "data.batch_size",
+    "clip_coef": "model.clip_range", "clip_vloss": "model.clip_range_vf", "norm_adv": "model.normalize_advantage",
+    "anneal_lr": "model.learning_rate", "cuda": "trainer.accelerator", "no_cuda": "trainer.accelerator",
+    "track": "trainer.logger", "wandb_project_name": "trainer.logger", "capture_video": "record_every",
+    "exp_name": "trainer.logger", "torch_deterministic": "trainer.deterministic", "policy_lr": "model.learning_rate",
+    "q_lr": "model.learning_rate", "policy_frequency": "model.policy_delay",
+    "exploration_noise": "model.action_noise", "autotune": "model.ent_coef",
+    "target_network_frequency": "model.target_update_interval", "start_e": "model.exploration_initial_eps",
+    "end_e": "model.exploration_final_eps",
+}  # fmt: skip
+#: TRL and transformers.
+TRL = {
+    "dataset_name": "data.dataset", "per_device_train_batch_size": "data.batch_size",
+    "per_device_eval_batch_size": "data.eval_batch_size",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches", "num_train_epochs": "trainer.max_epochs",
+    "use_vllm": "model.sampler", "vllm_mode": "model.sampler", "use_peft": "model.lora", "lora_r": "model.lora",
+    "lora_alpha": "model.lora", "peft_config": "model.lora", "rloo_k": "data.num_generations",
+    "num_ppo_epochs": "data.num_iterations", "response_length": "model.max_completion_length",
+    "max_new_tokens": "model.max_completion_length", "max_prompt_length": "data.max_length", "kl_coef": "model.beta",
+    "init_kl_coef": "model.beta", "bf16": "trainer.precision", "fp16": "trainer.precision",
+    "report_to": "trainer.logger", "logging_dir": "trainer.default_root_dir", "save_steps": "checkpoint.interval_s",
+    "eval_strategy": "data.eval_steps", "model": "model.model_name_or_path",
+    "processing_class": "model.tokenizer_name_or_path", "train_dataset": "data.dataset",
+    "eval_dataset": "data.eval_path", "chat_template_path": "data.chat_template",
+    "ref_model": "model.ref_model_name_or_path", "reward_model": "model.reward_model_name_or_path",
+    "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
+}  # fmt: skip
+#: The full name of an option by the name that a person knows.
+MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL}
+#: Where a group's options go in Python.
+_OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
+
+
+def in_python(name: str, known: Iterable[str]) -> str:
+    """The clause that says what a foreign argument of a module is called in Python; "" where none is known.
+
+    Args:
+        name: as given.
+        known: the arguments of the class.
+    """
+    if name == "seed":
+        return "; the seed is the datamodule's seed"
+    group, _, rest = MEANT.get(name, "").partition(".")
+    if group == "model" and rest in known:
+        return f"; did you mean {rest}?"
+    return f"; here it is {_OWNERS[group]} {rest}" if rest and group in _OWNERS else ""

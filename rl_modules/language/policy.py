@@ -1,0 +1,185 @@
+"""Base class of language algorithms that generate completions: sampling, and evaluation on held-out prompts."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.language.base import LanguageModule
+from rl_modules.language.logits import prepare_head
+from rl_modules.language.models import eos_token_ids
+from rl_modules.language.sampling import Completions, Sampler, SamplingSettings
+from rl_modules.language.sampling.factory import check_sampler, make_sampler
+from rl_modules.language.sampling.protocol import RowListener
+from rl_modules.language.throughput import Stopwatch
+from rl_modules.loggers import adapters
+
+
+class LanguagePolicy(LanguageModule):
+    """Base class of modules that generate completions: sampling, and evaluation on held-out prompts.
+
+    A subclass sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
+
+    Args:
+        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
+        sampler: engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, which
+            receives the weights after every update; ``vllm_server``, servers started by ``rl serve``.
+        sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
+            ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
+        max_rows_in_flight: maximum number of completions decoded together, which limits memory; others take the places
+            of those that end. Null: all, on CUDA as many as fit into free memory.
+        cache_implementation: of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed
+            size, with which steps become CUDA graphs; ``auto``, the faster of both by a measurement on CUDA.
+        **model: those of :class:`LanguageModule`.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    max_completion_length: int
+    best_metric = ("eval/pass@1", "max")
+
+    def __init__(
+        self,
+        model_name_or_path: str | None = None,
+        *,
+        sampler: str = "native",
+        sampler_options: dict[str, Any] | None = None,
+        max_rows_in_flight: int | None = None,
+        cache_implementation: str = "dynamic",
+        **model: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, **model)
+        check_sampler(sampler, sampler_options or {}, max_rows_in_flight, cache_implementation)
+        self._sampler: Sampler | None = None
+
+    @property
+    def sampler(self) -> Sampler:
+        """The engine that generates completions, created on first access with the current weights."""
+        if self._sampler is None:
+            hp: Any = self.hparams
+            ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+            self._sampler = make_sampler(
+                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks, hp.cache_implementation
+            )  # fmt: skip
+        return self._sampler
+
+    def update_sampler(self) -> None:
+        """Sends the current weights to the sampler if it does not have them."""
+        self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._sampler is not None:
+            self._sampler.sleep()
+
+    def act(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        num_generations: int = 1,
+        on_ended: RowListener | None = None,
+        **sampling: Any,
+    ) -> Completions:
+        """Generates ``num_generations`` completions per prompt with the current weights.
+
+        Args:
+            prompts: token ids, P lists.
+            seeds: one per completion, P · num_generations; completions of a prompt are adjacent.
+            num_generations: completions per prompt.
+            on_ended: called with each completion as it ends, see :class:`~rl_modules.language.sampling.Sampler`.
+            sampling: settings that differ from the module's own, such as ``temperature=0.0`` for greedy decoding.
+        """
+        # An evaluation's loader asks for completions outside of a step, where Lightning has no precision context.
+        precision = nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context()
+        with precision:
+            self.update_sampler()
+            watch = Stopwatch(self.device)
+            watch.start()
+            written = self.sampler.sample(prompts, num_generations, seeds, self.settings(**sampling), on_ended)
+            watch.stop()
+        if self._trainer is not None and self.trainer.training:
+            self._throughput.add(written.length, watch)
+        return written
+
+    def settings(self, **different: Any) -> SamplingSettings:
+        """Returns the sampling settings: the module's arguments, overridden by those given."""
+        own = {
+            "max_completion_length": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            **different,
+        }
+        stops = tuple(eos_token_ids(self.model, self.tokenizer))
+        return SamplingSettings(eos_token_id=stops, pad_token_id=int(self.tokenizer.pad_token_id), **own)
+
+    def check_architecture(self) -> None:
+        super().check_architecture()
+        prepare_head(self.model)
+
+    # ---------------------------------------------------------------- evaluation on held-out prompts
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log_completions(batch, batch_idx)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log_completions(batch, batch_idx)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        return batch
+
+    def log_completions(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Logs success rates, mean rewards and lengths of a batch of held-out completions, and a table of the first
+        ones.
+
+        Args:
+            batch: what ``LanguageDataModule.judge`` returns.
+            batch_idx: the table is of batch 0.
+        """
+        correct, rewards = batch["correct"], batch["rewards"].float()
+        prompts, k = len(batch["answers"]), len(batch["answers"][0])
+        metrics = {
+            "eval/mean_length": batch["length"].float().mean(),
+            "eval/clipped_ratio": 1 - batch["finished"].float().mean(),
+        }
+        if correct is not None:
+            metrics["eval/pass@1"] = correct.float().mean()
+            if k > 1:
+                metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
+                metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
+        for name, column in zip(batch["reward_names"], rewards.unbind(-1), strict=True):
+            metrics[f"eval/rewards/{name}"] = column.nanmean()
+        self.log_evaluation(metrics, prompts)
+        if batch_idx == 0 and self.trainer.is_global_zero:
+            scores = {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
+            self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})
+
+    def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
+        """Writes a table to every logger that supports tables, at the current optimizer step."""
+        for adapter in adapters(self.trainer):
+            adapter.write_table(name, columns, rows, self.trainer.global_step)
+
+
+def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:
+    """Returns whether the most frequent answer of each prompt is right (cons@k, also called maj@k). Several answers may
+    be right.
+
+    Args:
+        answers: P lists of K final answers; None (no answer) votes like the others.
+        correct: which of them are right, [P, K].
+
+    Returns:
+        1 or 0, [P].
+    """
+    results = []
+    for row, flags in zip(answers, correct.tolist(), strict=True):
+        right = {answer for answer, flag in zip(row, flags, strict=True) if flag}
+        results.append(max((float(F.cons_at_k([list(row)], [a], len(row))) for a in right), default=0.0))
+    return torch.tensor(results, dtype=torch.float32, device=correct.device)

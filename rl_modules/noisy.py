@@ -1,0 +1,95 @@
+"""Noisy networks: exploration by learned noise on the weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from rl_modules.layers import ParallelLinear
+
+#: σ₀: the initial noise is σ₀ / √in.
+SIGMA = 0.5
+
+
+class NoisyLinear(nn.Module):
+    """A linear layer with weights μ + σ ⊙ ε, where ε = f(ε_in) f(ε_out)ᵀ and f(x) = sgn(x) √|x|.
+
+    Without noise, as after :func:`remove_noise`, the weights are μ.
+
+    Args:
+        layer: linear, or K parallel ones; its shape is taken, and μ starts as in the paper.
+
+    Source: Fortunato et al. 2018, arXiv:1706.10295, section 3, factorised Gaussian noise.
+    """
+
+    def __init__(self, layer: nn.Linear | ParallelLinear) -> None:
+        super().__init__()
+        self.is_parallel = isinstance(layer, ParallelLinear)
+        # [out, in] and [out], or K of [in, out] and [1, out].
+        self.in_features = layer.weight.shape[1]
+        self.lead = tuple(layer.weight.shape[:-2])
+        self.out_features = layer.weight.shape[2 if self.is_parallel else 0]
+        bound, sigma = 1 / math.sqrt(self.in_features), SIGMA / math.sqrt(self.in_features)
+        self.weight_mean = nn.Parameter(torch.empty_like(layer.weight).uniform_(-bound, bound))
+        self.bias_mean = nn.Parameter(torch.empty_like(layer.bias).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full_like(layer.weight, sigma))
+        self.bias_sigma = nn.Parameter(torch.full_like(layer.bias, sigma))
+        self._noise: tuple[Tensor, Tensor] | None = None
+
+    def resample(self, generator: torch.Generator | None) -> None:
+        """Draw new noise."""
+        device = self.weight_mean.device
+        source = device if generator is None else generator.device
+        size = (*self.lead, self.in_features + self.out_features)
+        drawn = torch.randn(size, generator=generator, device=source, dtype=torch.float32).to(self.weight_mean)
+        shaped = drawn.sign() * drawn.abs().sqrt()
+        into, out = shaped.split([self.in_features, self.out_features], dim=-1)
+        if self.is_parallel:
+            self._noise = into[..., None] * out[..., None, :], out[..., None, :]
+        else:
+            self._noise = out[:, None] * into, out
+
+    def remove_noise(self) -> None:
+        """Set the noise to 0."""
+        self._noise = None
+
+    @property
+    def weight(self) -> Tensor:
+        """μ + σ ⊙ ε, or μ."""
+        if self._noise is None:
+            return self.weight_mean
+        return torch.addcmul(self.weight_mean, self.weight_sigma, self._noise[0])
+
+    @property
+    def bias(self) -> Tensor:
+        """The same of the bias."""
+        return self.bias_mean if self._noise is None else torch.addcmul(self.bias_mean, self.bias_sigma, self._noise[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight) if self.is_parallel else nnf.linear(x, self.weight, self.bias)
+
+
+def make_noisy(network: Any) -> Any:
+    """Replaces every linear layer of a network by a noisy one, but those of its encoder; returns the network."""
+    for name, part in list(network.named_children()):
+        if isinstance(part, nn.Linear | ParallelLinear):
+            setattr(network, name, NoisyLinear(part))
+        elif name != "encoder":
+            make_noisy(part)
+    return network
+
+
+def resample(network: nn.Module, generator: torch.Generator | None) -> None:
+    """Draw new noise for every noisy layer of a network."""
+    for layer in network.modules():
+        if isinstance(layer, NoisyLinear):
+            layer.resample(generator)
+
+
+def remove_noise(network: nn.Module) -> None:
+    """Set the noise of every noisy layer of a network to 0."""
+    for layer in network.modules():
+        if isinstance(layer, NoisyLinear):
+            layer.remove_noise()
