@@ -371,7 +371,8 @@ def test_validation_cadence_given_to_the_trainer_is_kept(case: Case, given: dict
             epochs.append(trainer.current_epoch)
 
     trainer.callbacks.append(Watch())
-    trainer.fit(case.make_model(), datamodule=case.make_data(eval_freq=64, total_timesteps=10_000, **small))
+    data = case.make_data(eval_freq=64, eval_on_start=False, total_timesteps=10_000, **small)
+    trainer.fit(case.make_model(), datamodule=data)
     if "check_val_every_n_epoch" in given:
         assert epochs == [2]
     else:
