@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
 from recipes.cli import main
@@ -33,6 +34,11 @@ def test_the_answer_is_one_sentence(case, checkpoints, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
+    # Another test may have imported ale_py, which registers the old names of games.
+    for name in [
+        name for name, spec in gym.registry.items() if str(spec.entry_point).startswith("ale_py") and "/" not in name
+    ]:
+        monkeypatch.delitem(gym.registry, name)
     for name, content in case.files.items():
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     place = Place(tmp_path, *checkpoints)

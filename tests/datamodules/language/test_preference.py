@@ -360,7 +360,7 @@ PARTING = {
         ({**ABC, "margin": math.nan}, "JSON that can't be read \\(NaN"),
         ({**ABC, "margin": True}, "margin=True is not a number"),
         ({**ABC, "chosen": [say("assistant", "b")]}, "one of chosen and rejected is text"),
-        (PARTING, "'chosen' has 2 messages behind the 0 that both answers share"),
+        (PARTING, "'chosen' has 2 messages after the 0 that both answers share"),
         ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
         ("{not json", "not valid JSON"),
     ],

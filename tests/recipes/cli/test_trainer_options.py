@@ -221,7 +221,8 @@ def test_ctrl_c_in_the_final_evaluation_is_answered(rl: Any, tmp_path: Path, mon
     from rl_modules import PPO
 
     monkeypatch.setattr(PPO, "on_test_start", lambda self: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.getsignal(signal.SIGINT)
+    # A process that a shell starts in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code, out, err = rl("fit", *RUN)
     finally:

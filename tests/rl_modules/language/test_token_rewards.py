@@ -109,7 +109,7 @@ def test_the_curve_is_of_sums(make):  # noqa: F811
     logger = Curves()
     fit(module, data, max_steps=1, logger=logger)
     sums = [sum(ids) / 10 for ids in completions(module.seen[0][0])]
-    found = [point["rewards/each/mean"] for _, point in logger.points if "rewards/each/mean" in point]
+    found = [point["train/rewards/each/mean"] for _, point in logger.points if "train/rewards/each/mean" in point]
     assert found[0] == pytest.approx(sum(sums) / len(sums), rel=1e-5)
 
 
