@@ -52,6 +52,8 @@ class Case:
     copies: float
     trained: float
     is_language: bool = True
+    #: Needs vLLM, whose runs repeat without loss but not bit for bit.
+    is_vllm: bool = False
 
 
 def some_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -132,6 +134,9 @@ CASES = (
     Case("RewardModel", _reward_model, 1, 1),
     Case("GRPO", _grpo(), 1, 1),
     Case("GRPO with a reference", _grpo(beta=0.04), 2, 1),
+    Case("GRPO, 8 rows in flight", _grpo(max_rows_in_flight=8), 1, 1),
+    Case("GRPO, static cache", _grpo(cache_implementation="static"), 1, 1),
+    Case("GRPO, vLLM", _grpo(sampler="vllm"), 2, 1, is_vllm=True),
     Case("GRPO, LoRA", _grpo(lora={"r": 16, "target_modules": "all-linear"}), 1, 0.02),
     Case("RLHFPPO", _rlhf_ppo, 4, 2),
     Case("PPO", _ppo, 0, 0, is_language=False),
