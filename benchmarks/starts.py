@@ -65,6 +65,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "warm-up 200": Variant(options={**PLAIN, "model.warmup_steps": 200}),
     "learning rate 1e-4": Variant(options={**PLAIN, "model.learning_rate": 1e-4}),
+    "learning rate 1e-4, batch 1024": Variant(
+        options={**PLAIN, "model.learning_rate": 1e-4, "data.batch_size": 1024}
+    ),
     "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
                              "model.epsilon_high": 4e-4}),
     "cispo": Variant(options={"model.loss_type": "cispo", "model.epsilon_high": 5.0}),
