@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import optimizer as base
 
 from rl_modules.common.errors import UsageError
@@ -97,6 +98,12 @@ class RMSpropTFLike(torch.optim.Optimizer):
         return loss
 
 
+@_disable_dynamo
+def _fused_adam(*lists: Any, **settings: Any) -> None:
+    """``torch._fused_adam_`` outside of compiled graphs, in which torch's functionalization fails on it."""
+    torch._fused_adam_(*lists, **settings)
+
+
 class FusedAdam(torch.optim.Adam):
     """``torch.optim.Adam(..., fused=True)`` for small networks on one device: equal to it bit for bit.
 
@@ -137,7 +144,7 @@ class FusedAdam(torch.optim.Adam):
             if not parameters:
                 continue
             torch._foreach_add_(steps, 1)
-            torch._fused_adam_(
+            _fused_adam(
                 parameters, gradients, first, second, largest_second, steps,
                 beta1=group["betas"][0], beta2=group["betas"][1],
                 **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
@@ -160,6 +161,8 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         # For an action in s and one in s'.
         return (2, self.network.bounds.width)
 
+    # One compiled graph of both losses would be freed by the first one's gradient; their parts compile on their own.
+    @_disable_dynamo(recursive=False)
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         lists, network, ent_coef = self.lists, self.network, self.ent_coef
         here, after = batch["noise"].unbind(1)
