@@ -44,7 +44,7 @@ class PressFire(gym.Wrapper):
 
 
 class EpisodicLife(gym.Wrapper):
-    """Ends an episode with each lost life; the next episode goes on in the same game until the last life is lost.
+    """Ends an episode with each lost life; the next episode continues the same game until the last life is lost.
 
     For training only (Mnih et al. 2015): give ``eval_wrappers`` without it, so that evaluation plays whole games. It
     belongs around AtariPreprocessing and inside of FrameStackObservation.

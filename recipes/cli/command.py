@@ -55,7 +55,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
 def _resume_command(args: list[str], default_config: str | None) -> str:
     """Returns the command line that resumes the stopped run."""
     if args[0] == "sweep":
-        return shlex.join(["rl", *args])  # a sweep always goes on where it stopped
+        return shlex.join(["rl", *args])  # a sweep always resumes where it stopped
     command, rest = args[0], [arg for arg in args[1:] if arg != "--resume"]
     for i, arg in enumerate(rest):
         if arg == "--ckpt_path" or arg.startswith("--ckpt_path="):

@@ -74,7 +74,7 @@ class Sweep:
 
     @property
     def identity(self) -> str:
-        """What may not change while a sweep goes on, as text."""
+        """The settings that a resumed sweep must share, as text."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("n_trials", "keep_checkpoints")}
         kept["search"] = {name: [found.kind, found.bounds] for name, found in self.search.items()}
         return json.dumps(kept, sort_keys=True)

@@ -82,7 +82,7 @@ class RowCache(Cache):
         """One forward pass of one token per row.
 
         Args:
-            forward: from the cache, tokens, positions and mask to the logits behind the last token.
+            forward: from the cache, tokens, positions and mask to the logits after the last token.
             tokens: (n, 1).
             positions: likewise.
 

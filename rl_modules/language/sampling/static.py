@@ -160,7 +160,7 @@ def step_of(model: Any, forward: Forward) -> Forward:
 
     Args:
         model: on CUDA its steps are compiled; elsewhere ``forward`` is returned.
-        forward: from the cache, tokens, positions and mask to the logits behind the last token.
+        forward: from the cache, tokens, positions and mask to the logits after the last token.
     """
     if next(model.parameters()).device.type != "cuda":
         return forward
