@@ -68,6 +68,12 @@ VARIANTS: dict[str, Variant] = {
     "learning rate 1e-4, batch 1024": Variant(
         options={**PLAIN, "model.learning_rate": 1e-4, "data.batch_size": 1024}
     ),
+    "learning rate 2e-4, batch 1024": Variant(
+        options={**PLAIN, "model.learning_rate": 2e-4, "data.batch_size": 1024}
+    ),
+    "learning rate 1.5e-4, batch 2048": Variant(
+        options={**PLAIN, "model.learning_rate": 1.5e-4, "data.batch_size": 2048}
+    ),
     "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
                              "model.epsilon_high": 4e-4}),
     "cispo": Variant(options={"model.loss_type": "cispo", "model.epsilon_high": 5.0}),

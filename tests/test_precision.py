@@ -57,7 +57,16 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "precision"), [("ppo", "32-true"), *((case, "bf16-mixed") for case in CASES)])
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        ("ppo", "32-true"),
+        *(
+            pytest.param(case, "bf16-mixed", marks=[] if case in ("ppo", "dqn", "td3") else [pytest.mark.slow])
+            for case in CASES
+        ),
+    ],
+)
 def test_acting_and_learning_agree_and_targets_are_float32(case: str, precision: str) -> None:
     make_model, make_data = CASES[case]
     watch, data = Watch(), make_data()

@@ -260,6 +260,7 @@ def weights_on_two_ranks() -> list[float]:
     return weights.seen
 
 
+@pytest.mark.slow
 def test_the_largest_importance_weight_is_that_of_all_ranks(tmp_path: Path) -> None:
     one, other = on_ranks(weights_on_two_ranks, tmp_path)
     assert [max(pair) for pair in zip(one, other, strict=True)] == [1.0] * len(one)

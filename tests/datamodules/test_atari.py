@@ -11,6 +11,7 @@ from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.vector import make_vector_env
 from rl_modules import DQN
 from rl_modules.common.errors import UsageError
+from tests.marks import quick
 from tests.training import assert_resumes_exactly, rollouts
 
 LIFE = "datamodules.envs.atari.EpisodicLife"
@@ -111,7 +112,7 @@ def test_what_has_no_lives_is_one_sentence():
         make_vector_env("CartPole-v1", 1, wrappers=[LIFE]).reset(seed=[0])
 
 
-@pytest.mark.parametrize("name", ["dqn/breakout.yaml", "dqn/pong.yaml"])
+@pytest.mark.parametrize("name", quick(["dqn/breakout.yaml", "dqn/pong.yaml"], "dqn/breakout.yaml"))
 def test_the_recipe_of_a_game(name, tmp_path):
     """The config's own environments: stacks of grey pictures, lives in training, whole games in evaluation."""
     pytest.importorskip("ale_py", reason="needs the atari extra")
@@ -144,7 +145,7 @@ PICTURES = {"eval_env_kwargs": {"frameskip": 1, "repeat_action_probability": 0.0
                                                      "init_args": {"stack_size": 4}}]}  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ENGINES)
+@pytest.mark.parametrize("mode", quick(ENGINES, "envpool"))
 def test_an_engine_makes_the_pictures_that_evaluation_sees(mode):
     pytest.importorskip("ale_py", reason="needs the atari extra")
     pytest.importorskip("cv2", reason="needs the atari extra")

@@ -85,7 +85,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(per_env=st.integers(40, 80), **ARGUMENTS)
 def test_draws_are_those_of_the_plain_buffer(seed, n_envs, n_steps, ends, padding, has_reset_rows, per_env):
     frames = FrameReplayBuffer(STACKS, spaces.Discrete(5), n_envs, per_env * n_envs)

@@ -18,6 +18,7 @@ from transformers import (
 
 from recipes import configs
 from recipes.cli import main
+from tests.marks import quick
 from tests.training import assert_equal_checkpoints
 
 #: What distinguishes each checkpoint's architecture, from its config.json; sizes are tiny.
@@ -125,9 +126,7 @@ def test_every_checkpoint_has_a_tiny_stand_in():
     assert {"grpo/gsm8k.yaml", "grpo/gsm8k_dapo.yaml", "r1/zero.yaml", "sft/tldr.yaml"} <= set(NAMES)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "r1/zero.yaml" else name for name in NAMES]
-)
+@pytest.mark.parametrize("name", quick(NAMES, "grpo/gsm8k_dapo.yaml", "rlhf_ppo/tldr.yaml"))
 def test_config_runs_three_steps_and_resumes_exactly(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["fit", "--config", name, *small_arguments(name, tmp_path)]

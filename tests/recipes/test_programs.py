@@ -4,7 +4,6 @@ import importlib
 import math
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 
 from recipes import configs
 from recipes.program import run_program
+from tests.marks import quick
 
 CONTROL = {
     "ppo": ("PPO", 512), "a2c": ("A2C", 4000), "trpo": ("TRPO", 1024), "reinforce": ("REINFORCE", 1024),
@@ -30,13 +30,7 @@ LANGUAGE: dict[str, dict[str, int]] = {
     "rlhf_ppo": {"sft_steps": 2, "reward_steps": 2, "ppo_steps": 8, "n_train": 200},
 }
 PROGRAMS = [*CONTROL, *LANGUAGE]
-
-
-def slowly(names: Iterable[str], slow: set[str]) -> list[Any]:
-    """Names as parameters, some of them among the slow tests."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
-
-
+QUICK = ("ppo", "trpo", "reinforce", "recurrent_ppo", "dqn", "monte_carlo", "q_learning")
 FOLDER = Path(__file__).parents[2] / "recipes"
 
 
@@ -46,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", slowly(CONTROL, {"ddpg", "td3", "tqc", "a2c", "qrdqn", "sarsa"}))
+@pytest.mark.parametrize("name", quick(CONTROL, *QUICK))
 def test_a_control_program_trains_evaluates_and_leaves_a_checkpoint(name: str, here: Path) -> None:
     algorithm, total = CONTROL[name]
     result = importlib.import_module(f"recipes.{name}").main(total_timesteps=total)
@@ -59,7 +53,7 @@ def test_a_control_program_trains_evaluates_and_leaves_a_checkpoint(name: str, h
     assert list(last.parents[1].glob("events.*"))
 
 
-@pytest.mark.parametrize("name", slowly(LANGUAGE, {"rlhf_ppo", "reward_model"}))
+@pytest.mark.parametrize("name", quick(LANGUAGE, "grpo"))
 def test_a_language_program_runs_by_itself(name: str, here: Path) -> None:
     result = importlib.import_module(f"recipes.{name}").main(**LANGUAGE[name])
     assert 0 <= result <= 1
@@ -80,7 +74,7 @@ def test_a_program_is_short_and_its_default_config_has_its_algorithm(name: str) 
     assert f"python -m recipes.{name} fit" in text and f"configs/{config}" in text
 
 
-@pytest.mark.parametrize("name", slowly(CONTROL, {"ddpg", "td3", "tqc", "a2c", "qrdqn", "sarsa"}))
+@pytest.mark.parametrize("name", quick(CONTROL, *QUICK))
 def test_a_control_program_and_its_config_have_the_same_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is the config in Python: only the number of transitions is an argument of it."""
     seen: dict[str, Any] = {}

@@ -6,6 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,6 +39,7 @@ def test_a_module_is_whole_when_it_is_used():
     assert lines == ["False", "True True True", "2.0 accuracy", "Figure Axes", *dynamo]
 
 
+@pytest.mark.slow
 def test_compiled_modules_and_optimizers_work_after_a_deferred_import_of_dynamo():
     lines = run("""
         import rl_modules, lightning, sys, torch
@@ -62,6 +65,7 @@ def test_compiled_modules_and_optimizers_work_after_a_deferred_import_of_dynamo(
     assert lines == ["[[2.0, 2.0]] False", "True", "True False", "[[2.0, 2.0]] False", "True explain"]
 
 
+@pytest.mark.slow
 def test_another_version_of_torchmetrics_may_need_its_whole_package_at_once():
     lines = run("""
         import rl_modules.common.deferred as deferred

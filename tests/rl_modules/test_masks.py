@@ -14,6 +14,7 @@ from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO, MonteCarlo, QLearning
 from rl_modules.common.errors import UsageError
 from rl_modules.distributions import Categorical, make_distribution, parameter_count, sample_allowed
+from tests.marks import quick
 from tests.masked_envs import MASKED_SPACES, Corridor, DeadEnd, Guarded, make_corridor, make_guarded
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
@@ -132,11 +133,22 @@ def test_dqn_explores_and_bootstraps_from_what_is_allowed(source: str, arguments
     assert all(target.abs().max() < 100 for target in targets)
 
 
-@pytest.mark.parametrize("make", [MonteCarlo, SARSA, lambda **k: SARSA(expected=True, **k), QLearning,
-                                  lambda **k: QLearning(double=True, **k)])  # fmt: skip
-def test_tables_learn_the_values_of_allowed_actions(make: Any, tmp_path: Path) -> None:
+TABLES = {"MonteCarlo": (MonteCarlo, {}), "SARSA": (SARSA, {}), "expected SARSA": (SARSA, {"expected": True}),
+          "QLearning": (QLearning, {}), "double QLearning": (QLearning, {"double": True})}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(TABLES, "MonteCarlo", "expected SARSA", "double QLearning"))
+def test_tables_learn_the_values_of_allowed_actions(name: str, tmp_path: Path) -> None:
+    make, arguments = TABLES[name]
     # Optimistic values: an action that is never allowed keeps 10, which would be bootstrapped from.
-    model = make(gamma=1.0, initial_value=10.0, learning_rate=0.5, exploration_fraction=0.5, exploration_final_eps=0.0)
+    model = make(
+        gamma=1.0,
+        initial_value=10.0,
+        learning_rate=0.5,
+        exploration_fraction=0.5,
+        exploration_final_eps=0.0,
+        **arguments,
+    )
     data = RolloutDataModule(make_corridor, n_envs=4, total_timesteps=3000, eval_freq=0)
     trainer = fit(model, data)
     assert (model.tables.visits[:, :, 2] == 0).all()
@@ -294,6 +306,7 @@ def untrained(env_id: str, **env_kwargs: Any) -> tuple[PPO, Any]:
     return model, getattr(pytest.importorskip("sb3_contrib.common.envs"), name)(**env_kwargs)
 
 
+@pytest.mark.slow
 def test_masked_ppo_solves_what_unmasked_ppo_does_not() -> None:
     """``test_identity``: the same task, budget, settings and threshold."""
     pytest.importorskip("sb3_contrib")

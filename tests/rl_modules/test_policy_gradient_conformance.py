@@ -10,6 +10,7 @@ import torch
 
 from rl_modules import A2C, PPO, REINFORCE, TRPO
 from tests import envs
+from tests.marks import quick
 from tests.training import fit, mean_return, rollouts
 
 GAMMA = 0.5
@@ -21,8 +22,8 @@ PROBES = {
     "PPO penalty": lambda: PPO(gamma=GAMMA, learning_rate=0.01, policy_objective="penalty", target_kl=0.1),
     "TRPO": lambda: TRPO(gamma=GAMMA, learning_rate=0.01, target_kl=0.05, n_critic_updates=5),
 }
-#: Told from their siblings by a term that has tests of its own: here they run with the slow ones.
-VARIANTS = ("VPG", "PPO penalty")
+#: The others run with the slow tests.
+QUICK = ("REINFORCE", "PPO")
 
 
 def value(model: Any, observation: float) -> float:
@@ -36,7 +37,7 @@ def probability_of_one(model: Any, observation: float) -> float:
         return policy(torch.tensor([[observation]])).log_prob(torch.tensor([1])).exp().item()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in PROBES])
+@pytest.fixture(params=quick(PROBES, *QUICK))
 def trained(request: pytest.FixtureRequest) -> Callable[[Callable[[], gym.Env]], Any]:
     def train(make_env: Callable[[], gym.Env]) -> Any:
         model = PROBES[request.param]()
@@ -124,7 +125,7 @@ def test_identity_environments_of_stable_baselines3(algorithm: str, space: str) 
     assert learns_identity(algorithm, make_env, space == "Box") >= 90
 
 
-@pytest.mark.parametrize("algorithm", ["REINFORCE", pytest.param("VPG", marks=pytest.mark.slow), "A2C", "PPO", "TRPO"])
+@pytest.mark.parametrize("algorithm", quick(["REINFORCE", "VPG", "A2C", "PPO", "TRPO"], "REINFORCE", "A2C"))
 def test_a_time_limit_is_not_an_end(algorithm: str) -> None:
     # Reward 1 for ever is worth 1 / (1 - 0.98) = 50; who takes the limit of 8 for an end finds at most 7.5.
     common = {"gamma": 0.98, "learning_rate": 0.01, "net_arch": [32]}

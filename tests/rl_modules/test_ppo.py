@@ -9,6 +9,7 @@ from datamodules import RolloutDataModule
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
+from tests.marks import quick
 
 CARTPOLE = {"n_envs": 4, "n_steps": 16, "batch_size": 16, "n_epochs": 2, "eval_freq": 0}
 
@@ -45,7 +46,7 @@ def equal(a, b, path=""):
     return [] if a == b or (a != a and b != b) else [path]
 
 
-@pytest.mark.parametrize("stop_at", ["epoch", "minibatch", "last minibatch"])
+@pytest.mark.parametrize("stop_at", quick(["epoch", "minibatch", "last minibatch"], "minibatch"))
 @pytest.mark.parametrize("normalized", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(make_trainer, tmp_path, stop_at, normalized):
     data = {"norm_obs": True, "norm_reward": True, "vectorization_mode": "async"} if normalized else {}

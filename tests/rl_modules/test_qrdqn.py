@@ -116,7 +116,11 @@ def test_same_weights_give_sb3_contribs_quantiles() -> None:
     assert (mine["lr"], mine["eps"]) == (settings["lr"], settings["eps"])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"double": True, "dueling": True}], ids=["plain", "double dueling"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param({}, marks=pytest.mark.slow), {"double": True, "dueling": True}],
+    ids=["plain", "double dueling"],
+)
 def test_learns_the_better_action(arguments: dict[str, Any]) -> None:
     model = QRDQN(n_quantiles=8, gamma=0.5, learning_rate=0.005, target_update_interval=20, exploration_fraction=0.3,
                   net_arch=[32], **arguments)  # fmt: skip

@@ -11,6 +11,7 @@ from rl_modules import TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from tests import envs
+from tests.marks import quick
 from tests.training import assert_resumes_exactly, fit, rollouts
 
 OBSERVATION = space_to_dict(spaces.Box(-1, 1, (2,), np.float32))
@@ -223,7 +224,8 @@ def test_critic_sees_every_transition_once_per_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "space", ["identity_discrete", "identity_multidiscrete", "identity_multibinary", "identity_box"]
+    "space",
+    quick(["identity_discrete", "identity_multidiscrete", "identity_multibinary", "identity_box"], "identity_box"),
 )
 def test_resumes_bit_for_bit(space: str, tmp_path: Path) -> None:
     make_env = getattr(envs, f"make_{space}")

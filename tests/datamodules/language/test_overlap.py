@@ -228,7 +228,7 @@ def test_another_server_takes_over() -> None:
         assert torch.equal(ours["tokens"], theirs["tokens"])
 
 
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None:
     with running_server() as (_, address):
         (whole, data), (first, part), (second, rest) = (asynchronous(address) for _ in range(3))
@@ -255,6 +255,7 @@ def test_async_needs_a_sampler_elsewhere_and_a_correction() -> None:
         fit(module, addition(async_generations=1), max_steps=1)
 
 
+@pytest.mark.slow
 def test_a_reward_that_waits_costs_little_beside_the_writing() -> None:
     """Writing and judging take .2 s per group each, 8 groups: 1.8 s in place of 3.2."""
 

@@ -126,6 +126,7 @@ trainer.fit(PPO(), datamodule=rollouts())
 """
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_loses_nothing(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, check=False, capture_output=True,

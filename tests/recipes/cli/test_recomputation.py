@@ -11,6 +11,7 @@ import torch
 from recipes.callbacks.finite_check import plain_batch
 from recipes.cli import main
 from tests import chaos
+from tests.marks import quick
 
 CASES = {
     "ppo": "--data.total_timesteps=512", "ppo-early-stop": "--data.total_timesteps=512",
@@ -45,7 +46,7 @@ class Witness(L.Callback):
             torch.save({"batches": self.batches, "losses": self.losses, "norms": self.norms}, "witness.pt")
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=quick(CASES, "ppo-accumulated", "grpo"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A finished run in the working directory, as (name, folder)."""
     folder, before = tmp_path_factory.mktemp(request.param), Path.cwd()

@@ -16,6 +16,7 @@ from recipes.callbacks import curves
 from recipes.cli import main
 from recipes.cli.command import _resume_command
 from tests import chaos
+from tests.marks import quick
 from tests.training import assert_equal_checkpoints
 
 RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=512",
@@ -240,7 +241,7 @@ def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint
     )
 
 
-@pytest.mark.parametrize("case", ["ppo", "q-learning"])
+@pytest.mark.parametrize("case", quick(["ppo", "q-learning"], "ppo"))
 def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path) -> None:
     chaos.import_everything(chaos.CASES[case])
     small = {"ppo": 1024, "q-learning": 1600}[case]

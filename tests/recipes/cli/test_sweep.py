@@ -102,6 +102,7 @@ def test_a_sweep_runs_its_seeds_and_keeps_one_row_per_trial(sweep):
     assert len(outcome()) == 3
 
 
+@pytest.mark.slow
 def test_a_sweep_that_stopped_within_a_run_ends_as_one_that_did_not(sweep, monkeypatch, tmp_path):
     from recipes.cli import sweep as module
 

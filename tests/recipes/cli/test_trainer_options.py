@@ -118,6 +118,7 @@ def test_evaluations_come_as_often_as_the_user_says(rl: Any, tmp_path: Path, opt
 # -------------------------------------------------------------------- profiler
 
 
+@pytest.mark.slow
 def test_the_simple_profiler_prints_its_report(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes", "fit", *RUN, "--trainer.profiler=simple"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True,

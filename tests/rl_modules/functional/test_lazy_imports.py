@@ -28,6 +28,7 @@ def test_a_used_name_becomes_an_ordinary_attribute():
     assert run(code) == "False True\n"
 
 
+@pytest.mark.slow
 def test_a_first_use_inside_a_compiled_graph_does_not_break_it():
     code = (
         "import torch; from rl_modules import functional as F; "

@@ -15,6 +15,7 @@ from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
 from tests.fake_device import DEVICE, FakeRanks, FakeStrategy, OnDevice, fake_device
+from tests.marks import quick
 from tests.ranks import on_ranks
 from tests.training import fit
 
@@ -62,8 +63,6 @@ def case(name: str, judge: str) -> tuple[Any, Any]:
 
 
 CASES = ["sft", "reward model", "grpo", "grpo kl", "rlhf"]
-#: "grpo kl" does all that "grpo" does, and more.
-WITHOUT_PARTS = [pytest.param(name, marks=[pytest.mark.slow] if name == "grpo" else []) for name in CASES]
 
 
 class Waits(L.Callback):
@@ -115,7 +114,7 @@ def test_the_pretend_device_computes_refuses_and_counts() -> None:
 # ------------------------------------------------------------------- one device
 
 
-@pytest.mark.parametrize("name", WITHOUT_PARTS)
+@pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
 def test_every_algorithm_trains_evaluates_and_resumes_on_a_device(name: str, judge: str, tmp_path: Path) -> None:
     """Every tensor that meets one of the device is there itself, also after a resume in the middle of a point."""
     ends = {}
@@ -144,7 +143,7 @@ PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 35}
 SHARED = 10
 
 
-@pytest.mark.parametrize("name", WITHOUT_PARTS)
+@pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
 def test_waits_for_the_device(name: str, judge: str) -> None:
     module, data = case(name, judge)
     module.logging_steps = 100
@@ -181,9 +180,7 @@ def on_two_devices(name: str, judge: str, folder: Path) -> dict[str, Any]:
     return {"steps": trainer.global_step}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("sft", "grpo kl") else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
 def test_collectives_get_tensors_of_the_strategys_device(name: str, judge: str, tmp_path: Path) -> None:
     """Whitening, quantiles of entropies, replaced groups, metrics, evaluation, checkpoints: all that ranks exchange."""
     assert on_ranks(lambda: on_two_devices(name, judge, tmp_path), tmp_path / "ranks") == [{"steps": 3}] * 2

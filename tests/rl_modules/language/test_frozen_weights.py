@@ -14,6 +14,7 @@ from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
+from tests.marks import quick
 from tests.training import assert_resumes_exactly, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -78,7 +79,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, "sft lora", "grpo moving reference", "ppo lora"))
 def test_frozen_weights_are_left_out_and_runs_resume_exactly(case, paths, tmp_path):
     make, data, parts = CASES[case]
     epochs = 3 if "moving" in case else 2  # the reference moves before a step, from the second on

@@ -13,6 +13,7 @@ from recipes.cli import main
 from rl_modules import DPO, GRPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
+from tests.marks import quick
 from tests.training import differences, fit
 
 HERE = "tests.rl_modules.language.test_model_objects"
@@ -81,7 +82,7 @@ def test_an_object_trains_as_its_directory_does_and_stays_as_it_is(name: str, tm
     assert given.config.attention_dropout == 0.1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, "SFT lora", "GRPO reference"))
 def test_a_checkpoint_loads_without_the_object_and_resumes_with_it(name: str, tmp_path: Path) -> None:
     module, data = make(name, causal())
     fit(module, data, max_steps=2).save_checkpoint(tmp_path / "two.ckpt")

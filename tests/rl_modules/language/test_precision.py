@@ -19,6 +19,7 @@ from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
+from tests.marks import quick
 from tests.ranks import on_ranks
 from tests.training import fit
 
@@ -147,7 +148,7 @@ def run(name: str, precision: str, folder: Path) -> tuple[Any, Boundaries, L.Tra
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["sft", "reward model", "grpo", "rlhf"])
+@pytest.mark.parametrize("name", quick(["sft", "reward model", "grpo", "rlhf"], "sft", "grpo"))
 def test_what_crosses_a_boundary_is_float32_or_an_integer(name: str, precision: str, folder: Path,
                                                           tmp_path: Path) -> None:  # fmt: skip
     module, watch, trainer = run(name, precision, folder)

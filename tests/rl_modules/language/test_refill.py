@@ -12,6 +12,7 @@ from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling import decode, native, prefix
 from rl_modules.language.sampling.rows import Prompts, Waiting
 from tests.conformance.architectures import ARCHITECTURES, network
+from tests.marks import quick
 from tests.rl_modules.language import test_sampling as cases
 from tests.rl_modules.language.test_sampling import OF_ALL_LENGTHS, build, checked, draw, rows_of
 
@@ -44,7 +45,7 @@ def in_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", cases.FAMILIES)
+@pytest.mark.parametrize("family", quick(cases.FAMILIES, "qwen2", "gpt2"))
 @pytest.mark.parametrize("cap", [1, 3, 6, 13])
 def test_completions_are_those_of_all_rows_together(family, attention, cap, monkeypatch):
     monkeypatch.setattr(native, "generate", None)  # would fail if called

@@ -581,7 +581,14 @@ def test_clip_fraction_counts_where_the_clip_binds(make):
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"value_head_on_policy": True}, {"lora": {"r": 2, "target_modules": "all-linear"}}]
+    "model",
+    [
+        {},
+        *(
+            pytest.param(model, marks=pytest.mark.slow)
+            for model in ({"value_head_on_policy": True}, {"lora": {"r": 2, "target_modules": "all-linear"}})
+        ),
+    ],
 )
 def test_a_run_resumed_inside_of_a_generation_ends_where_the_uninterrupted_one_does(make, tmp_path, model):
     def run(name, ckpt_path=None, callbacks=None):

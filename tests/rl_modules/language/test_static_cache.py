@@ -69,6 +69,7 @@ def test_an_architecture_without_one_says_so_once(name, caplog, taken):
     assert not taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_a_step_compiles_without_a_break_once_per_size(family, monkeypatch):
     """The compiler's front end traces the whole step; what CUDA graphs need beyond that is a CUDA device's to show."""

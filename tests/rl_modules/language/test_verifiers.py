@@ -157,7 +157,16 @@ def test_only_policy_and_value_learn_and_no_reference_is_kept_without_a_price(ma
     assert not any("train/objective/kl" in point for _, point in logger.points)
 
 
-@pytest.mark.parametrize("model", [{}, {"beta": 0.0}, {"lora": LORA}, {"value_head_on_policy": True}])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        *(
+            pytest.param(model, marks=pytest.mark.slow)
+            for model in ({"beta": 0.0}, {"lora": LORA}, {"value_head_on_policy": True})
+        ),
+    ],
+)
 def test_a_checkpoint_loads_and_resumes(make, tmp_path, model):  # noqa: F811
     def run(name, ckpt_path=None, callbacks=None):
         module, data = verified(make, data={"num_iterations": 2}, **model)
