@@ -11,14 +11,13 @@ from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.conversations import as_conversation
 from datamodules.language.notices import notice
 from datamodules.language.sequences import Sequences
+from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
-#: Optimizer steps of an epoch of a stream, whose length is not known.
-STREAM_STEPS = 1000
 
 
 class InstructionDataModule(LanguageDataModule):

@@ -14,6 +14,7 @@ from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
 from datamodules.language.sources import load_records
+from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 
@@ -46,6 +47,10 @@ class PreferenceDataModule(LanguageDataModule):
             column of that name wins.
         max_length: maximum number of tokens of prompt, answer and EOS together; None: the model's limit.
         overlong: what to do with pairs that are longer: ``error``, or ``drop`` with a printed count.
+        streaming: read training pairs as they are needed, so that they need not fit into memory: from a JSONL,
+            parquet, arrow or csv file, or a dataset. A policy's reference then reads every pair that it meets, because
+            the number of pairs, and so the table of its log-probabilities, has no end.
+        streaming_buffer: pairs that are shuffled together while streaming; two such blocks are in memory.
         n_train: training pairs; None: all (a task makes 10,000).
         n_eval: held-out pairs per evaluation, over all ranks; 0: none.
         batch_size: pairs per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
@@ -86,6 +91,8 @@ class PreferenceDataModule(LanguageDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         max_length: int | None = None,
         overlong: str = "error",
+        streaming: bool = False,
+        streaming_buffer: int = 10_000,
         n_train: int | None = None,
         n_eval: int = 1024,
         batch_size: int = 64,
@@ -100,9 +107,9 @@ class PreferenceDataModule(LanguageDataModule):
         super().__init__(
             task, task_kwargs, path, eval_path, dataset, dataset_config, dataset_split, eval_split, columns,
             system_prompt=system_prompt, chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs, overlong=overlong, n_train=n_train,
-            n_eval=n_eval, batch_size=batch_size, eval_steps=eval_steps, eval_on_start=eval_on_start,
-            eval_batch_size=eval_batch_size, seed=seed,
+            chat_template_kwargs=chat_template_kwargs, overlong=overlong, streaming=streaming,
+            streaming_buffer=streaming_buffer, n_train=n_train, n_eval=n_eval, batch_size=batch_size,
+            eval_steps=eval_steps, eval_on_start=eval_on_start, eval_batch_size=eval_batch_size, seed=seed,
         )  # fmt: skip
         for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
@@ -215,7 +222,8 @@ class PreferenceDataModule(LanguageDataModule):
         hp: Any = self.hparams
         n = hp.n_demonstrations
         if hp.demonstrations_path is None and self.task is None:
-            ids = [record["prompt_ids"] + record["chosen_ids"] for record in self.train_records[:n]]
+            first = self.train_records[:n] if self.stream is None else self.stream.first(n)
+            ids = [record["prompt_ids"] + record["chosen_ids"] for record in first]
             return [torch.tensor(row, dtype=torch.int32) for row in ids]
         records = load_records(
             task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
@@ -239,7 +247,9 @@ class PreferenceDataModule(LanguageDataModule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of optimizer steps in one pass over the pairs, at least 1."""
+        """Number of optimizer steps in one pass over the pairs, at least 1; a fixed number while streaming."""
+        if self.stream is not None:
+            return STREAM_STEPS
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))
 
     def train_dataloader(self) -> LazyLoader:
@@ -265,17 +275,19 @@ class PreferenceDataModule(LanguageDataModule):
         all ranks, recorded once, with its last micro-batch.
         """
         n_micro = self._n_micro
-        rows = self.pairs_of_step(number)
-        rows = rows[self.train_pairs.longest[rows].argsort(stable=True)]
+        pairs, records, rows = self._drawn(number)
+        rows = rows[pairs.longest[rows].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = rows[self._rank :: self._world_size]
         # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
         parts = [own[i::n_micro] for i in range(n_micro)] if packs else list(own.tensor_split(n_micro))
-        tokens = int(self.train_pairs.total[rows].sum())
-        chosen_tokens = int(self.train_pairs.lengths[rows, 1].sum()) / self._world_size
+        tokens = int(pairs.total[rows].sum())
+        chosen_tokens = int(pairs.lengths[rows, 1].sum()) / self._world_size
+        # A stream's pairs have no number by which a policy could keep what it knows of them.
+        left_out = {"index"} if self.stream is not None else set()
         return [
             {
-                **collate(self.train_pairs, self.train_records, part, packs),
+                **{k: v for k, v in collate(pairs, records, part, packs).items() if k not in left_out},
                 "step_pairs": self.batch_size,
                 "step_chosen_tokens": chosen_tokens,
                 "n_micro": n_micro,
@@ -283,6 +295,18 @@ class PreferenceDataModule(LanguageDataModule):
             }
             for i, part in enumerate(parts)
         ]
+
+    def _drawn(self, number: int) -> tuple[Pairs, list[Record], Tensor]:
+        """The pairs of optimizer step ``number`` over all ranks: all that are loaded, and which of them are meant."""
+        if self.stream is None:
+            return self.train_pairs, self.train_records, self.pairs_of_step(number)
+        size = self.batch_size * self._world_size
+        records = [self.record(number * size + i) for i in range(size)]
+        pairs = as_pairs(records)
+        check_pairs = getattr(self.policy, "check_pairs", None)
+        if check_pairs is not None:
+            check_pairs(pairs, self.source)
+        return pairs, records, torch.arange(size)
 
     def pairs_of_step(self, number: int) -> Tensor:
         """Returns the training pairs of an optimizer step over all ranks, [batch_size · ranks].

@@ -12,6 +12,8 @@ from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
+#: Optimizer steps of an epoch of a stream, whose length is not known.
+STREAM_STEPS = 1000
 #: A source's rows from the one of a given number on, each with its place.
 Rows = Callable[[int], Iterator[tuple[str, Record]]]
 
@@ -57,6 +59,11 @@ class RecordStream:
             self._blocks[number] = self._block(number)
         block = self._blocks[number]
         return block[offset % len(block)]
+
+    def first(self, n: int) -> list[Record]:
+        """Up to ``n`` records of the first block."""
+        self[0]
+        return self._blocks[0][:n]
 
     def _block(self, number: int) -> list[Record]:
         records = self._encode(list(islice(self._from(number * self._size), self._size)))

@@ -82,9 +82,22 @@ class PreferencePolicy(JudgedPolicy):
         super().setup(stage)
         for name in ("train_pairs", "eval_pairs"):
             pairs = getattr(getattr(self.trainer, "datamodule", None), name, None)
-            if pairs is not None and len(pairs) and not bool(pairs.lengths[:, 0].all()):
-                raise UsageError(f"{name}: a prompt is empty; the first token of an answer needs something that "
-                                 "predicts it, such as the tokenizer's BOS token")  # fmt: skip
+            if pairs is not None:
+                self.check_pairs(pairs, name)
+
+    def check_pairs(self, pairs: Any, name: str) -> None:
+        """Refuses what a policy can't learn from.
+
+        Args:
+            pairs: :class:`~datamodules.language.pairs.Pairs`.
+            name: of the data, for the message.
+
+        Raises:
+            UsageError: a prompt is empty.
+        """
+        if len(pairs) and not bool(pairs.lengths[:, 0].all()):
+            raise UsageError(f"{name}: a prompt is empty; the first token of an answer needs something that predicts "
+                             "it, such as the tokenizer's BOS token")  # fmt: skip
 
     # ---------------------------------------------------------------- log-probabilities
 

@@ -4,14 +4,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules import InstructionDataModule, PromptDataModule
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from datamodules.language.streaming import RecordStream
-from rl_modules import GRPO, SFT
+from rl_modules import DPO, GRPO, KTO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.training import assert_equal_checkpoints, fit
@@ -137,6 +138,69 @@ def test_a_resumed_run_reads_on_where_it_stood(files, tmp_path, kind):
     resumed = run("resumed.ckpt", tmp_path / "step=7.ckpt")
     assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
     assert whole.stream._blocks.keys() >= resumed.stream._blocks.keys()
+
+
+PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(2 * i + 3), "margin": i / 4} for i in range(11)]
+
+
+def written_pairs(folder):
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    return str(path)
+
+
+def answers(batch):
+    """Each text of a batch of pairs, padding left out, with its pair's margin."""
+    rows, width = batch["tokens"].shape
+    ends = (batch["last"] - torch.arange(rows) * width).tolist()
+    texts = [tuple(row[: end + 1]) for row, end in zip(batch["tokens"].tolist(), ends, strict=True)]
+    return list(zip(texts, batch["margin"].repeat(2).tolist(), strict=True))
+
+
+def test_streamed_pairs_are_those_that_are_loaded(tmp_path):
+    path = written_pairs(tmp_path)
+    data = attached(PreferenceDataModule(path=path, streaming=True, streaming_buffer=4, batch_size=3, packing=False))
+    loaded = attached(PreferenceDataModule(path=path, batch_size=11, packing=False))
+    [expected] = loaded._step(0, False)
+    rows = dict(answers(expected))
+    assert len(rows) == 22
+    assert not len(data.train_pairs)
+    seen = set()
+    for number in range(15):  # about four passes
+        [batch] = data._step(number, False)
+        assert "index" not in batch
+        assert batch["step_pairs"] == 3
+        assert all(rows[text] == margin for text, margin in answers(batch))
+        seen |= {text for text, _ in answers(batch)}
+    assert seen == rows.keys()
+    # A reward model's zero comes from answers of the first block.
+    chosen = {tuple(record["prompt_ids"] + record["chosen_ids"]) for record in loaded.train_records[:4]}
+    assert {tuple(row.tolist()) for row in data.demonstration_ids} == chosen
+
+
+@pytest.mark.parametrize("algorithm", [DPO, KTO, RewardModel])
+def test_a_resumed_run_of_streamed_preferences_is_the_uninterrupted_one(algorithm, tmp_path):
+    def run(name, ckpt_path=None, callbacks=None):
+        module = algorithm(model_config=TINY, learning_rate=1e-2, lr_scheduler_type="constant")
+        data = PreferenceDataModule(path=written_pairs(tmp_path), streaming=True, streaming_buffer=4, batch_size=3,
+                                    n_eval=0)  # fmt: skip
+        checkpoints = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+        fit(module, data, max_steps=9, ckpt_path=ckpt_path, **checkpoints).save_checkpoint(tmp_path / name)
+        return module
+
+    every_step = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module = run("whole.ckpt", callbacks=[every_step])
+    run("resumed.ckpt", tmp_path / "step=7.ckpt")
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+    assert not len(getattr(module, "_tables", {}).get("train", ()))
+
+
+def test_an_empty_streamed_prompt_is_refused_to_a_policy(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "", "chosen": "1", "rejected": "2"}\n' * 4)
+    data = PreferenceDataModule(path=str(path), streaming=True, batch_size=2, n_eval=0)
+    with pytest.raises(UsageError, match=r"pairs.jsonl: a prompt is empty"):
+        fit(DPO(model_config=TINY), data, max_steps=1)
 
 
 def longer(prompts, completions, completion_ids, **columns):
