@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recipes.pipeline import Pipeline
+from recipes.pipeline import Pipeline, scalars
 from recipes.stages import (
     check_folder,
     check_stages,
@@ -51,6 +51,7 @@ COLUMNS = {
     "eval/mean_length": "length",
     "eval/accuracy": "accuracy",
     "eval/bayes_accuracy": "best accuracy",
+    "steps": "steps",
     "seconds": "seconds",
     "memory": "MiB",
 }
@@ -233,7 +234,7 @@ def add_earlier(pipeline: Pipeline, rows: dict[str, dict[str, float]], pairs: Pa
 
 
 def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Sequence[str]) -> None:
-    """Prints the table, with the time and memory of each training, and draws the curves.
+    """Prints the table, with the optimizer steps, time and memory of each training, and draws the curves.
 
     Args:
         pipeline: of the stages.
@@ -243,7 +244,10 @@ def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Se
     order = ["sft", "reward_model", "ppo"]
     table = {}
     for name in sorted(rows, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        costs = {"seconds": round(pipeline.seconds[name])}
+        curves = scalars(pipeline.folder / name / "run")
+        # Evaluations are on the same axis: the last one comes after the last optimizer step.
+        steps = max((points[-1][0] for points in curves.values() if points), default=0)
+        costs = {"steps": steps, "seconds": round(pipeline.seconds[name])}
         if (memory := pipeline.memory.get(name)) is not None:
             costs["memory"] = round(memory)
         row = {**rows[name], **costs}

@@ -197,6 +197,7 @@ def test_both_roads_learn_from_the_same_comparisons_and_stand_in_one_table(tmp_p
     for line in table.splitlines()[5:7]:
         cells = dict(zip(header, (cell.strip() for cell in line.split("|")), strict=True))
         assert float(cells["optimality"]) >= 0 and float(cells["KL"]) != 0 and int(cells["MiB"].replace(",", "")) > 100
+        assert int(cells["steps"]) == 4
     # Other comparisons are another experiment: what DPO made of the old ones is not shown beside them.
     (tmp_path / "out/preferences/train.jsonl").unlink()
     for name in ("reward_model", "ppo", "reward_model_evaluation", "ppo_evaluation", "sft_evaluation"):
