@@ -1,11 +1,12 @@
 """Reinforcement learning on addition from starts that no config was tuned to: which variant keeps the policy exploring?
 
-    python -m benchmarks.starts run [--variants grpo entropy] [--starts linear] [--folder runs/starts]
+    python -m benchmarks.starts run [--variants grpo "kl .03"] [--starts linear] [--first] [--folder runs/starts]
     python -m benchmarks.starts report
 
 ``run`` trains three supervised starts with seeds, lengths and schedules of their own, then every variant from each for
-1,000 steps, and keeps the result of a run in ``benchmarks/results/starts/<variant>/<start>.json``. Results that exist
-are skipped; a stopped run resumes. ``report`` writes the table of docs/language/grpo.md from these files.
+1,000 steps, and keeps the result of a run in ``benchmarks/results/starts/<variant>/<start>.json``. ``--first`` trains
+150 steps at a constant learning rate and keeps their results in ``starts_first``. Results that exist are skipped; a
+stopped run resumes. ``report`` writes the tables of docs/language/grpo.md from these files.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from typing import Any
 from recipes.pipeline import Pipeline, scalars
 from recipes.stages import evaluate
 
-STORE = Path(__file__).parent / "results" / "starts"
+STORES = {False: Path(__file__).parent / "results" / "starts", True: Path(__file__).parent / "results" / "starts_first"}
+#: What ``--first`` changes in every variant: these steps are the same for any length of a run.
+FIRST = {"model.lr_scheduler_type": "constant_with_warmup", "trainer.max_steps": 150, "data.eval_steps": 50}
 PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo.md"
 BEGIN, END = "<!-- results: written by `python -m benchmarks.starts report` -->\n", "<!-- end of results -->\n"
 START_CONFIG = "sft/addition_start.yaml"
@@ -50,12 +53,12 @@ class Variant:
 
 #: The table's rows, each one change to GRPO's config as it was before this comparison.
 PLAIN = {"model.entropy_coef": 0.0}
+ADAPTERS = {"model.lora": "{r: 8, lora_alpha: 16, target_modules: all-linear}", "model.learning_rate": 1e-3}
 VARIANTS: dict[str, Variant] = {
     "grpo": Variant(options=PLAIN),
-    "entropy .003": Variant(options={"model.entropy_coef": 0.003}),
     "entropy .01": Variant(options={"model.entropy_coef": 0.01}),
-    "entropy .03": Variant(options={"model.entropy_coef": 0.03}),
-    "kl .03": Variant(options={**PLAIN, "model.beta": 0.03}),
+    "kl .05": Variant(options={**PLAIN, "model.beta": 0.05}),
+    "kl .5": Variant(options={**PLAIN, "model.beta": 0.5}),
     "dr_grpo": Variant(options={**PLAIN, "model.loss_type": "dr_grpo", "model.scale_rewards": "none"}),
     "top entropy .2": Variant(options={**PLAIN, "model.top_entropy_quantile": 0.2}),
     # A generation's first optimizer step has ratio 1, so that a clip needs a second one to bind.
@@ -68,12 +71,11 @@ VARIANTS: dict[str, Variant] = {
     "learning rate 1e-4, batch 1024": Variant(
         options={**PLAIN, "model.learning_rate": 1e-4, "data.batch_size": 1024}
     ),
-    "learning rate 2e-4, batch 1024": Variant(
-        options={**PLAIN, "model.learning_rate": 2e-4, "data.batch_size": 1024}
+    "groups of 4, learning rate 1e-4": Variant(
+        options={**PLAIN, "data.num_generations": 4, "model.learning_rate": 1e-4}
     ),
-    "learning rate 1.5e-4, batch 2048": Variant(
-        options={**PLAIN, "model.learning_rate": 1.5e-4, "data.batch_size": 2048}
-    ),
+    "LoRA": Variant(options=ADAPTERS),
+    "LoRA, groups of 4": Variant(options={**ADAPTERS, "data.num_generations": 4}),
     "gspo": Variant(options={"model.importance_sampling_level": "sequence", "model.epsilon": 3e-4,
                              "model.epsilon_high": 4e-4}),
     "cispo": Variant(options={"model.loss_type": "cispo", "model.epsilon_high": 5.0}),
@@ -89,39 +91,41 @@ def main() -> None:
     running = commands.add_parser("run", help="train what has no result yet")
     running.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     running.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    running.add_argument("--first", action="store_true", help="150 steps at a constant learning rate")
     running.add_argument("--folder", type=Path, default=Path("runs/starts"))
     commands.add_parser("report", help="write the table")
     given = parser.parse_args()
     if given.command == "run":
-        run(given.variants, given.starts, given.folder)
+        run(given.variants, given.starts, given.folder, given.first)
     else:
         report()
 
 
-def run(variants: Sequence[str], starts: Sequence[str], folder: Path) -> None:
+def run(variants: Sequence[str], starts: Sequence[str], folder: Path, first: bool = False) -> None:
     """Trains every variant from every start, one after the other.
 
     Args:
         variants: names of rows.
         starts: names of columns.
         folder: for the runs' files.
+        first: 150 steps at a constant learning rate; False: 1,000 steps.
     """
     pipeline = Pipeline(folder)
     for name in variants:
         for start in starts:
-            kept = result_path(name, start)
+            kept = result_path(name, start, first)
             if kept.exists():
                 print(f"{name} from {start}: kept in {kept}", flush=True)
                 continue
-            model, first = supervise(pipeline, start)
+            model, begins = supervise(pipeline, start)
             variant, began_s = VARIANTS[name], time.monotonic()
-            stage = file_name(f"{start} {name}")
-            options = {"model.model_name_or_path": str(model), **variant.options}
+            stage = file_name(f"{start} {name}" + (" first" if first else ""))
+            options = {"model.model_name_or_path": str(model), **variant.options, **(FIRST if first else {})}
             pipeline.fit(stage, variant.config, options, [model.parent])
             curves = scalars(folder / stage / "run")
             kept.parent.mkdir(parents=True, exist_ok=True)
             result = {
-                "start": first["eval/pass@1"],
+                "start": begins["eval/pass@1"],
                 **{tag: curves[f"eval/{tag}"][-1][1] for tag in ("pass@1", "pass@4", "cons@4")},
                 "entropy": curves["train/entropy"][-1][1] if "train/entropy" in curves else None,
                 "curve": curves["eval/pass@1"],
@@ -156,9 +160,9 @@ def file_name(words: str) -> str:
     return words.replace(",", "").replace(" ", "_")
 
 
-def result_path(variant: str, start: str) -> Path:
+def result_path(variant: str, start: str, first: bool = False) -> Path:
     """Where a run's result is kept."""
-    return STORE / file_name(variant) / f"{file_name(start)}.json"
+    return STORES[first] / file_name(variant) / f"{file_name(start)}.json"
 
 
 def measure(model: Path) -> dict[str, float]:
@@ -171,32 +175,49 @@ def measure(model: Path) -> dict[str, float]:
 
 
 def report() -> None:
-    """Writes the table between its two marks on the page."""
+    """Writes the tables between their two marks on the page."""
     before, found, rest = PAGE.read_text("utf-8").partition(BEGIN)
     if not found:
-        raise SystemExit(f"{PAGE} has no line {BEGIN.strip()}, after which the table goes")
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", "utf-8")
+        raise SystemExit(f"{PAGE} has no line {BEGIN.strip()}, after which the tables go")
+    text = (
+        "1,000 steps, pass@1 of the initial policy → sampled pass@1; pass@4; entropy per token:\n\n"
+        f"{table(first=False)}\n"
+        "The first steps at a constant learning rate, sampled pass@1 after 50, 100 and 150 steps:\n\n"
+        f"{table(first=True)}"
+    )
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
-def table() -> str:
+def table(first: bool) -> str:
     """One row per variant that has results, one column per start; a sentence where there is none."""
-    if not any(result_path(name, start).exists() for name in VARIANTS for start in STARTS):
-        return "No run of 1,000 steps is recorded yet.\n"
-    lines = [f"| variant | {' | '.join(STARTS)} | worst |", f"|{'---|' * (len(STARTS) + 2)}"]
-    for name in VARIANTS:
-        paths = {start: result_path(name, start) for start in STARTS}
-        found = {start: json.loads(path.read_text("utf-8")) for start, path in paths.items() if path.exists()}
+    stored = {
+        name: {start: json.loads(path.read_text("utf-8"))
+               for start in STARTS if (path := result_path(name, start, first)).exists()}
+        for name in VARIANTS
+    }  # fmt: skip
+    if not any(stored.values()):
+        return "No run is recorded yet.\n"
+    lines = [f"| variant | {' | '.join(STARTS)} |{'' if first else ' worst |'}",
+             f"|{'---|' * (len(STARTS) + (1 if first else 2))}"]  # fmt: skip
+    for name, found in stored.items():
         if not found:
             continue
-        cells = [_cell(found[start]) if start in found else "" for start in STARTS]
-        worst = min(result["pass@1"] for result in found.values())
-        lines.append(f"| {name} | {' | '.join(cells)} | {worst:.2f} |")
+        cell = _first_cell if first else _cell
+        cells = [cell(found[start]) if start in found else "" for start in STARTS]
+        worst = f" {min(result['pass@1'] for result in found.values()):.2f} |"
+        lines.append(f"| {name} | {' | '.join(cells)} |{'' if first else worst}")
     return "\n".join(lines) + "\n"
 
 
 def _cell(result: dict[str, Any]) -> str:
     entropy = "" if result["entropy"] is None else f"; {result['entropy']:.3f}"
     return f"{result['start']:.2f} → {result['pass@1']:.2f}; {result['pass@4']:.2f}{entropy}"
+
+
+def _first_cell(result: dict[str, Any]) -> str:
+    """Pass@1 of the start and at each evaluation; the last point is there twice, from the final evaluation."""
+    points = dict(result["curve"])
+    return ", ".join(f"{points[step]:.2f}" for step in sorted(points) if step)
 
 
 if __name__ == "__main__":
