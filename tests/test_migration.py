@@ -1,0 +1,84 @@
+"""The tables for people who come from another library name what exists, there and here."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+import datamodules
+import rl_modules
+
+PAGES = Path(__file__).parents[1] / "docs" / "how_to"
+
+
+def arguments(*classes: type) -> dict[str, Any]:
+    """The arguments of constructors and of those that they extend, with their defaults."""
+    found: dict[str, Any] = {}
+    for base in (base for cls in classes for base in inspect.getmro(cls) if "__init__" in base.__dict__):
+        for name, parameter in inspect.signature(base).parameters.items():
+            found.setdefault(name, parameter.default)
+    return found
+
+
+def rows(page: str) -> Iterator[tuple[str, str]]:
+    """Both cells of each row of a page's table."""
+    for line in (PAGES / page).read_text("utf-8").splitlines():
+        if line.startswith("|") and not line.startswith("|---"):
+            _, theirs, ours, _ = re.split(r"(?<!\\)\|", line)
+            yield theirs, ours
+
+
+def names(cell: str) -> list[str]:
+    """The bare names in a cell's code."""
+    return [name for name in re.findall(r"`([^`]+)`", cell) if re.fullmatch(r"[a-z]\w*", name)]
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "DQN", "SAC", "TD3", "DDPG"])
+def test_settings_of_stable_baselines3_copy_over(name: str) -> None:
+    peer = pytest.importorskip("stable_baselines3", reason="needs the bench extra")
+    data = datamodules.RolloutDataModule if name in ("PPO", "A2C") else datamodules.ReplayDataModule
+    ours = arguments(getattr(rl_modules, name), data)
+    theirs = {key: p.default for key, p in inspect.signature(getattr(peer, name)).parameters.items()}
+    places = {"policy", "env", "policy_kwargs", "tensorboard_log", "verbose", "device", "_init_setup_model",
+              "rollout_buffer_class", "rollout_buffer_kwargs", "replay_buffer_class", "replay_buffer_kwargs",
+              "optimize_memory_usage", "use_sde_at_warmup"}  # fmt: skip
+    assert theirs.keys() - ours.keys() <= places
+    # None, auto: the algorithm states its own value.
+    fixed = {key for key in theirs.keys() & ours.keys() if ours[key] not in (None, "auto")} - {"seed"}
+    assert len(fixed) >= 5
+    assert {key: ours[key] for key in fixed} == {key: theirs[key] for key in fixed}
+
+
+@pytest.mark.parametrize("page", ["from_sb3.md", "from_trl.md", "from_cleanrl.md"])
+def test_every_name_of_the_right_column_exists(page: str) -> None:
+    known = {"terminated", "truncated", "fit", *arguments(L.Trainer)}
+    for module in (rl_modules, datamodules):
+        known |= {name for cls in module.__all__ for name in arguments(getattr(module, cls))}
+    assert not {name for _, ours in rows(page) for name in names(ours)} - known
+    for _, ours in rows(page):
+        for part, name in re.findall(r"--(model|data|trainer)\.(\w+)", ours):
+            classes = {"model": [rl_modules.PPO], "data": [datamodules.RolloutDataModule], "trainer": [L.Trainer]}[part]
+            assert name in arguments(*classes), f"{page}: --{part}.{name}"
+        for name in re.findall(r"`([A-Z]\w+)`", ours):
+            assert any(hasattr(module, name) for module in (rl_modules, datamodules, L)), f"{page}: {name}"
+
+
+def test_names_that_are_trl_s_are_trl_s() -> None:
+    trl = pytest.importorskip("trl", reason="needs the bench extra")
+    config = {"`GRPO`": trl.GRPOConfig, "`PromptDataModule`": trl.GRPOConfig, "the module": trl.GRPOConfig}
+    checked = 0
+    for theirs, ours in rows("from_trl.md"):
+        place = ours.partition("the same names, in ")[2].strip()
+        if place:
+            fields = {field.name for field in dataclasses.fields(config[place])}
+            # A reward's weight is no setting of the trainer's mathematics here: it stands beside the function.
+            assert set(names(theirs)) <= fields
+            cls = datamodules.PromptDataModule if place == "`PromptDataModule`" else rl_modules.GRPO
+            assert set(names(theirs)) <= arguments(cls).keys(), f"{theirs} in {cls.__name__}"
+            checked += len(names(theirs))
+    assert checked > 10
