@@ -9,6 +9,7 @@ import argparse
 import logging
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -16,11 +17,9 @@ import lightning as L
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.language.grpo import GRPO
 
-_sleep_s = 0.05
 
-
-def sleepy(completions: list[str], **columns: Any) -> list[float]:
-    time.sleep(_sleep_s * len(completions))
+def sleepy(completions: list[str], sleep_s: float, **columns: Any) -> list[float]:
+    time.sleep(sleep_s * len(completions))
     return [float(len(text)) for text in completions]
 
 
@@ -28,7 +27,7 @@ def seconds_per_step(overlap: bool, options: argparse.Namespace) -> float:
     model = GRPO(max_completion_length=options.tokens, completions_steps=0, lr_scheduler_type="constant",
                  max_rows_in_flight=options.rows)  # fmt: skip
     data = PromptDataModule("addition", batch_size=options.batch_size, num_generations=8, eval_steps=0,
-                            reward_funcs=["benchmarks.overlap:sleepy"], reward_overlap=overlap,
+                            reward_funcs=[partial(sleepy, sleep_s=options.sleep_ms / 1000)], reward_overlap=overlap,
                             reward_workers=options.workers)  # fmt: skip
     trainer = L.Trainer(max_steps=options.steps, accelerator="cpu", logger=False, enable_checkpointing=False,
                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
@@ -38,7 +37,6 @@ def seconds_per_step(overlap: bool, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    global _sleep_s
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sleep_ms", type=float, default=50)
     parser.add_argument("--workers", type=int, default=1, help="reward_workers, on both sides")
@@ -48,7 +46,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=2)
     options = parser.parse_args()
-    _sleep_s = options.sleep_ms / 1000
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     for _ in range(options.pairs):
