@@ -93,6 +93,19 @@ class ReplayBuffer:
         self.head = torch.from_numpy(head)
         return torch.from_numpy(at), torch.from_numpy(blocked)
 
+    def break_off(self, which: np.ndarray) -> None:
+        """Note that episodes under way will not go on: their newest observation stays, as their last successor.
+
+        Args:
+            which: environments that begin a new episode, [N] bool.
+        """
+        environment = np.arange(self.n_envs)
+        # An episode that has ended has its final observation in a row of its own.
+        newest = self.valid.numpy()[(self.head.numpy() - 1) % self.rows * self.n_envs + environment]
+        head = self.head.numpy() + (which & newest)
+        self.filled = self.rows if (head >= self.rows).any() else max(self.filled, int(head.max()) + 1)
+        self.head = torch.from_numpy(head % self.rows)
+
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Transitions over up to ``n_steps`` steps.
 

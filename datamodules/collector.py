@@ -63,6 +63,8 @@ class Collector:
         self._resets_next = np.zeros(envs.num_envs, bool)
         #: Environments whose current observation is the first of its episode, [N].
         self.episode_start = np.ones(envs.num_envs, bool)
+        #: Environments that a checkpoint's episode could not be repeated in, so that they began another one, [N].
+        self.begun_anew = np.zeros(envs.num_envs, bool)
         #: Of a recurrent policy; None: it has none.
         self.memory: Memory | None = None
 
@@ -239,7 +241,11 @@ class Collector:
         self.envs.close()
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore everything; running episodes are repeated from their seeds and actions."""
+        """Restore everything; running episodes are repeated from their seeds and actions.
+
+        ``begun_anew`` then tells which could not be repeated.
+        """
+        self.begun_anew[:] = False
         self.episodes.load_state_dict(state["statistics"])
         self._resets_next = state["resets_next"].numpy().copy()
         self.episode_start = state["episode_start"].numpy().copy()
@@ -267,6 +273,7 @@ class Collector:
                        " from here on the run differs from one that was never stopped.")  # fmt: skip
         self._resets_next[which] = False
         self.episode_start[which] = True
+        self.begun_anew |= which
         self.episodes.forget(which)
         if not self.has_episodes:
             self._observation = self._arrays(self._reset(seed=self._reset_seed()))

@@ -83,6 +83,9 @@ class FrameReplayBuffer(ReplayBuffer):
         self.head = torch.from_numpy(new % self.rows)
         return torch.from_numpy(at), torch.from_numpy(blocked)
 
+    def break_off(self, which: np.ndarray) -> None:
+        """Does nothing: a stack that does not continue the one before shows that an episode was broken off."""
+
     def _starts(self, seen: np.ndarray, after: np.ndarray, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
         """Whether a transition's observation begins an episode, [T, N]: its older frames are not those before it."""
         starts = np.zeros(valid.shape, bool)

@@ -402,6 +402,7 @@ class ReplayDataModule(ControlDataModule):
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
         self.replay.load_state_dict(state["replay"])
+        self.replay.break_off(self.collector.begun_anew)
         if left_out := state["replay"]["left_out"]:
             kept = len(state["replay"]["valid"])
             rank_zero_warn(

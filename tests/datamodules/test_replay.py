@@ -15,7 +15,7 @@ from datamodules.free_memory import available_bytes
 from datamodules.samplers import PrioritizedSampler, SumTree, UniformSampler
 from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
-from tests.datamodules.envs import Counter
+from tests.datamodules.envs import Counter, Forgetful
 from tests.training import assert_resumes_exactly, fit
 
 LINE = spaces.Box(-np.inf, np.inf, (1,), np.float32)
@@ -71,6 +71,13 @@ class Stream:
                     self.now[i] = self.fresh()
         return {name: torch.from_numpy(x) for name, x in rows.items()}
 
+    def abandon(self, which: np.ndarray) -> None:
+        """Begin new episodes, without an end of those under way."""
+        for i in np.flatnonzero(which):
+            self.resets[i], self.now[i] = False, self.fresh()
+            if self.transitions[i] and not self.transitions[i][-1][4]:
+                self.transitions[i][-1] = (*self.transitions[i][-1][:4], True, self.transitions[i][-1][5])
+
     def remembered(self, rows: int, n_steps: int) -> list[tuple]:
         """What a ring of so many rows holds: observation, action, rewards, terminated, next observation."""
         found = []
@@ -120,6 +127,32 @@ def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_
         buffer.add(stream.rollout(length))
         written += length
         assert all_in(buffer, n_steps) == stream.remembered(buffer.rows, n_steps)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_envs=st.integers(1, 4),
+    n_steps=st.integers(1, 4),
+    per_env=st.integers(12, 40),
+    ends=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    has_reset_rows=st.booleans(),
+)
+def test_an_episode_that_is_broken_off_keeps_its_last_successor(seed, n_envs, n_steps, per_env, ends, has_reset_rows):
+    buffer = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, per_env * n_envs)
+    stream = Stream(n_envs, seed, ends, has_reset_rows)
+    written = 0
+    while written < 3 * per_env:
+        length = int(stream.rng.integers(1, per_env // 3))
+        buffer.add(stream.rollout(length))
+        written += length
+        which = stream.rng.random(n_envs) < 0.5
+        buffer.break_off(which)
+        stream.abandon(which)
+        assert set(all_in(buffer, n_steps)) >= set(stream.remembered(buffer.rows, n_steps))
+        resumed = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, per_env * n_envs)
+        resumed.load_state_dict(buffer.state_dict())
+        assert all_in(resumed, n_steps) == all_in(buffer, n_steps)
 
 
 @settings(max_examples=40, deadline=None)
@@ -373,6 +406,24 @@ class Listener(DQN):
 def replay(env_id=Counter, **arguments):
     defaults = {"total_timesteps": 200, "eval_freq": 0, "buffer_size": 100, "learning_starts": 20, "batch_size": 8}
     return ReplayDataModule(env_id, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_successors_are_true_after_a_resume_that_begins_episodes_anew(tmp_path, prioritized, n_steps):
+    make = lambda total: replay(Forgetful, n_envs=3, n_steps=n_steps, total_timesteps=total, train_freq=2,  # noqa: E731
+                                prioritized_replay=prioritized)  # fmt: skip
+    fit(Listener(), make(78)).save_checkpoint(tmp_path / "a.ckpt")
+    module = Listener()
+    with pytest.warns(UserWarning, match=r"environments \[0, 1, 2\] start a new episode"):
+        fit(module, make(240), ckpt_path=tmp_path / "a.ckpt")
+    broken_off = 0
+    for sample in module.samples:
+        for i, steps in enumerate(sample["n_steps"].tolist()):
+            start, count = sample["observation"][i].tolist()
+            assert sample["next_observation"][i].tolist() == [start, count + steps]
+            broken_off += steps < n_steps and count + steps < 5
+    assert n_steps == 1 or broken_off > 0
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
