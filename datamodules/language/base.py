@@ -268,8 +268,14 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     @property
     def policy(self) -> Any:
         """The module in training, which provides the tokenizer, the context length and completions."""
-        assert self.trainer is not None, "the datamodule belongs to a trainer from setup on"
-        return self.trainer.lightning_module
+        return self.learner_trainer.lightning_module
+
+    @property
+    def learner_trainer(self) -> L.Trainer:
+        """The Trainer of the run."""
+        if self.trainer is None:
+            raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
+        return self.trainer
 
     # ---------------------------------------------------------------- order
 
@@ -307,11 +313,12 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def _schedule_evaluation(self) -> None:
         # Evaluation is counted in optimizer steps; Lightning counts batches.
-        assert self.trainer is not None
-        evaluate_on_start(self.trainer, self.hparams["eval_on_start"] and self.hparams["eval_steps"] > 0)
+        evaluate_on_start(self.learner_trainer, self.hparams["eval_on_start"] and self.hparams["eval_steps"] > 0)
         if self.hparams["eval_steps"]:
-            self.trainer.val_check_interval = self.hparams["eval_steps"] * self.trainer.accumulate_grad_batches
-            self.trainer.check_val_every_n_epoch = None
+            self.learner_trainer.val_check_interval = (
+                self.hparams["eval_steps"] * self.learner_trainer.accumulate_grad_batches
+            )
+            self.learner_trainer.check_val_every_n_epoch = None
 
     def val_dataloader(self) -> Any:
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"

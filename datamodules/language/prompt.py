@@ -97,8 +97,7 @@ class PromptDataModule(LanguageDataModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
-            assert self.trainer is not None
-            micro = self.trainer.accumulate_grad_batches
+            micro = self.learner_trainer.accumulate_grad_batches
             if self.batch_size % micro:
                 raise UsageError(
                     f"trainer.accumulate_grad_batches={micro} does not divide batch_size={self.batch_size}"
@@ -123,14 +122,12 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
-        assert self.trainer is not None
         steps = self.steps_per_generation * self.num_iterations
-        return LazyLoader(steps * self.trainer.accumulate_grad_batches, self._minibatches)
+        return LazyLoader(steps * self.learner_trainer.accumulate_grad_batches, self._minibatches)
 
     def _minibatches(self) -> Iterator[Batch]:
         """One generation's micro-batches, from where the checkpoint left off."""
-        assert self.trainer is not None
-        n_micro = self.trainer.accumulate_grad_batches
+        n_micro = self.learner_trainer.accumulate_grad_batches
         per_pass = self.steps_per_generation * n_micro
         length = self.num_iterations * per_pass
         if self._position >= length:
@@ -152,7 +149,7 @@ class PromptDataModule(LanguageDataModule):
 
     def _step(self, number: int, n_micro: int) -> list[Batch]:
         """The micro-batches of one optimizer step, each of rows of similar length."""
-        assert self._fields is not None and self._lengths is not None and self.trainer is not None
+        assert self._fields is not None and self._lengths is not None
         fields, lengths = self._fields, self._lengths
         rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
         if n_micro > 1:
@@ -171,7 +168,7 @@ class PromptDataModule(LanguageDataModule):
             torch.distributed.all_reduce(tokens)
             tokens /= self._world_size
         shared = {
-            "on_policy": self.trainer.global_step == self._written_at,
+            "on_policy": self.learner_trainer.global_step == self._written_at,
             "step_rows": self.batch_size,
             "step_tokens": tokens.sum(),
             "n_micro": n_micro,
@@ -216,16 +213,15 @@ class PromptDataModule(LanguageDataModule):
 
     def _new_generation(self) -> dict[str, Tensor]:
         """Samples and scores completions, and has the module prepare them for training."""
-        assert self.trainer is not None
         module = self.policy
         training = module.training
         module.eval()
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+        with torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             rollout = self._rollout(self.generation_size // self.num_generations)
             prepared = module.prepare(rollout)
         module.train(training)
         self.generation += 1
-        self._written_at = self.trainer.global_step
+        self._written_at = self.learner_trainer.global_step
         return prepared
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
@@ -341,9 +337,9 @@ class PromptDataModule(LanguageDataModule):
 
     def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
         """Write the groups again whose weights are more than ``async_generations`` generations old."""
-        assert self.trainer is not None and written.version is not None
+        assert written.version is not None
         n_each, module = self.num_generations, self.policy
-        behind = self.trainer.global_step - written.version
+        behind = self.learner_trainer.global_step - written.version
         allowed = self.async_generations * self.steps_per_generation * self.num_iterations
         old = (behind > allowed).view(-1, n_each).any(1)
         module.record(**{"sampling/steps_behind": behind.float().mean(), "sampling/rewritten": old.float().mean()})
@@ -361,11 +357,10 @@ class PromptDataModule(LanguageDataModule):
 
     def _most_missing(self, missing: int) -> int:
         """The largest number of groups that any rank still has to replace."""
-        assert self.trainer is not None
         if self._world_size == 1:
             return missing
-        value = torch.tensor(missing, dtype=torch.int64, device=self.trainer.strategy.root_device)
-        return int(self.trainer.strategy.reduce(value, reduce_op="max"))
+        value = torch.tensor(missing, dtype=torch.int64, device=self.learner_trainer.strategy.root_device)
+        return int(self.learner_trainer.strategy.reduce(value, reduce_op="max"))
 
     @property
     def _pad_id(self) -> int:
