@@ -313,12 +313,11 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def _schedule_evaluation(self) -> None:
         # Evaluation is counted in optimizer steps; Lightning counts batches.
-        evaluate_on_start(self.learner_trainer, self.hparams["eval_on_start"] and self.hparams["eval_steps"] > 0)
-        if self.hparams["eval_steps"]:
-            self.learner_trainer.val_check_interval = (
-                self.hparams["eval_steps"] * self.learner_trainer.accumulate_grad_batches
-            )
-            self.learner_trainer.check_val_every_n_epoch = None
+        trainer, steps = self.learner_trainer, self.hparams["eval_steps"]
+        evaluate_on_start(trainer, self.hparams["eval_on_start"] and steps > 0)
+        if steps:
+            trainer.val_check_interval = steps * trainer.accumulate_grad_batches
+            trainer.check_val_every_n_epoch = None
 
     def val_dataloader(self) -> Any:
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
