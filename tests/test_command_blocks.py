@@ -178,7 +178,7 @@ def test_the_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys
         if words[0] == "copy" and Path(words[2]).exists():
             continue
         main([*words, *(SHORT if words[0] in COMMANDS else ())])
-    assert shutil.which("tensorboard")
+    assert shutil.which("tensorboard", path=Path(sys.executable).parent)
 
 
 def names_in(group, node, place):
