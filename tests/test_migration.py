@@ -40,7 +40,7 @@ def names(cell: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["PPO", "A2C", "DQN", "SAC", "TD3", "DDPG"])
 def test_settings_of_stable_baselines3_copy_over(name: str) -> None:
-    peer = pytest.importorskip("stable_baselines3", reason="needs the bench extra")
+    peer = pytest.importorskip("stable_baselines3", reason="needs the test extra")
     data = datamodules.RolloutDataModule if name in ("PPO", "A2C") else datamodules.ReplayDataModule
     ours = arguments(getattr(rl_modules, name), data)
     theirs = {key: p.default for key, p in inspect.signature(getattr(peer, name)).parameters.items()}
@@ -69,7 +69,7 @@ def test_every_name_of_the_right_column_exists(page: str) -> None:
 
 
 def test_names_that_are_trl_s_are_trl_s() -> None:
-    trl = pytest.importorskip("trl", reason="needs the bench extra")
+    trl = pytest.importorskip("trl", reason="needs the test extra")
     config = {"`GRPO`": trl.GRPOConfig, "`PromptDataModule`": trl.GRPOConfig, "the module": trl.GRPOConfig}
     checked = 0
     for theirs, ours in rows("from_trl.md"):

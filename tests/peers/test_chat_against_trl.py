@@ -13,7 +13,7 @@ from datamodules.language.encoding import TextEncoder
 from rl_modules.language.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.bench
-trl = pytest.importorskip("trl", reason="the bench extra is not installed")
+trl = pytest.importorskip("trl", reason="needs the test extra")
 apply_chat_template = pytest.importorskip("trl.data_utils").apply_chat_template
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

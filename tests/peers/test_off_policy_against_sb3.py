@@ -11,8 +11,8 @@ import rl_modules
 from datamodules import ReplayDataModule
 from tests.training import fit
 
-stable_baselines3 = pytest.importorskip("stable_baselines3", reason="the peers extra is not installed")
-sb3_contrib = pytest.importorskip("sb3_contrib", reason="the peers extra is not installed")
+stable_baselines3 = pytest.importorskip("stable_baselines3", reason="needs the test extra")
+sb3_contrib = pytest.importorskip("sb3_contrib", reason="needs the test extra")
 
 pytestmark = pytest.mark.bench
 

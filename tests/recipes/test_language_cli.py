@@ -75,7 +75,7 @@ def test_fit_leaves_checkpoints_curves_tables_and_settings(trained):
     } <= tags  # fmt: skip
     # The axis is the optimizer step; the last point is of what was left at the end.
     assert [e.step for e in events.Scalars("train/loss")] == [2, 4, 5]
-    assert [e.step for e in events.Scalars("eval/loss")] == [0, 2, 4, 5]
+    assert sorted(e.step for e in events.Scalars("eval/loss")) == [0, 2, 4, 5]
     texts = events.Tags()["tensors"]
     assert any("config" in tag for tag in texts)
     assert any("eval/completions" in tag for tag in texts)
