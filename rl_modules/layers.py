@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 from rl_modules.common.errors import UsageError, did_you_mean
 
 _MINUS_ONE = torch.tensor(-1.0)
+
+
+#: What ``Module.__call__`` looks at, too: hooks of all modules. Torch changes these dictionaries in place.
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks,
+)  # fmt: skip
 
 
 def call(layer: nn.Module, x: Any) -> Any:
@@ -20,7 +27,7 @@ def call(layer: nn.Module, x: Any) -> Any:
     """
     if (
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        or _has_any_global_hook()
+        or any(_GLOBAL_HOOKS)
     ):  # fmt: skip
         return layer(x)
     if type(layer) is nn.Sequential:
