@@ -10,7 +10,7 @@ PACKAGES = {
     "atari": ("ale-py>=0.10", "opencv-python-headless>=4.8"),
     "sweep": ("optuna>=4",),
     "video": ("moviepy>=2.1", "gymnasium[classic-control]"),
-    "language": ("transformers>=5.8", "peft>=0.18.1", "datasets>=4", "reasoning-gym>=0.1.20", "math-verify>=0.7"),
+    "language": ("transformers>=5.16", "peft>=0.21", "datasets>=4", "reasoning-gym>=0.1.20", "math-verify>=0.8"),
 }
 
 
