@@ -204,7 +204,8 @@ def table(first: bool) -> str:
             continue
         cell = _first_cell if first else _cell
         cells = [cell(found[start]) if start in found else "" for start in STARTS]
-        worst = f" {min(result['pass@1'] for result in found.values()):.2f} |"
+        is_whole = len(found) == len(STARTS)
+        worst = f" {min(result['pass@1'] for result in found.values()):.2f} |" if is_whole else " |"
         lines.append(f"| {name} | {' | '.join(cells)} |{'' if first else worst}")
     return "\n".join(lines) + "\n"
 

@@ -84,7 +84,7 @@ class FrameReplayBuffer(ReplayBuffer):
         return torch.from_numpy(at), torch.from_numpy(blocked)
 
     def break_off(self, which: np.ndarray) -> None:
-        """Does nothing: a stack that does not continue the one before shows that an episode was broken off."""
+        """Does nothing: a stack that does not continue the one before shows it, and the last transition is left out."""
 
     def _starts(self, seen: np.ndarray, after: np.ndarray, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
         """Whether a transition's observation begins an episode, [T, N]: its older frames are not those before it."""

@@ -117,28 +117,9 @@ def all_in(buffer: ReplayBuffer, n_steps: int) -> list[tuple]:
     per_env=st.integers(12, 40),
     ends=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     has_reset_rows=st.booleans(),
+    breaks=st.booleans(),
 )
-def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_reset_rows):
-    buffer = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, per_env * n_envs)
-    stream = Stream(n_envs, seed, ends, has_reset_rows)
-    written = 0
-    while written < 3 * per_env:
-        length = int(stream.rng.integers(1, per_env // 2))
-        buffer.add(stream.rollout(length))
-        written += length
-        assert all_in(buffer, n_steps) == stream.remembered(buffer.rows, n_steps)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    n_envs=st.integers(1, 4),
-    n_steps=st.integers(1, 4),
-    per_env=st.integers(12, 40),
-    ends=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    has_reset_rows=st.booleans(),
-)
-def test_an_episode_that_is_broken_off_keeps_its_last_successor(seed, n_envs, n_steps, per_env, ends, has_reset_rows):
+def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_reset_rows, breaks):
     buffer = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, per_env * n_envs)
     stream = Stream(n_envs, seed, ends, has_reset_rows)
     written = 0
@@ -146,13 +127,14 @@ def test_an_episode_that_is_broken_off_keeps_its_last_successor(seed, n_envs, n_
         length = int(stream.rng.integers(1, per_env // 3))
         buffer.add(stream.rollout(length))
         written += length
-        which = stream.rng.random(n_envs) < 0.5
-        buffer.break_off(which)
-        stream.abandon(which)
-        assert set(all_in(buffer, n_steps)) >= set(stream.remembered(buffer.rows, n_steps))
-        resumed = ReplayBuffer(LINE, spaces.Discrete(5), n_envs, per_env * n_envs)
-        resumed.load_state_dict(buffer.state_dict())
-        assert all_in(resumed, n_steps) == all_in(buffer, n_steps)
+        assert breaks or all_in(buffer, n_steps) == stream.remembered(buffer.rows, n_steps)
+        if breaks:
+            which = stream.rng.random(n_envs) < 0.5
+            buffer.break_off(which)
+            stream.abandon(which)
+            # A row that a broken-off episode takes writes over none.
+            held = set(all_in(buffer, n_steps))
+            assert set(stream.remembered(buffer.rows, n_steps)) <= held <= set(stream.remembered(10**6, n_steps))
 
 
 @settings(max_examples=40, deadline=None)
