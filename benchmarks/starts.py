@@ -1,18 +1,20 @@
-"""Reinforcement learning on addition from starts that no config was tuned to: which variant keeps the policy exploring?
+"""Reinforcement learning on addition, by several algorithms and from several starts.
 
-    python -m benchmarks.starts run [--variants grpo "kl .03"] [--starts linear] [--first] [--folder runs/starts]
+    python -m benchmarks.starts run --starts "seed 0" "seed 1" "seed 2" --variants dr_grpo gspo cispo rloo
+    python -m benchmarks.starts run [--variants grpo "kl .05"] [--starts linear] [--first] [--folder runs/starts]
     python -m benchmarks.starts report
 
-``run`` trains three supervised starts with seeds, lengths and schedules of their own, then every variant from each for
-1,000 steps, and keeps the result of a run in ``benchmarks/results/starts/<variant>/<start>.json``. ``--first`` trains
-150 steps at a constant learning rate and keeps their results in ``starts_first``. Results that exist are skipped; a
-stopped run resumes. ``report`` writes the tables of docs/language/grpo.md from these files.
+``run`` trains the starts: ``seed S`` is the supervised start that the configs were made for; ``linear``, ``cosine`` and
+``constant, then linear`` have seeds, lengths and schedules of their own. From each it trains every variant for 1,000
+steps, and keeps the result of a run in ``benchmarks/results/starts/<variant>/<start>.json``. ``--first`` trains 150
+steps at a constant learning rate and keeps their results in ``starts_first``. Results that exist are skipped; a stopped
+run resumes. ``report`` writes the tables of docs/language/grpo.md from these files.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ STARTS: dict[str, list[dict[str, Any]]] = {
          "model.warmup_steps": 10, "data.eval_steps": 30, "trainer.max_steps": 120},
     ],
 }  # fmt: skip
+#: The start of the configs; its seed is the seed of the reinforcement learning, too.
+OWN_STARTS: dict[str, list[dict[str, Any]]] = {f"seed {seed}": [{"seed_everything": seed}] for seed in range(3)}
 #: Sampled pass@1 that a start must have.
 RANGE = (0.2, 0.4)
 
@@ -51,7 +55,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-#: The table's rows, each one change to GRPO's config as it was before this comparison.
+#: The tables' rows: GRPO's config as it was before this comparison with one change each, and the other algorithms.
 PLAIN = {"model.entropy_coef": 0.0}
 ADAPTERS = {"model.lora": "{r: 8, lora_alpha: 16, target_modules: all-linear}", "model.learning_rate": 1e-3}
 VARIANTS: dict[str, Variant] = {
@@ -90,7 +94,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train what has no result yet")
     running.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    running.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    running.add_argument("--starts", nargs="+", choices=[*STARTS, *OWN_STARTS], default=list(STARTS))
     running.add_argument("--first", action="store_true", help="150 steps at a constant learning rate")
     running.add_argument("--folder", type=Path, default=Path("runs/starts"))
     commands.add_parser("report", help="write the table")
@@ -120,7 +124,8 @@ def run(variants: Sequence[str], starts: Sequence[str], folder: Path, first: boo
             model, begins = supervise(pipeline, start)
             variant, began_s = VARIANTS[name], time.monotonic()
             stage = file_name(f"{start} {name}" + (" first" if first else ""))
-            options = {"model.model_name_or_path": str(model), **variant.options, **(FIRST if first else {})}
+            options = {**OWN_STARTS.get(start, [{}])[0], "model.model_name_or_path": str(model), **variant.options,
+                       **(FIRST if first else {})}  # fmt: skip
             pipeline.fit(stage, variant.config, options, [model.parent])
             curves = scalars(folder / stage / "run")
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +148,7 @@ def supervise(pipeline: Pipeline, start: str) -> tuple[Path, dict[str, float]]:
         start: its name.
     """
     model: Path | None = None
-    for number, options in enumerate(STARTS[start]):
+    for number, options in enumerate({**STARTS, **OWN_STARTS}[start]):
         stage = file_name(f"start {start}" + (f" {number + 1}" if number else ""))
         begins = {} if model is None else {"model.model_name_or_path": str(model)}
         after = [] if model is None else [model.parent]
@@ -179,32 +184,34 @@ def report() -> None:
     before, found, rest = PAGE.read_text("utf-8").partition(BEGIN)
     if not found:
         raise SystemExit(f"{PAGE} has no line {BEGIN.strip()}, after which the tables go")
+    cells = "pass@1 of the initial policy → sampled pass@1; pass@4; entropy per token"
     text = (
-        "1,000 steps, pass@1 of the initial policy → sampled pass@1; pass@4; entropy per token:\n\n"
-        f"{table(first=False)}\n"
-        "The first steps at a constant learning rate, sampled pass@1 after 50, 100 and 150 steps:\n\n"
-        f"{table(first=True)}"
+        f"From the start of the configs, 1,000 steps, {cells}:\n\n{table(OWN_STARTS)}\n"
+        f"From other starts, 1,000 steps, {cells}:\n\n{table(STARTS)}\n"
+        "From other starts, the first steps at a constant learning rate, sampled pass@1 after 50, 100, 150 steps:\n\n"
+        f"{table(STARTS, first=True)}"
     )
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
-def table(first: bool) -> str:
+def table(starts: Iterable[str], first: bool = False) -> str:
     """One row per variant that has results, one column per start; a sentence where there is none."""
+    starts = list(starts)
     stored = {
         name: {start: json.loads(path.read_text("utf-8"))
-               for start in STARTS if (path := result_path(name, start, first)).exists()}
+               for start in starts if (path := result_path(name, start, first)).exists()}
         for name in VARIANTS
     }  # fmt: skip
     if not any(stored.values()):
         return "No run is recorded yet.\n"
-    lines = [f"| variant | {' | '.join(STARTS)} |{'' if first else ' worst |'}",
-             f"|{'---|' * (len(STARTS) + (1 if first else 2))}"]  # fmt: skip
+    lines = [f"| variant | {' | '.join(starts)} |{'' if first else ' worst |'}",
+             f"|{'---|' * (len(starts) + (1 if first else 2))}"]  # fmt: skip
     for name, found in stored.items():
         if not found:
             continue
         cell = _first_cell if first else _cell
-        cells = [cell(found[start]) if start in found else "" for start in STARTS]
-        is_whole = len(found) == len(STARTS)
+        cells = [cell(found[start]) if start in found else "" for start in starts]
+        is_whole = len(found) == len(starts)
         worst = f" {min(result['pass@1'] for result in found.values()):.2f} |" if is_whole else " |"
         lines.append(f"| {name} | {' | '.join(cells)} |{'' if first else worst}")
     return "\n".join(lines) + "\n"
