@@ -28,7 +28,8 @@ FIRST = {"model.lr_scheduler_type": "constant_with_warmup", "trainer.max_steps":
 PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo.md"
 BEGIN, END = "<!-- results: written by `python -m benchmarks.starts report` -->\n", "<!-- end of results -->\n"
 START_CONFIG = "sft/addition_start.yaml"
-#: Options of the supervised runs beside their config; of several, each begins where the one before it ended.
+#: Options of the supervised runs beside their config; of several, each begins where the one before it ended. Their
+#: lengths are fixed, because their learning rates end with them: the config's EarlyStopping is left out.
 STARTS: dict[str, list[dict[str, Any]]] = {
     "linear": [{"data.seed": 11, "model.learning_rate": 3e-3, "model.lr_scheduler_type": "linear",
                 "model.warmup_steps": 40, "data.eval_steps": 100, "trainer.max_steps": 450}],
@@ -42,7 +43,7 @@ STARTS: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 #: The start of the configs; its seed is the seed of the reinforcement learning, too.
-OWN_STARTS: dict[str, list[dict[str, Any]]] = {f"seed {seed}": [{"seed_everything": seed}] for seed in range(3)}
+OWN_STARTS: dict[str, list[dict[str, Any]]] = {f"seed {seed}": [{"seed_everything": seed}] for seed in range(5)}
 #: Sampled pass@1 that a start must have.
 RANGE = (0.2, 0.4)
 
@@ -150,7 +151,9 @@ def supervise(pipeline: Pipeline, start: str) -> tuple[Path, dict[str, float]]:
     model: Path | None = None
     for number, options in enumerate({**STARTS, **OWN_STARTS}[start]):
         stage = file_name(f"start {start}" + (f" {number + 1}" if number else ""))
-        begins = {} if model is None else {"model.model_name_or_path": str(model)}
+        begins: dict[str, Any] = {} if model is None else {"model.model_name_or_path": str(model)}
+        if start in STARTS:
+            begins["trainer.callbacks"] = "[]"
         after = [] if model is None else [model.parent]
         model = pipeline.fit(stage, START_CONFIG, {"threads": 1, **begins, **options}, after)
     assert model is not None
