@@ -21,7 +21,7 @@ NAMES = {
     "trl_trainers": ("trl-sft", "trl-dpo", "trl-grpo"),
     "ours": tuple(f"ours-{name}" for name in (
         "ppo", "dqn", "grpo", "sft", "q-learning", "a2c", "reinforce", "trpo", "sarsa", "monte-carlo", "reward-model",
-        "dpo", "kto", "rloo", "rlhf-ppo")),
+        "dpo", "kto", "rloo", "rlhf-ppo", "qrdqn", "ddpg", "td3", "sac", "tqc", "recurrent-ppo", "recurrent-a2c")),
 }  # fmt: skip
 
 

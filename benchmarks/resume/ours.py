@@ -14,6 +14,8 @@ from tests import chaos
 #: Case of tests/chaos.py by name in the results.
 NAMES = {
     "ours-ppo": "ppo", "ours-a2c": "a2c", "ours-reinforce": "reinforce", "ours-trpo": "trpo", "ours-dqn": "dqn",
+    "ours-qrdqn": "qrdqn", "ours-ddpg": "ddpg", "ours-td3": "td3", "ours-sac": "sac", "ours-tqc": "tqc-prioritized",
+    "ours-recurrent-ppo": "recurrent-ppo", "ours-recurrent-a2c": "recurrent-a2c",
     "ours-q-learning": "q-learning", "ours-sarsa": "sarsa", "ours-monte-carlo": "monte-carlo", "ours-sft": "sft",
     "ours-reward-model": "reward-model", "ours-dpo": "dpo", "ours-kto": "kto", "ours-grpo": "grpo",
     "ours-rloo": "rloo", "ours-rlhf-ppo": "rlhf-ppo",
