@@ -10,7 +10,7 @@ from torch import Tensor
 
 from datamodules.envs import restore
 from datamodules.envs.guard import raise_in_one_sentence, require_finite
-from datamodules.episode_statistics import EpisodeStatistics
+from datamodules.episode_statistics import EpisodeStatistics, successes
 from datamodules.normalizers import Normalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
@@ -65,6 +65,8 @@ class Collector:
         self.episode_start = np.ones(envs.num_envs, bool)
         #: Environments that a checkpoint's episode could not be repeated in, so that they began another one, [N].
         self.begun_anew = np.zeros(envs.num_envs, bool)
+        # Rewards, ends, valid rows and successes of the last rollout, until the statistics of episodes have them.
+        self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[float]] | None = None
         #: Of a recurrent policy; None: it has none.
         self.memory: Memory | None = None
 
@@ -73,13 +75,14 @@ class Collector:
         """Whether nothing has been experienced yet."""
         return self._observation is None
 
-    def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
+    def collect(self, act: Act, n_steps: int, device: torch.device, reports: bool = True) -> Rollout:
         """``n_steps`` rows of experience.
 
         Args:
             act: the policy, from a batch of observations to ``action`` and what else is to be stored.
             n_steps: T.
             device: where the policy is and the rollout will be.
+            reports: call :meth:`report`; False: the caller does, when the rollout's turn has come.
 
         Returns:
             The rollout's fields, [T, N, …], everything that ``act`` returned among them.
@@ -98,6 +101,7 @@ class Collector:
         valid = np.ones((n_steps, n), bool)
         acted: list[dict[str, Tensor]] = []
         finals: list[tuple[int, int, Any]] = []
+        succeeded: list[float] = []
         if self.memory is not None:
             self.memory.begin_rollout()
         for t in range(n_steps):
@@ -118,12 +122,11 @@ class Collector:
             if self.mode == AutoresetMode.NEXT_STEP:
                 valid[t] = ~self._resets_next
                 self.episode_start, self._resets_next = self._resets_next, done
-                if done.any():
-                    self.episodes.note_successes(done, info)
             else:
                 self.episode_start = done
+            if done.any():
+                succeeded += successes(done, info)
             if self.mode != AutoresetMode.NEXT_STEP and done.any():
-                self.episodes.note_successes(done, info)
                 # The statistics of this moment: those of the next include the observation after the reset.
                 new = [(t, int(i), self._stored(final)) for i, final in self._finals(done, raw, info)]
                 finals += new
@@ -135,9 +138,17 @@ class Collector:
         _write(observations, n_steps, self._observation)
         if self.sign_reward:
             reward = np.sign(raw_reward).astype(np.float32)
-        self.episodes.update(raw_reward, terminated | truncated, valid)
+        self._unreported = raw_reward, terminated | truncated, valid, succeeded
+        if reports:
+            self.report()
         require_finite(self.name, observations, reward, finals)
         return self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, finals)
+
+    def report(self) -> None:
+        """Adds the last rollout to the statistics of episodes."""
+        if self._unreported is not None:
+            self.episodes.update(*self._unreported)
+        self._unreported = None
 
     def _finals(self, done: np.ndarray, raw: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:
         """Environment and final observation, as arrays, of every episode that ended in this step."""
@@ -220,8 +231,13 @@ class Collector:
         running = None
         if self._observation is not None and self.has_episodes:
             running = self._episodes_at_close or restore.episode_states(self.envs)
+        unreported = None
+        if self._unreported is not None:
+            *arrays, succeeded = self._unreported
+            unreported = [*map(torch.from_numpy, arrays), succeeded]
         return {
             "statistics": self.episodes.state_dict(),
+            "unreported": unreported,
             "resets_next": torch.from_numpy(self._resets_next.copy()),
             "episode_start": torch.from_numpy(self.episode_start.copy()),
             "memory": None if self.memory is None else self.memory.state_dict(),
@@ -247,6 +263,10 @@ class Collector:
         """
         self.begun_anew[:] = False
         self.episodes.load_state_dict(state["statistics"])
+        if (unreported := state.get("unreported")) is not None:
+            *tensors, succeeded = unreported
+            reward, done, valid = (x.numpy() for x in tensors)
+            self._unreported = reward, done, valid, succeeded
         self._resets_next = state["resets_next"].numpy().copy()
         self.episode_start = state["episode_start"].numpy().copy()
         if self.memory is not None:
@@ -274,6 +294,7 @@ class Collector:
         self._resets_next[which] = False
         self.episode_start[which] = True
         self.begun_anew |= which
+        self.report()  # what is forgotten began with the last rollout's rewards
         self.episodes.forget(which)
         if not self.has_episodes:
             self._observation = self._arrays(self._reset(seed=self._reset_seed()))

@@ -1,7 +1,7 @@
 """Returns and lengths of episodes, from the rollouts they are spread over."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,16 @@ class EpisodeStatistics:
         #: Called with return and length of every finished episode.
         self.on_finished: Callable[[float, int], None] | None = None
 
-    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, successes: Sequence[float] = ()) -> None:
         """Add a rollout.
 
         Args:
             reward: as the environments returned it, [T, N] float64.
             done: the episode ended, [T, N] bool.
             valid: false in rows that are no transitions, [T, N] bool.
+            successes: what :func:`successes` read in its steps.
         """
+        self.successes.extend(successes)
         if not done.any():
             # Summed in order of time, as single steps would be.
             self.running_return = np.add.accumulate(
@@ -50,14 +52,6 @@ class EpisodeStatistics:
                 if self.on_finished is not None:
                     self.on_finished(self.returns[-1], self.lengths[-1])
                 self.running_return[i], self.running_length[i] = 0.0, 0
-
-    def note_successes(self, done: np.ndarray, info: dict[str, Any]) -> None:
-        """Read ``is_success`` from a vector's infos of a step in which episodes ended, [N]."""
-        info = info.get("final_info", info)
-        if "is_success" not in info:
-            return
-        for i in np.flatnonzero(done & np.asarray(info.get("_is_success", done), bool)):
-            self.successes.append(float(info["is_success"][i]))
 
     def means(self) -> dict[str, float]:
         """``rollout/*``: means over the last finished episodes; nothing before the first has ended."""
@@ -103,3 +97,17 @@ class EpisodeStatistics:
         self.returns.extend(state["returns"])
         self.lengths.extend(state["lengths"])
         self.successes.extend(state.get("successes", []))
+
+
+def successes(done: np.ndarray, info: dict[str, Any]) -> list[float]:
+    """``is_success``, 1 or 0, of the episodes that ended in a step; nothing where an environment has none.
+
+    Args:
+        done: the episode ended, [N] bool.
+        info: the vector's infos of the step.
+    """
+    info = info.get("final_info", info)
+    if "is_success" not in info:
+        return []
+    ended = done & np.asarray(info.get("_is_success", done), bool)
+    return [float(info["is_success"][i]) for i in np.flatnonzero(ended)]

@@ -14,9 +14,10 @@ from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.envs.vector import EnvId
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
+from datamodules.overlap import CollectedAhead, rollout_act
 from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
-from rl_modules.common.contract import MINIBATCHES, RolloutSource
+from rl_modules.common.contract import MINIBATCHES, Act, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
@@ -44,6 +45,9 @@ class RolloutDataModule(ControlDataModule):
         n_epochs: passes over each rollout; None: the algorithm's (PPO 10, others 1).
         rollouts_per_epoch: rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for
             long rollouts.
+        overlap: collect the next rollout in a thread while the last one trains, with the weights from before this
+            training, which PPO's ratio corrects. It pays where environments are slow and step outside of this process
+            (``vectorization_mode: async`` or an engine), and a core is free.
         **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other arguments of
             :class:`~datamodules.base.ControlDataModule`.
 
@@ -64,6 +68,7 @@ class RolloutDataModule(ControlDataModule):
         batch_size: int | Literal["auto"] | None = "auto",
         n_epochs: int | None = None,
         rollouts_per_epoch: int | None = None,
+        overlap: bool = False,
         **environment: Unpack[EnvironmentArguments],
     ) -> None:
         super().__init__(env_id, n_envs, **environment)
@@ -79,6 +84,8 @@ class RolloutDataModule(ControlDataModule):
         self._fields: Batch | None = None
         self._order: Tensor | None = None
         self._shuffler = torch.Generator()
+        self.overlap = overlap
+        self._ahead = CollectedAhead(self._collect)
 
     def begin_run(self) -> None:
         super().begin_run()
@@ -90,6 +97,14 @@ class RolloutDataModule(ControlDataModule):
         self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
         self._position = 0
         self._fields = self._order = None
+        self._ahead = CollectedAhead(self._collect)
+        if self.overlap and self.learner_trainer.precision == "64-true":
+            raise UsageError("overlap=True: trainer.precision=64-true changes a setting of the whole process during "
+                             "forward passes, which a thread can't share; leave overlap out")  # fmt: skip
+
+    def teardown(self, stage: str) -> None:
+        self._ahead.stop()
+        super().teardown(stage)
 
     def _resolve(self) -> None:
         """Fill in what was not given by what the algorithm asks for.
@@ -112,6 +127,10 @@ class RolloutDataModule(ControlDataModule):
             raise UsageError(f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
                              f"n_epochs={self.n_epochs} and batch_size={self.batch_size}: leave both out, or give "
                              f"n_epochs=1 and batch_size=None (that is {size} transitions)")  # fmt: skip
+        if wanted.whole_rollouts and self.overlap:
+            raise UsageError(f"overlap=True collects with the policy from before the last update, and "
+                             f"{type(self.learner).__name__}'s update holds for the current policy only; leave overlap "
+                             "out")  # fmt: skip
         if given.rollouts_per_epoch is None:
             self.rollouts_per_epoch = self._rollouts_that_pay_for_an_epoch()
         else:
@@ -201,19 +220,27 @@ class RolloutDataModule(ControlDataModule):
     def _new_rollout(self) -> Batch:
         """Collect, let the module prepare, and flatten [T, N] to the valid rows."""
         learner: Any = self.learner
+        precision = self.learner_trainer.precision_plugin.forward_context
         self.before_collecting()
         with evaluation_mode(learner.modules()), torch.no_grad():
-            with self.learner_trainer.precision_plugin.forward_context():
-                act = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
-                rollout = self.collector.collect(act, self.n_steps, learner.device)
+            rollout = self._ahead.take()
+            if rollout is None:
+                with precision():
+                    rollout = self._collect(rollout_act(learner))
+            self.collector.report()
             valid = rollout["valid"]
             self.after_collecting(valid)
+            if self.overlap and self.num_timesteps < self.total_timesteps:
+                self._ahead.begin(learner, precision)
             prepared = learner.prepare(rollout)
         # Rows need not be the rollout's own: Monte Carlo control hands over the episodes that have ended.
         valid = prepared.pop("valid", valid)
         if self.collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
         return tree_map(lambda x: x[valid], prepared)
+
+    def _collect(self, act: Act) -> Rollout:
+        return self.collector.collect(act, self.n_steps, self.learner.device, reports=False)
 
     def _draw_order(self) -> Tensor | None:
         # One minibatch per pass sees the same transitions in any order.
@@ -240,8 +267,10 @@ class RolloutDataModule(ControlDataModule):
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector and the partly used rollout."""
         fields, order = (None, None) if self.rollout_is_used_up else (self._fields, self._order)
+        ahead = self._ahead.state_dict()  # waits for the environments, whose state comes next
         return {
             **super().rank_state(),
+            "ahead": ahead,
             "position": self._position,
             "layout": self._layout,
             "shuffler": self._shuffler.get_state(),
@@ -253,6 +282,7 @@ class RolloutDataModule(ControlDataModule):
         """The inverse of :meth:`rank_state`."""
         super().load_rank_state(state)
         device = self.learner_trainer.strategy.root_device
+        self._ahead.load_state_dict(state.get("ahead", {"rollout": None}), device)
         self._position = resumed_position(state["position"], state["layout"], self._layout)
         self._shuffler.set_state(state["shuffler"].cpu())
         self._fields = None if state["fields"] is None else tree_map(lambda x: x.to(device), state["fields"])

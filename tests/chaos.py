@@ -61,6 +61,7 @@ PROMPTS = ["--data=PromptDataModule", *LANGUAGE, "--model.max_completion_length=
 CASES: dict[str, list[str]] = {
     "ppo": [*PPO, "--data.env_id=CartPole-v1", "--model.learning_rate=lin_0.001", "--model.clip_range=lin_0.2"],
     "ppo-async": [*PPO, "--data.env_id=CartPole-v1", "--data.vectorization_mode=async", "--data.n_envs=2"],
+    "ppo-overlap": [*PPO, "--data.env_id=Pendulum-v1", "--data.norm_obs=true", "--data.overlap=true"],
     "ppo-normalized": [*PPO, "--data.env_id=Pendulum-v1", "--data.norm_obs=true", "--data.norm_reward=true",
                        "--model.log_every=3"],
     "ppo-next-step": [*PPO, "--data.env_id=CartPole-v1", "--data.autoreset_mode=next_step", "--data.norm_obs=true"],

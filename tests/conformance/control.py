@@ -70,6 +70,7 @@ CASES = [
     Case("RecurrentA2C", model={"lstm_hidden_size": 16, "rnn": "gru"}, data={"n_envs": 4}),
     Case("PPO", model={"network": "tests.networks.PolicyAndValue"}, label="network",
          data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
+    Case("PPO", label="overlap", data={**ON_POLICY, "batch_size": 16, "n_epochs": 2, "overlap": True}),
     Case("DQN", model={"target_update_interval": 20, "network": "tests.networks.ActionValues"}, label="network",
          data=REPLAY, replays=True),
     Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5, "noisy": True, "dueling": True}, label="noisy",

@@ -1,0 +1,93 @@
+"""Rollouts that are collected in a thread while the rollout before them trains."""
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rl_modules.common.contract import Act, Rollout
+from rl_modules.common.spaces import tree_map
+
+
+class CollectedAhead:
+    """The next rollout, collected by a copy of the policy while the policy itself trains.
+
+    The copy has the weights from the moment of :meth:`begin`, so that the rollout does not depend on when the thread
+    runs: a run with the same seed is the same run, and resumes exactly. Its rows are one update older than those of a
+    rollout that is collected after training.
+
+    Args:
+        collect: collects a rollout with an ``act``.
+    """
+
+    def __init__(self, collect: Callable[[Act], Rollout]) -> None:
+        self._collect = collect
+        self._policy: Any = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._future: Future[Rollout] | None = None
+        self._rollout: Rollout | None = None
+
+    def begin(self, learner: Any, precision: Callable[[], AbstractContextManager]) -> None:
+        """Starts to collect with the learner's present weights.
+
+        Args:
+            learner: the algorithm.
+            precision: context of the forward passes; autocast belongs to a thread.
+        """
+        if self._policy is None:
+            self._policy = frozen_copy(learner)
+        else:
+            for name, part in self._policy._modules.items():
+                part.load_state_dict(learner._modules[name].state_dict())
+
+        def collect() -> Rollout:
+            with torch.no_grad(), precision():
+                return self._collect(rollout_act(self._policy))
+
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="collects ahead")
+        self._future = self._pool.submit(collect)
+
+    def wait(self) -> None:
+        """Waits for the rollout that is being collected."""
+        if self._future is not None:
+            self._rollout, self._future = self._future.result(), None
+
+    def take(self) -> Rollout | None:
+        """The rollout that was begun, once; None: none was."""
+        self.wait()
+        rollout, self._rollout = self._rollout, None
+        return rollout
+
+    def stop(self) -> None:
+        """Ends the thread, after the step that it is in the middle of has failed or its rollout is complete."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout that was begun, complete."""
+        self.wait()
+        return {"rollout": None if self._rollout is None else tree_map(lambda x: x.cpu(), self._rollout)}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """The inverse of :meth:`state_dict`."""
+        saved = state["rollout"]
+        self._rollout = None if saved is None else tree_map(lambda x: x.to(device), saved)
+
+
+def rollout_act(learner: Any) -> Act:
+    """What a rollout is collected with: ``rollout_act()`` of an algorithm that has one, else ``act``."""
+    act: Act = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
+    return act
+
+
+def frozen_copy(learner: Any) -> Any:
+    """A copy whose networks are its own and in evaluation mode, and whose other attributes are the learner's."""
+    other = copy.copy(learner)
+    other.__dict__["_modules"] = {name: copy.deepcopy(part).eval() for name, part in learner._modules.items()}
+    other.__dict__["training"] = False
+    return other.requires_grad_(False)
