@@ -2,13 +2,16 @@
 
     python -m benchmarks.control --algorithm ppo --pairs 5 --json ppo.json
 
-Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings (``dqn_defaults``: with those of
-Stable-Baselines3 itself, an update per four transitions of one environment; ``sac`` and ``td3``: on Pendulum-v1 with
-its defaults and two hidden layers of 256, an update with 256 transitions per step; ``ppo_envpool``: PPO's whole run
-with EnvPool's engine, beside ``sync`` and Stable-Baselines3; ``pong``: environments alone, eight games of Pong with
-their preprocessing and random actions, a step is four frames); evaluation and progress bars are off, logging is each
-library's default. Ratios are taken within a round and their median is reported, for machines are
-noisy.
+Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings. ``dqn_defaults``: the settings of
+Stable-Baselines3 itself, an update per four transitions of one environment; ``sac`` and ``td3``: Pendulum-v1 with its
+defaults and two hidden layers of 256, an update with 256 transitions per step; ``ppo_envpool``: PPO's whole run with
+EnvPool's engine, beside ``sync`` and Stable-Baselines3; ``overlap_cheetah`` and ``overlap_pong``: PPO on HalfCheetah-v5
+with one environment and on Pong with eight, the zoo's settings, environments in processes of their own, with
+``overlap``, without it, and with the environments in this process; ``pong``: environments alone, eight games of Pong
+with their preprocessing and random actions, a step is four frames.
+
+Evaluation and progress bars are off, logging is each library's default. Ratios are taken within a round and their
+median is reported, for machines are noisy.
 """
 
 import argparse
@@ -140,6 +143,25 @@ def ours_pong(total_timesteps: int, vectorization_mode: str = "envpool") -> None
     _step(envs, total_timesteps)
 
 
+def ours_overlapping(kind: str, total_timesteps: int, overlap: bool, vectorization_mode: str = "async") -> None:
+    from datamodules import RolloutDataModule
+    from rl_modules import PPO
+
+    common: dict[str, Any] = {"eval_freq": 0, "overlap": overlap, "total_timesteps": total_timesteps,
+                              "vectorization_mode": vectorization_mode}  # fmt: skip
+    if kind == "cheetah":
+        data = RolloutDataModule("HalfCheetah-v5", 1, n_steps=512, batch_size=64, n_epochs=20, norm_obs=True,
+                                 norm_reward=True, **common)  # fmt: skip
+        model = PPO(learning_rate=2e-5, clip_range=0.1, net_arch=[256, 256], activation_fn="relu", log_std_init=-2.0)
+    else:
+        stack = {"class_path": "FrameStackObservation", "init_args": {"stack_size": 4}}
+        data = RolloutDataModule("ALE/Pong-v5", 8, n_steps=128, batch_size=256, n_epochs=4, sign_reward=True,
+                                 env_kwargs={"frameskip": 1, "repeat_action_probability": 0.0},
+                                 wrappers=["AtariPreprocessing", stack], **common)  # fmt: skip
+        model = PPO(learning_rate="lin_2.5e-4", clip_range="lin_0.1", ent_coef=0.01)
+    _fit(model, data)
+
+
 def sb3_pong(total_timesteps: int) -> None:
     import ale_py
     import gymnasium as gym
@@ -175,6 +197,14 @@ CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
     "ppo_envpool": {"ours": partial(ours_ppo, vectorization_mode="envpool"), "ours, sync": ours_ppo,
                     "stable-baselines3": sb3_ppo},
+    **{
+        f"overlap_{kind}": {
+            "ours": partial(ours_overlapping, kind, overlap=True),
+            "ours, in turn": partial(ours_overlapping, kind, overlap=False),
+            "ours, sync": partial(ours_overlapping, kind, overlap=False, vectorization_mode="sync"),
+        }
+        for kind in ("cheetah", "pong")
+    },
     "pong": {"ours": ours_pong, "ours, ALE's engine": partial(ours_pong, vectorization_mode="vector_entry_point"),
              "stable-baselines3": sb3_pong},
     "a2c": {"ours": ours_a2c, "stable-baselines3": sb3_a2c},
@@ -188,6 +218,8 @@ CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
 TIMESTEPS = {
     "ppo": 40_960,
     "ppo_envpool": 40_960,
+    "overlap_cheetah": 8_192,
+    "overlap_pong": 8_192,
     "pong": 8_000,
     "a2c": 40_000,
     "dqn": 10_240,

@@ -47,15 +47,17 @@ def can_pack_texts(model: Any) -> bool:
 
 
 def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of a text whose neighbour in the row changes: a leak shows however small, in any dtype."""
+    """Logits of a text whose neighbour in the row changes.
+
+    Nothing else differs, so that a leak shows in any dtype if it moves one logit of the whole vocabulary.
+    """
     first, second, text = probe_texts(model, [5, 5, 6])
-    place = torch.arange(6, 11, device=text.device)
+    place = torch.arange(5, 11, device=text.device)
     position = torch.cat([torch.arange(5), torch.arange(6), torch.zeros(1, dtype=torch.long)])[None].to(text.device)
     found = []
     for neighbour in (first, second):
         tokens = torch.cat([neighbour, text, text.new_zeros(1)])[None]
-        logits = logits_at(model, place - 1, **packed_inputs(model, tokens, position))
-        found.append(F.token_log_probs(logits, text[None, 1:]))
+        found.append(logits_at(model, place, **packed_inputs(model, tokens, position)))
     return found[1], found[0], found[0]
 
 

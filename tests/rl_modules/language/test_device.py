@@ -15,7 +15,7 @@ from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
 from tests.fake_device import DEVICE, FakeRanks, FakeStrategy, OnDevice, fake_device
-from tests.marks import quick
+from tests.marks import PRESENT_TRANSFORMERS, quick
 from tests.ranks import on_ranks
 from tests.training import fit
 
@@ -143,6 +143,7 @@ PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 35}
 SHARED = 10
 
 
+@PRESENT_TRANSFORMERS
 @pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
 def test_waits_for_the_device(name: str, judge: str) -> None:
     module, data = case(name, judge)
