@@ -65,6 +65,8 @@ class Collector:
         self.episode_start = np.ones(envs.num_envs, bool)
         #: Environments that a checkpoint's episode could not be repeated in, so that they began another one, [N].
         self.begun_anew = np.zeros(envs.num_envs, bool)
+        #: Call :meth:`report` at the end of each rollout; False: its reader does, when the rollout's turn has come.
+        self.reports_at_once = True
         # Rewards, ends, valid rows and successes of the last rollout, until the statistics of episodes have them.
         self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[float]] | None = None
         #: Of a recurrent policy; None: it has none.
@@ -75,14 +77,13 @@ class Collector:
         """Whether nothing has been experienced yet."""
         return self._observation is None
 
-    def collect(self, act: Act, n_steps: int, device: torch.device, reports: bool = True) -> Rollout:
+    def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
         """``n_steps`` rows of experience.
 
         Args:
             act: the policy, from a batch of observations to ``action`` and what else is to be stored.
             n_steps: T.
             device: where the policy is and the rollout will be.
-            reports: call :meth:`report`; False: the caller does, when the rollout's turn has come.
 
         Returns:
             The rollout's fields, [T, N, …], everything that ``act`` returned among them.
@@ -139,7 +140,7 @@ class Collector:
         if self.sign_reward:
             reward = np.sign(raw_reward).astype(np.float32)
         self._unreported = raw_reward, terminated | truncated, valid, succeeded
-        if reports:
+        if self.reports_at_once:
             self.report()
         require_finite(self.name, observations, reward, finals)
         return self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, finals)

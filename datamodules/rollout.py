@@ -98,6 +98,7 @@ class RolloutDataModule(ControlDataModule):
         self._position = 0
         self._fields = self._order = None
         self._ahead = CollectedAhead(self._collect)
+        self.collector.reports_at_once = not self.overlap
         if self.overlap and self.learner_trainer.precision == "64-true":
             raise UsageError("overlap=True: trainer.precision=64-true changes a setting of the whole process during "
                              "forward passes, which a thread can't share; leave overlap out")  # fmt: skip
@@ -240,7 +241,7 @@ class RolloutDataModule(ControlDataModule):
         return tree_map(lambda x: x[valid], prepared)
 
     def _collect(self, act: Act) -> Rollout:
-        return self.collector.collect(act, self.n_steps, self.learner.device, reports=False)
+        return self.collector.collect(act, self.n_steps, self.learner.device)
 
     def _draw_order(self) -> Tensor | None:
         # One minibatch per pass sees the same transitions in any order.
