@@ -27,17 +27,19 @@ class _Round:
 
 
 class WrittenAhead:
-    """A queue of rounds, which one thread writes in turn.
+    """A queue of rounds, which one thread writes in turn, or which are written when they are asked for.
 
     A checkpoint holds the completions of the rounds that are finished, and the prompts of those that are not, which
     are written again: no prompt is left out or used twice.
 
     Args:
-        write: writes a round; called in the thread.
+        write: writes a round.
+        in_thread: call it in a thread; False: at once, in the caller's.
     """
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, in_thread: bool = True) -> None:
         self._write = write
+        self.in_thread = in_thread
         self._rounds: deque[_Round] = deque()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -57,6 +59,9 @@ class WrittenAhead:
         """Have all rounds written that are neither written nor under way, as after a resume."""
         for waiting in self._rounds:
             if waiting.written is None and waiting.future is None:
+                if not self.in_thread:
+                    waiting.written = self._write(waiting.first)
+                    continue
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix="written ahead")
                 waiting.future = self._pool.submit(self._write, waiting.first)

@@ -23,6 +23,8 @@ class EarlyRewards:
         self, rewards: RewardFunctions, tokenizer: Any, records: Sequence[dict[str, Any]], num_generations: int
     ) -> None:
         self.rewards, self.tokenizer = rewards, tokenizer
+        #: Passed to every call, also to those that run after training has gone on.
+        self.trainer_state = rewards.trainer_state
         self.records, self.num_generations = records, num_generations
         self._ids: dict[int, list[int]] = {}
         self._left = [num_generations] * len(records)
@@ -39,7 +41,13 @@ class EarlyRewards:
             ids = [self._ids.pop(first + j) for j in range(self.num_generations)]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             repeated = [self.records[group]] * self.num_generations
-            self._parts.append(self._pool.submit(self.rewards.score_part, first, repeated, texts, ids))
+            call = self.rewards.score_part
+            self._parts.append(self._pool.submit(call, first, repeated, texts, ids, self.trainer_state))
+
+    def on_written(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
+        """Notes completions that have all ended, by their token ids."""
+        for row, (ids, ended) in enumerate(zip(tokens, finished, strict=True)):
+            self.on_ended(row, list(ids), ended)
 
     def result(self, records: Sequence[dict[str, Any]], texts: Sequence[str]) -> Tensor:
         """Wait for all calls.
@@ -59,3 +67,7 @@ class EarlyRewards:
         finally:
             self._pool.shutdown(cancel_futures=True)
         return self.rewards.join_parts(calls, records, texts)
+
+    def stop(self) -> None:
+        """Ends the calls that have not begun, without waiting for the others."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,7 @@
 """Experience of a language model: completions of prompts, written anew every epoch, in minibatches."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
+from datamodules.language.trainer_state import TrainerState
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -33,8 +35,10 @@ class PromptDataModule(LanguageDataModule):
         num_iterations: passes over each generation.
         dynamic_sampling: maximum number of rounds in which new prompts replace groups with equal rewards (DAPO,
             arXiv:2503.14476); afterwards such groups fill the remaining places. 0: no replacement.
-        async_generations: k, number of generations that are generated during training, with weights at most k
-            generations old; needs ``model.sampler: vllm_server``. 0: every generation uses the current weights.
+        async_generations: k, number of generations that are generated ahead of training, with weights at most k
+            generations old. With ``model.sampler: vllm_server`` they are generated and scored during training; the
+            samplers of this process generate them before, and only the reward functions run during training. 0: every
+            generation uses the current weights.
         ptx_batch_size: demonstrations per optimizer step and rank, for PPO-ptx; 0: none.
         ptx_path: JSONL file of them, with prompt and completion; None: the task's or source's own.
         **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
@@ -82,6 +86,10 @@ class PromptDataModule(LanguageDataModule):
         self.dynamic_sampling: int = hp.dynamic_sampling
         self.async_generations: int = hp.async_generations
         self._ahead = WrittenAhead(self._write_ahead)
+        # Of the rounds that this process has written ahead, by the place of their first prompt: the rewards that are
+        # being computed, and the trainer's state that reward functions are told.
+        self._early: dict[int, EarlyRewards] = {}
+        self._states: dict[int, dict[str, Any]] = {}
         self.ptx_batch_size, self.ptx_path = hp.ptx_batch_size, hp.ptx_path
         self.demonstrations: Demonstrations | None = None
         self.drawn = 0  # prompts taken from the stream so far, over all ranks
@@ -109,6 +117,7 @@ class PromptDataModule(LanguageDataModule):
                 self.demonstrations = self._load_demonstrations()
             self._check_async()
             self._ahead.clear()
+            self._early, self._states = {}, {}
             self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
             self._fields = self._lengths = None
@@ -221,7 +230,11 @@ class PromptDataModule(LanguageDataModule):
             prepared = module.prepare(rollout)
         module.train(training)
         self.generation += 1
-        self._written_at = self.learner_trainer.global_step
+        # Whether the stored log-probabilities are those of the present weights: their own, or computed anew by them.
+        step, version = self.learner_trainer.global_step, rollout["version"]
+        anew = getattr(module, "rescores", True)
+        is_older = version is not None and not anew and bool((version < step).any())
+        self._written_at = -1 if is_older else step
         return prepared
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
@@ -288,7 +301,7 @@ class PromptDataModule(LanguageDataModule):
             **joined_sequences([record["prompt_ids"] for record in records], written, n_each, self._pad_id),
             "finished": written.finished,
             "log_prob": written.log_prob,
-            "version": written.version,
+            "version": self._version(written),
             "records": [record for record in records for _ in range(n_each)],
             "num_generations": n_each,
             "generation": self.generation,
@@ -299,22 +312,25 @@ class PromptDataModule(LanguageDataModule):
                              "reward function returned one per token; set it to 0")  # fmt: skip
         return rollout
 
+    def _version(self, written: Completions) -> Tensor | None:
+        """The optimizer step of the weights that wrote each row, [B]; None: all rows have the present ones."""
+        if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
+            return torch.full_like(written.length, self.learner_trainer.global_step)
+        return written.version
+
     # ---------------------------------------------------------------- generations written ahead
 
     def _check_async(self) -> None:
-        if not self.async_generations:
-            return
         module = self.policy
-        if module.hparams["sampler"] != "vllm_server":
-            raise UsageError(f"async_generations={self.async_generations} needs a sampler that writes while this "
-                             "process trains; start `rl serve` and set model.sampler=vllm_server")  # fmt: skip
-        if not hasattr(module, "correction"):
+        module.samples_ahead = self.async_generations > 0
+        if self.async_generations and not hasattr(module, "correction"):
             raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
                              f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
+        self._ahead.in_thread = module.hparams["sampler"] == "vllm_server"
 
     def _first_round(self, n_prompts: int) -> dict[str, Any]:
         """A generation's first round: written now, or while earlier generations trained."""
-        if not self.async_generations:
+        if not self.async_generations and len(self._ahead) == 0:
             return self._round(n_prompts)
         self.policy.update_sampler()
         if len(self._ahead) == 0:
@@ -322,18 +338,42 @@ class PromptDataModule(LanguageDataModule):
         self._ahead.start()
         first, written = self._ahead.take()
         records, seeds = self._asked(range(first, first + n_prompts))
+        early = None if self._ahead.in_thread else self._judging(first, records, written)
         written = self._without_stale(records, seeds, written)
         while len(self._ahead) < self.async_generations:
             self._ahead.ask(self._reserve(n_prompts))
-        return self._as_rollout(records, written, None)
+        return self._as_rollout(records, written, early)
 
     def _write_ahead(self, first: int) -> Completions:
-        """Write a round with the weights that the sampler has; runs in a thread, beside training."""
+        """Writes a round with the weights that the sampler has: on a server, in a thread beside training, or in this
+        process, which begins to score it.
+        """
         records, seeds = self._asked(range(first, first + self.generation_size // self.num_generations))
         prompts = [record["prompt_ids"] for record in records]
         module = self.policy
-        written: Completions = module.sampler.sample(prompts, self.num_generations, seeds, module.settings())
-        return written
+        if self._ahead.in_thread:
+            written: Completions = module.sampler.sample(prompts, self.num_generations, seeds, module.settings())
+            return written
+        self._ready_rewards()
+        early = EarlyRewards(self.rewards, module.tokenizer, records, self.num_generations)
+        written = module.act(prompts, seeds, self.num_generations, on_ended=early.on_ended)
+        state = asdict(early.trainer_state or TrainerState())
+        del state["max_steps"]  # of the run, which a resume may make longer
+        self._early[first], self._states[first] = early, state
+        version = torch.full_like(written.length, self.learner_trainer.global_step)
+        return replace(written, version=version)
+
+    def _judging(self, first: int, records: list[Record], written: Completions) -> EarlyRewards:
+        """The rewards of a round of this process; begun anew after a resume, with the state of the time of writing."""
+        early, state = self._early.pop(first, None), self._states.pop(first, None)
+        if early is None:
+            self._ready_rewards()
+            early = EarlyRewards(self.rewards, self.policy.tokenizer, records, self.num_generations)
+            if state is not None:
+                early.trainer_state = replace(early.trainer_state or TrainerState(), **state)
+            rows = zip(written.tokens.tolist(), written.length.tolist(), strict=True)
+            early.on_written([row[:n] for row, n in rows], written.finished.tolist())
+        return early
 
     def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
         """Write the groups again whose weights are more than ``async_generations`` generations old."""
@@ -354,6 +394,8 @@ class PromptDataModule(LanguageDataModule):
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
         self._ahead.stop()
+        for early in self._early.values():
+            early.stop()
 
     def _most_missing(self, missing: int) -> int:
         """The largest number of groups that any rank still has to replace."""
@@ -377,6 +419,7 @@ class PromptDataModule(LanguageDataModule):
             "written_at": self._written_at,
             "fields": self._half_used(),
             "ahead": self._ahead.state_dict(),
+            "trainer_states": self._states,
         }
         ranks: list[Any] = [own]
         if self._world_size > 1:
@@ -406,6 +449,7 @@ class PromptDataModule(LanguageDataModule):
         self.drawn, self.generation = state_dict["drawn"], state_dict["generation"]
         self._position, self._written_at = own["position"], own["written_at"]
         self._ahead.load_state_dict(own.get("ahead", []), device)
+        self._early, self._states = {}, own.get("trainer_states", {})
         self._shuffler.set_state(own["shuffler"].cpu())
         self._order = own["order"].cpu()
         self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}

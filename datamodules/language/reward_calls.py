@@ -87,7 +87,7 @@ class RewardFunctions:
             UsageError: a function fails on every sample, needs a column that is missing, or returns anything but B
                 numbers.
         """
-        given = self._given(records, completions, completion_ids)
+        given = self._given(records, completions, completion_ids, self.trainer_state)
         arguments = self._arguments(given)
         calls = [_Call(j, start, stop) for j in range(len(self.funcs)) for start, stop in self._parts(records)]
 
@@ -108,6 +108,7 @@ class RewardFunctions:
         records: Sequence[dict[str, Any]],
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        state: TrainerState | None = None,
     ) -> list["_Call"]:
         """Score a part of a batch that is not complete yet; :meth:`join_parts` puts the parts together.
 
@@ -116,8 +117,9 @@ class RewardFunctions:
             records: one per completion of the part.
             completions: their texts.
             completion_ids: their token ids.
+            state: passed as ``trainer_state``.
         """
-        given = self._given(records, completions, completion_ids)
+        given = self._given(records, completions, completion_ids, state)
         calls = []
         for j, arguments in enumerate(self._arguments(given)):
             call = _Call(j, first, first + len(records))
@@ -137,13 +139,14 @@ class RewardFunctions:
             records: B, one per completion.
             completions: B texts.
         """
-        return self._collected(calls, records, self._given(records, completions, None))
+        return self._collected(calls, records, self._given(records, completions, None, None))
 
     def _given(
         self,
         records: Sequence[dict[str, Any]],
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]] | None,
+        state: TrainerState | None,
     ) -> dict[str, Any]:
         """All that reward functions may ask for."""
         given: dict[str, Any] = {
@@ -155,8 +158,8 @@ class RewardFunctions:
             "completion_ids": completion_ids,
             **columns_of(records),
         }
-        if self.trainer_state is not None:
-            given["trainer_state"] = self.trainer_state
+        if state is not None:
+            given["trainer_state"] = state
         return given
 
     def _arguments(self, given: dict[str, Any]) -> list[dict[str, Any]]:

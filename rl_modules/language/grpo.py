@@ -85,8 +85,9 @@ class GRPO(JudgedPolicy):
         importance_sampling_correction: weight of each token if the sampler's probabilities differ from training's, with
             ρ = π_training / π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole
             completion, clipped to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or
-            ``none``. Null: ``sequence_mask`` for a sampler on another engine, ``none`` for ``native``. ρ includes
-            filters: if nothing else differs, it is the probability mass that ``top_p`` or ``top_k`` kept.
+            ``none``. Null: ``sequence_mask`` for a sampler on another engine and under ``async_generations``,
+            ``none`` for ``native``. ρ includes filters: if nothing else differs, it is the probability mass that
+            ``top_p`` or ``top_k`` kept.
         importance_sampling_clip_min: lower bound on ρ; null: none.
         importance_sampling_clip_max: upper bound on ρ; null: none.
         max_completion_length: tokens.
@@ -289,7 +290,7 @@ class GRPO(JudgedPolicy):
     @property
     def correction(self) -> str:
         """The mode of the importance weights, or ``none``."""
-        return correction_of(self.hparams)
+        return correction_of(self.hparams, self.samples_ahead)
 
     @property
     def corrects(self) -> bool:

@@ -43,6 +43,8 @@ class LanguagePolicy(LanguageModule):
     repetition_penalty: float
     max_completion_length: int
     best_metric = ("eval/pass@1", "max")
+    #: Whether the datamodule has completions written ahead of training, with older weights (``async_generations``).
+    samples_ahead = False
 
     def __init__(
         self,

@@ -31,12 +31,17 @@ def check_correction(hparams: Any) -> None:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 
 
-def correction_of(hparams: Any) -> str:
-    """The mode that applies: the one given, or TRL's default where another engine samples."""
+def correction_of(hparams: Any, is_ahead: bool = False) -> str:
+    """The mode that applies: the one given, or TRL's default where another engine or older weights sample.
+
+    Args:
+        hparams: the module's.
+        is_ahead: completions are written ahead of training, with older weights.
+    """
     given: str | None = hparams[_NAME]
     if given is not None:
         return given
-    return "none" if hparams["sampler"] == "native" else "sequence_mask"
+    return "none" if hparams["sampler"] == "native" and not is_ahead else "sequence_mask"
 
 
 def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

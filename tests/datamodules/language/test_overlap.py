@@ -247,12 +247,112 @@ def test_without_any_server_the_run_says_so() -> None:
         fit(spy(sampler="vllm_server", sampler_options={"addresses": ["127.0.0.1:9"]}), addition(), max_steps=1)
 
 
-def test_async_needs_a_sampler_elsewhere_and_a_correction() -> None:
-    with pytest.raises(UsageError, match="async_generations=1 needs a sampler that writes while"):
-        fit(spy(), addition(async_generations=1), max_steps=1)
+def test_async_needs_a_correction() -> None:
     module = RLHFPPO(model_config=TINY, sampler="vllm_server", sampler_options={"addresses": ["127.0.0.1:9"]})
     with pytest.raises(UsageError, match="which RLHFPPO does not correct for"):
         fit(module, addition(async_generations=1), max_steps=1)
+
+
+# ---------------------------------------------------------------- rounds that this process writes ahead
+
+
+def of_the_state(completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
+    """Depends on when it is asked."""
+    return [(sum(map(ord, text)) + trainer_state.global_step) % 5 / 4 for text in completions]
+
+
+class Noted(Spy):
+    """Keeps the step and the rows' versions of each generation."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.versions: list[tuple[int, list[int]]] = []
+
+    def prepare(self, rollout: Any) -> Any:
+        version = rollout["version"]
+        self.versions.append((self.trainer.global_step, [] if version is None else version.unique().tolist()))
+        return super().prepare(rollout)
+
+
+def noted(**arguments: Any) -> Noted:
+    return Noted(model_config=TINY, max_completion_length=5, learning_rate=1e-2, completions_steps=0,
+                 lr_scheduler_type="constant", **arguments)  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_this_process_writes_k_generations_ahead_with_the_prompts_in_order(k: int) -> None:
+    module, native = noted(), spy(learning_rate=1e-2)
+    fit(module, addition(async_generations=k, reward_funcs=[f"{HERE}:of_the_state"]), max_steps=6)
+    fit(native, addition(), max_steps=6)
+    assert prompts_of(module) == prompts_of(native)
+    assert module.versions == [(step, [max(0, step - k)]) for step in range(6)]
+    behind = sum(min(step, k) for step in range(6)) / 6
+    assert module.latest_metrics["train/sampling/steps_behind"] == pytest.approx(behind)
+    # Each generation is the one that the weights of its version write.
+    assert torch.equal(module.rollouts[0][0]["tokens"], native.rollouts[0][0]["tokens"])
+    for step, (rollout, _) in enumerate(module.rollouts):
+        judged = [(sum(map(ord, text)) + max(0, step - k)) % 5 / 4 for text in rollout["texts"]]
+        assert rollout["rewards"].flatten().tolist() == judged
+
+
+def test_generations_written_ahead_are_corrected_for() -> None:
+    module = noted()
+    fit(module, addition(async_generations=1), max_steps=4)
+    assert module.correction == "sequence_mask"
+    assert module.latest_metrics["train/sampling/importance_ratio/mean"] != 1.0
+    _, fields = module.rollouts[-1]
+    assert not torch.allclose(fields["log_prob"], fields["sampling_log_prob"])
+    fit(module, addition(), max_steps=1)
+    assert module.correction == "none"
+
+
+def test_without_correction_the_ratio_is_that_to_the_weights_that_wrote() -> None:
+    ratios: list[bool] = []
+
+    class Ratio(Noted):
+        def policy_loss(self, log_prob: Any, batch: Any) -> Any:
+            ratios.append(torch.equal(log_prob.detach(), batch["log_prob"]))
+            return super().policy_loss(log_prob, batch)
+
+    module = noted(importance_sampling_correction="none")
+    module.__class__ = Ratio
+    fit(module, addition(async_generations=1), max_steps=4)
+    assert ratios == [True, False, False, False]  # the first generation alone is of the present weights
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dynamic_sampling": 2}, {"steps_per_generation": 2}], ids=str)
+def test_generations_written_ahead_resume_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes_exactly(noted, lambda: addition(async_generations=2, reward_funcs=[f"{HERE}:of_the_state"],
+                                                   **arguments), tmp_path, 3)  # fmt: skip
+
+
+def test_a_run_that_is_resumed_without_async_loses_no_prompt(tmp_path: Path) -> None:
+    first, second, native = noted(), noted(), noted()
+    fit(first, addition(async_generations=2), max_steps=3).save_checkpoint(tmp_path / "stopped.ckpt")
+    fit(second, addition(), tmp_path / "stopped.ckpt", max_steps=8)
+    fit(native, addition(), max_steps=8)
+    assert prompts_of(first) + prompts_of(second) == prompts_of(native)
+
+
+def test_rewards_are_computed_while_the_last_generation_trains() -> None:
+    trained, asked = threading.Event(), []
+    data = addition(async_generations=1)
+
+    def waits(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        is_first = prompts[0] in [data.record(place)["prompt"] for place in range(4)]
+        asked.append(is_first or trained.wait(30))
+        return [sum(map(ord, text)) % 5 / 4 for text in completions]
+
+    class Training(Noted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            trained.set()
+            return super().training_step(batch, batch_idx)
+
+    module = noted()
+    module.__class__ = Training
+    data = addition(async_generations=1, reward_funcs=[waits])
+    fit(module, data, max_steps=2)
+    assert len(asked) > 4 and all(asked)
 
 
 @pytest.mark.slow
