@@ -18,7 +18,6 @@ import lightning as L
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.language.grpo import GRPO
 
-
 #: Steps that fill the queue of generations.
 WARM_UP = 2
 

@@ -106,6 +106,8 @@ CASES: dict[str, list[str]] = {
             "--data.task=paths", "--data.n_train=48", "--data.batch_size=16", "--trainer.accumulate_grad_batches=2"],
     "grpo": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.beta=0.01", "--trainer.max_steps=72"],
+    "grpo-ahead": ["--model=GRPO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
+                   "--data.num_generations=4", "--data.async_generations=1", "--trainer.max_steps=48"],
     "rloo": ["--model=RLOO", f"--model.model_config={TINY}", *PROMPTS, "--data.batch_size=16",
              "--data.num_generations=4", "--model.entropy_coef=0.01", "--trainer.max_steps=48"],
     "rlhf-ppo": ["--model=RLHFPPO", *PROMPTS, "--data.batch_size=8", "--data.num_generations=1"],

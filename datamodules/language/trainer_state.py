@@ -17,7 +17,7 @@ class TrainerState:
     #: Tokens that training has seen so far, over all ranks.
     num_input_tokens_seen: int = 0
     is_world_process_zero: bool = True
-    #: The last logged metrics with their ``step``, in a list of at most one.
+    #: The last logged metrics without ``time/*``, with their ``step``, in a list of at most one.
     log_history: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -35,8 +35,11 @@ def trainer_state(trainer: Any, epoch: float) -> TrainerState:
         estimate = trainer.estimated_stepping_batches
         total = 0 if estimate == float("inf") else int(estimate)
     module = trainer.lightning_module
-    # TRL's log has its own names, which TensorBoard shows with the prefix.
-    latest = {name.removeprefix("train/"): value for name, value in getattr(module, "latest_metrics", {}).items()}
+    # TRL's log has its own names, which TensorBoard shows with the prefix. Speeds differ from run to run.
+    latest = {
+        name.removeprefix("train/"): value for name, value in getattr(module, "latest_metrics", {}).items()
+        if not name.startswith("time/")
+    }  # fmt: skip
     return TrainerState(
         step, max(0, total), epoch, getattr(module, "num_tokens", 0), trainer.is_global_zero,
         [{**latest, "step": step}] if latest else [],
