@@ -323,7 +323,9 @@ class PromptDataModule(LanguageDataModule):
     def _check_async(self) -> None:
         module = self.policy
         module.samples_ahead = self.async_generations > 0
-        if self.async_generations and not hasattr(module, "correction"):
+        if not self.async_generations:
+            return
+        if not hasattr(module, "correction"):
             raise UsageError(f"async_generations={self.async_generations} writes with older weights, which "
                              f"{type(module).__name__} does not correct for; set it to 0")  # fmt: skip
         self._ahead.in_thread = module.hparams["sampler"] == "vllm_server"

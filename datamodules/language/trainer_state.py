@@ -35,11 +35,8 @@ def trainer_state(trainer: Any, epoch: float) -> TrainerState:
         estimate = trainer.estimated_stepping_batches
         total = 0 if estimate == float("inf") else int(estimate)
     module = trainer.lightning_module
-    # TRL's log has its own names, which TensorBoard shows with the prefix. Speeds differ from run to run.
-    latest = {
-        name.removeprefix("train/"): value for name, value in getattr(module, "latest_metrics", {}).items()
-        if not name.startswith("time/")
-    }  # fmt: skip
+    # TRL's log has its own names, which TensorBoard shows with the prefix.
+    latest = {name.removeprefix("train/"): value for name, value in getattr(module, "regular_metrics", {}).items()}
     return TrainerState(
         step, max(0, total), epoch, getattr(module, "num_tokens", 0), trainer.is_global_zero,
         [{**latest, "step": step}] if latest else [],

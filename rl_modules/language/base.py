@@ -171,6 +171,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         self.began_with = 0
         #: The last point of every training curve.
         self.latest_metrics: dict[str, float] = {}
+        self.regular_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
         self._throughput = Throughput()
         # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
@@ -187,7 +188,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         self._sums, self._weights = {}, {}
         self._logged_at = 0
         self.num_tokens = self.began_with = 0
-        self.latest_metrics = {}
+        self.latest_metrics, self.regular_metrics = {}, {}
         self._gradients = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -440,7 +441,9 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         checkpoint["gradients"] = self._gradients_so_far()
         watched = {} if self._trainer is None else monitors(self.trainer)
         checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
-        checkpoint["unlogged"] = {"sums": self._sums, "weights": self._weights, "at": self._logged_at}
+        checkpoint["latest"] = dict(self.regular_metrics)
+        sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
+        checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
 
     def _gradients_so_far(self) -> dict[str, Tensor]:
         """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
@@ -461,6 +464,8 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         # A checkpoint's are on the CPU.
         self._sums = {name: value.to(self.device) for name, value in self._sums.items()}
         self._weights = {name: value.to(self.device) for name, value in self._weights.items()}
+        if self._sums and self._trainer is not None:
+            self.write_due_metrics()  # a ModelCheckpoint saves a step before its point is written
         for name, parameter in self.named_parameters():
             if name in self._gradients:
                 parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
@@ -481,7 +486,8 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
         self.num_tokens = checkpoint["num_tokens"]
         self._gradients = checkpoint["gradients"]
-        self.latest_metrics = dict(checkpoint.get("monitored", {}))
+        self.regular_metrics = dict(checkpoint.get("latest", {}))
+        self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
         unlogged = checkpoint["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]

@@ -21,6 +21,8 @@ class LanguageMetrics(L.LightningModule):
     learning_curve: str
     #: The last point of every curve, by displayed name.
     latest_metrics: dict[str, float]
+    #: The same without speeds and without the point that ends a run between two others.
+    regular_metrics: dict[str, float]
     #: Tokens of training so far, over all ranks.
     num_tokens: int
     _sums: dict[str, Tensor]
@@ -61,13 +63,21 @@ class LanguageMetrics(L.LightningModule):
         return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.write_due_metrics()
+
+    def write_due_metrics(self) -> None:
+        """Logs one point of every training curve at each multiple of ``logging_steps``, once."""
         step = self.trainer.global_step
         if step != self._logged_at and step % self.logging_steps == 0:
             self.write_metrics()
 
     def on_train_end(self) -> None:
-        if self._sums:
-            self.write_metrics()
+        if not self._sums:
+            return
+        unfinished = self._sums, self._weights, self.regular_metrics
+        self.write_metrics()
+        # A run that resumes this one has its next point whole.
+        self._sums, self._weights, self.regular_metrics = unfinished
 
     def write_metrics(self) -> None:
         """Logs one point of every training curve: means since the last point, over all ranks."""
@@ -85,6 +95,9 @@ class LanguageMetrics(L.LightningModule):
         if self.learning_curve in metrics:
             for adapter in adapters(self.trainer):
                 adapter.write_learning_curve(self.learning_curve, metrics[self.learning_curve], step)
+        # Reward functions may read the last point, also after a resume. Speeds differ from run to run.
+        latest = {name: float(x) for name, x in metrics.items() if not name.startswith("time/")}
+        self.regular_metrics = {**self.regular_metrics, **latest}
         self._sums, self._weights = {}, {}
 
     def _means_over_ranks(self) -> dict[str, float]:

@@ -257,8 +257,9 @@ def test_async_needs_a_correction() -> None:
 
 
 def of_the_state(completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
-    """Depends on when it is asked."""
-    return [(sum(map(ord, text)) + trainer_state.global_step) % 5 / 4 for text in completions]
+    """Depends on when it is asked, and on the last logged metrics."""
+    seen = trainer_state.global_step + len(trainer_state.log_history)
+    return [(sum(map(ord, text)) + seen) % 5 / 4 for text in completions]
 
 
 class Noted(Spy):
@@ -291,7 +292,9 @@ def test_this_process_writes_k_generations_ahead_with_the_prompts_in_order(k: in
     # Each generation is the one that the weights of its version write.
     assert torch.equal(module.rollouts[0][0]["tokens"], native.rollouts[0][0]["tokens"])
     for step, (rollout, _) in enumerate(module.rollouts):
-        judged = [(sum(map(ord, text)) + max(0, step - k)) % 5 / 4 for text in rollout["texts"]]
+        asked_at = max(0, step - k)
+        seen = asked_at + (asked_at >= module.logging_steps)
+        judged = [(sum(map(ord, text)) + seen) % 5 / 4 for text in rollout["texts"]]
         assert rollout["rewards"].flatten().tolist() == judged
 
 
@@ -322,8 +325,17 @@ def test_without_correction_the_ratio_is_that_to_the_weights_that_wrote() -> Non
 
 @pytest.mark.parametrize("arguments", [{}, {"dynamic_sampling": 2}, {"steps_per_generation": 2}], ids=str)
 def test_generations_written_ahead_resume_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
-    assert_resumes_exactly(noted, lambda: addition(async_generations=2, reward_funcs=[f"{HERE}:of_the_state"],
-                                                   **arguments), tmp_path, 3)  # fmt: skip
+    def make_data() -> Any:
+        return addition(async_generations=2, reward_funcs=[f"{HERE}:of_the_state"], **arguments)
+
+    # A run that ends writes a last point of the curves, so that every step has one.
+    assert_resumes_exactly(lambda: noted(logging_steps=1), make_data, tmp_path, 3)
+
+
+def test_a_reward_that_reads_the_log_resumes_exactly(tmp_path: Path) -> None:
+    assert_resumes_exactly(
+        lambda: noted(logging_steps=1), lambda: addition(reward_funcs=[f"{HERE}:of_the_state"]), tmp_path, 5
+    )
 
 
 def test_a_run_that_is_resumed_without_async_loses_no_prompt(tmp_path: Path) -> None:
