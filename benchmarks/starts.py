@@ -85,6 +85,12 @@ VARIANTS: dict[str, Variant] = {
                              "model.epsilon_high": 4e-4}),
     "cispo": Variant(options={"model.loss_type": "cispo", "model.epsilon_high": 5.0}),
     "rloo": Variant("rloo/addition.yaml"),
+    # In an environment with vLLM, see docs/language/sampling.md.
+    "vllm": Variant(options={"model.sampler": "vllm"}),
+    "two generations old": Variant(options={"data.async_generations": 2}),
+    # A filter that filters nothing: the ratio is to training's own log-probabilities, and nothing corrects.
+    "two generations old, uncorrected": Variant(options={
+        "data.async_generations": 2, "model.importance_sampling_correction": "none", "model.top_p": 0.9999999}),
     "ppo with a verifier": Variant("rlhf_ppo/addition.yaml"),
 }  # fmt: skip
 
