@@ -321,3 +321,27 @@ def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) 
     assert not torch.equal(ranks[0]["collector"]["observation"], ranks[1]["collector"]["observation"])
     with pytest.raises(UsageError, match="written by 2 ranks, this run has 1; resume with as many"):
         run(tmp_path, tmp_path / "half/end.ckpt", world_size=1)
+
+
+TINY = '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
+COMMANDS = {
+    "PPO": ["--model=PPO", "--data=RolloutDataModule", "--data.env_id=CartPole-v1", "--data.n_envs=2",
+            "--data.n_steps=16", "--data.batch_size=16", "--data.n_epochs=1", "--data.total_timesteps=256",
+            "--data.eval_freq=128", "--data.n_eval_episodes=2", "--data.n_test_episodes=2", "--data.overlap=true"],
+    "SFT": ["--model=SFT", "--data=InstructionDataModule", "--data.task=addition", "--data.n_eval=4",
+            "--data.batch_size=8", "--data.n_train=32", "--trainer.max_steps=2", f"--model.model_config={TINY}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_line_ends_a_run_of_two_ranks_with_one_summary(name: str, tmp_path: Path) -> None:
+    def train() -> None:
+        from recipes.cli import main
+
+        os.chdir(tmp_path)
+        main(["fit", *COMMANDS[name], "--trainer.devices=2", "--trainer.accelerator=cpu"])
+
+    on_ranks(train, tmp_path / "ranks")
+    first, second = ((tmp_path / f"ranks/{rank}.txt").read_text() for rank in range(2))
+    assert "last checkpoint" in first and "last checkpoint" not in second
+    assert len(list(tmp_path.glob("logs/*/version_0/checkpoints/last.ckpt"))) == 1

@@ -15,6 +15,7 @@ from datamodules.base import ControlDataModule
 from datamodules.envs.episodes import episode_seed
 from datamodules.envs.vector import make_env
 from datamodules.evaluation import Predicts
+from recipes.callbacks.log_folder import log_folder
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
@@ -91,7 +92,7 @@ class EpisodeRecorder(Callback):
         if data.num_timesteps < self._next or not trainer.is_global_zero:
             return
         self._next = (data.num_timesteps // self.every + 1) * self.every
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "videos"
+        folder = log_folder(trainer) / "videos"
         policy: Any = pl_module
         record_episodes(policy, data, folder, prefix=f"step-{data.num_timesteps}")
 

@@ -1,6 +1,5 @@
 """Pictures of a tabular agent's values before and after training."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,6 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from PIL import Image
 
+from recipes.callbacks.log_folder import log_folder
 from recipes.grid_pictures import draw_values
 
 
@@ -39,7 +39,7 @@ class ValuePictures(Callback):
         title = (f"{name} on {datamodule.env_name}", f"{datamodule.num_timesteps:,} transitions",
                  f"greedy return {achieved:.4g} (best {best:.4g})")  # fmt: skip
         image = draw_values(pl_module.q, model, title)
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = log_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"values_{when}.png")
         for logger in trainer.loggers:

@@ -15,6 +15,7 @@ from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.hparams import write_hparams
+from recipes.callbacks.log_folder import log_folder
 from recipes.cli import resume
 from rl_modules.common.spaces import image_brief
 
@@ -120,9 +121,7 @@ def exact_row(model: Any, data: Any) -> dict[str, str]:
 
 def files_of(trainer: Trainer) -> dict[str, str]:
     """Returns where the pictures and videos of a run are, for those that it has."""
-    if trainer.log_dir is None:
-        return {}
-    folder = Path(trainer.log_dir)
+    folder = log_folder(trainer)
     found = {"value maps": sorted(folder.glob("values_*.png")), "videos": sorted(folder.glob("videos/*.mp4"))}
     return {name: ", ".join(_relative(str(path)) for path in paths) for name, paths in found.items() if paths}
 
