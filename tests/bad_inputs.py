@@ -328,12 +328,21 @@ for algorithm, options in {
 }.items():  # fmt: skip
     for option, says in options.items():
         cli(f"{algorithm} --{option}", ["fit", "--config", algorithm, *BRIEF, *f"--{option}".split(" ", 1)], says)
+cli("A2C with overlap", ["fit", "--config", "a2c/cartpole.yaml", *BRIEF, "--data.overlap", "true"], "overlap=True",
+    "A2C's update", "leave overlap out")  # fmt: skip
+cartpole("--data.overlap 2", "overlap", "2")
+cli("overlap in float64", [*CARTPOLE, "--data.overlap", "true", "--trainer.precision", "64-true"], "overlap=True",
+    "64-true")  # fmt: skip
+cli("PPO with generations ahead", "fit --config rlhf_ppo/addition.yaml --model.model_name_or_path null "
+    "--data.async_generations 1 --trainer.max_steps 1", "async_generations=1", "RLHFPPO does not correct")  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ evaluation commands
 for command in ("validate", "test", "predict", "record"):
     cli(f"{command} without a checkpoint", [command, "--config", "ppo/cartpole.yaml"], "ckpt_path", command)
 cli("validate a language model without weights", "validate --config sft/addition.yaml", "ckpt_path",
     "model_name_or_path")  # fmt: skip
+cli("test with an option of fit", "test --config ppo/cartpole.yaml --ckpt_path {control} --checkpoint.interval_s 1",
+    "checkpoint.interval_s", "rl fit")  # fmt: skip
 cli("predict to text", "predict --config ppo/cartpole.yaml --ckpt_path {control} --output x.txt", ".csv", ".jsonl")
 cli("predict into no folder", "predict --config ppo/cartpole.yaml --ckpt_path {control} --output no/x.csv", "no")
 cli("record no episodes", "record --config ppo/cartpole.yaml --ckpt_path {control} --episodes 0", "episodes=0")

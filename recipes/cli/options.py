@@ -49,6 +49,8 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
         return f"unknown option --{name}{_meant(name.replace('-', '_'), chosen)}; `rl fit --help` lists all"
     known = of_group(group, chosen)
     owner = getattr((chosen or {}).get(group), "__name__", group)
+    if rest in known and group == "checkpoint":
+        return f"unknown option '{name}': checkpoints are written by `rl fit`, which alone takes this option"
     if rest in known:
         return f"unknown option '{name}': {owner} sets {rest} itself"
     if (meant := MEANT.get(rest.replace("-", "_"))) and _exists(meant, chosen):
