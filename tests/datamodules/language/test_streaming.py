@@ -15,6 +15,7 @@ from datamodules.language.streaming import RecordStream
 from rl_modules import DPO, GRPO, KTO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
+from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 
 ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)} for i in range(11)]
@@ -193,6 +194,41 @@ def test_a_resumed_run_of_streamed_preferences_is_the_uninterrupted_one(algorith
     run("resumed.ckpt", tmp_path / "step=7.ckpt")
     assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
     assert not len(getattr(module, "_tables", {}).get("train", ()))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def streamed_on(ranks, algorithm, path, **settings):
+    """Weights after four steps of four pairs (KTO: eight judgements)."""
+    module = algorithm(model_config=TINY, optimizer=sgd, lr_scheduler_type="constant", max_grad_norm=None)
+    data = PreferenceDataModule(path=path, streaming=True, streaming_buffer=8, batch_size=4 // ranks, n_eval=0,
+                                packing=False)  # fmt: skip
+    fit(module, data, max_steps=4, devices=ranks, strategy="ddp" if ranks > 1 else "auto", **settings)
+    return {name: x.float() for name, x in module.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("algorithm", [DPO, KTO, RewardModel])
+def test_two_ranks_learn_from_streamed_preferences_what_one_learns(algorithm, tmp_path):
+    path = written_pairs(tmp_path)
+    one = streamed_on(1, algorithm, path)
+    two, other = on_ranks(lambda: streamed_on(2, algorithm, path), tmp_path / "ranks")
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, two[name], atol=1e-5, rtol=1e-4)
+        assert torch.equal(two[name], other[name])
+    start = algorithm(model_config=TINY)
+    start.configure_model()
+    assert any((one[name] - x).abs().max() > 1e-3 for name, x in start.model.state_dict().items())
+
+
+@pytest.mark.parametrize("algorithm", [DPO, KTO, RewardModel])
+def test_streamed_preferences_in_bf16_mixed_are_near_those_in_float32(algorithm, tmp_path):
+    path = written_pairs(tmp_path)
+    exact, rounded = streamed_on(1, algorithm, path), streamed_on(1, algorithm, path, precision="bf16-mixed")
+    assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
+    for name in exact:
+        torch.testing.assert_close(exact[name], rounded[name], atol=0.02, rtol=0.05)
 
 
 def test_an_empty_streamed_prompt_is_refused_to_a_policy(tmp_path):
