@@ -3,6 +3,8 @@
 import contextlib
 import json
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +35,10 @@ class Pipeline:
         self._began_s = time.monotonic()
         #: Seconds that each stage took.
         self.seconds: dict[str, float] = {}
-        #: Peak memory of the process during each stage, in MiB; None where the system does not report it.
+        #: Peak memory of the process during each stage, in MiB; None where the system does not report it, and of
+        #: stages in several processes.
         self.memory: dict[str, float | None] = {}
+        self._has_own_processes = False
 
     def stage(
         self,
@@ -83,11 +87,13 @@ class Pipeline:
         print(f"{name}: in {folder}", flush=True)
         began_s = time.monotonic()
         _reset_peak_memory()
+        self._has_own_processes = False
         try:
             run(folder)
         finally:
             spent += time.monotonic() - began_s
-            memory = max((m for m in (_peak_memory(), found.get("memory")) if m is not None), default=None)
+            here = None if self._has_own_processes else _peak_memory()
+            memory = max((m for m in (here, found.get("memory")) if m is not None), default=None)
             _write(folder, {**wanted, "seconds": spent, "memory": memory})
         missing = [output for output in outputs if not (folder / output).exists()]
         if missing:
@@ -130,14 +136,17 @@ class Pipeline:
 
         def run(folder: Path) -> None:
             from recipes.cli import main
+            from recipes.stages import world_size
 
             logger = {"save_dir": str(folder), "name": "", "version": "run"}
             options = {**given, **{f"trainer.logger.init_args.{key}": value for key, value in logger.items()}}
             words = [
                 f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()
             ]
-            resume = ["--resume"] if (folder / "run").exists() else []
-            _or_fail(name, lambda: main(["fit", "--config", config, *words, *resume]))
+            command = ["fit", "--config", config, *words, *(["--resume"] if (folder / "run").exists() else [])]
+            # Each further process of a run repeats its command, which must not be the pipeline.
+            self._has_own_processes = world_size(["--config", str(configs.find(config)), *words]) > 1
+            _or_fail(name, lambda: (_in_a_process if self._has_own_processes else main)(command))
             shutil.rmtree(folder / "model", ignore_errors=True)  # an interrupted export leaves a part
             _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
                                          "--output", str(folder / "model")]))  # fmt: skip
@@ -240,6 +249,25 @@ def _peak_memory() -> float | None:
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 2**10
     return None
+
+
+def _in_a_process(words: Sequence[str]) -> None:
+    """Runs an ``rl`` command as a process of its own; raises SystemExit with its exit code.
+
+    Ctrl-C reaches the process from the terminal, SIGTERM is passed on; both end it with a checkpoint.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "recipes", *words])
+
+    def pass_on(number: int, frame: Any) -> None:
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        raise SystemExit(process.wait())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _or_fail(stage: str, run: Callable[[], None]) -> None:

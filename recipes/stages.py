@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,8 +71,33 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> No
         UsageError: names the stage.
     """
     from recipes.cli import config_files
-    from recipes.cli.lightning_cli import RLCLI
     from recipes.cli.options import refuse_keys
+
+    if "LOCAL_RANK" in os.environ:
+        raise UsageError(f"LOCAL_RANK={os.environ['LOCAL_RANK']}: a pipeline starts the processes of its stages "
+                         "itself; run it once, without torchrun, and give a stage trainer.devices")  # fmt: skip
+    for _, config, _ in stages.values():
+        path = configs.find(config)
+        refuse_keys(path, config_files.check(path))
+    for stage, (command, config, options) in stages.items():
+        try:
+            _checked(command, rl_words(config, in_one_process(options) if command == "test" else options))
+        except UsageError as error:
+            raise UsageError(f"stage {stage}: {error}") from error
+
+
+def world_size(words: Sequence[str]) -> int:
+    """Number of processes that ``rl fit`` trains in.
+
+    Args:
+        words: its arguments.
+    """
+    return int(_checked("fit", words).trainer.world_size)
+
+
+def _checked(command: str, words: Sequence[str]) -> Any:
+    """The parsed command with its objects, which has run nothing."""
+    from recipes.cli.lightning_cli import RLCLI
     from rl_modules.common.pairing import check_pairing
 
     class Checked(RLCLI):
@@ -84,14 +110,23 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> No
         def _run_subcommand(self, subcommand: str) -> None:
             """Runs nothing."""
 
-    for _, config, _ in stages.values():
-        path = configs.find(config)
-        refuse_keys(path, config_files.check(path))
-    for stage, (command, config, options) in stages.items():
-        try:
-            Checked(command, rl_words(config, options))
-        except UsageError as error:
-            raise UsageError(f"stage {stage}: {error}") from error
+    return Checked(command, list(words))
+
+
+def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Options of what a pipeline itself does with a policy, on one device.
+
+    Args:
+        arguments: options by dotted name.
+
+    Raises:
+        UsageError: several devices are asked for.
+    """
+    devices = str(arguments.get("trainer.devices", "1"))
+    if devices != "1":
+        raise UsageError(f"trainer.devices={devices}: evaluations and comparisons run in the pipeline's own process; "
+                         "give several devices to the stages that train")  # fmt: skip
+    return {**arguments, "trainer.devices": "1"}
 
 
 def check_folder(folder: str) -> None:
@@ -130,7 +165,7 @@ def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
     from recipes.cli.lightning_cli import RLCLI
 
     with contextlib.redirect_stdout(io.StringIO()):
-        cli = RLCLI("test", rl_words(config, arguments))
+        cli = RLCLI("test", rl_words(config, in_one_process(arguments)))
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
     return {name: value for name, value in sorted(metrics.items()) if name.startswith("eval/")}
 
@@ -143,7 +178,7 @@ def instantiate(config: str, arguments: dict[str, str]) -> Any:
         def _run_subcommand(self, subcommand: str) -> None:
             """Do nothing with them."""
 
-    return Instances("test", rl_words(config, arguments))
+    return Instances("test", rl_words(config, in_one_process(arguments)))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def unknown_monitor(message: str, known: Iterable[str]) -> str | None:
         return None
     name, names = found.group(1), sorted(known)
     near = did_you_mean(name, names) or did_you_mean(f"train/{name}", names)
-    shown = near or f"; it logs {', '.join(names[:40])}"
+    shown = near or (f"; it logs {', '.join(names[:40])}" if names else "; it has logged nothing yet, as a run without "
+                     "evaluations does")  # fmt: skip
     return f"a callback's monitor={name!r} is no metric of this run{shown}"
 
 

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 
-from recipes.pipeline import Pipeline
+from recipes.pipeline import Pipeline, _in_a_process
 from recipes.stage_curves import draw_curves, labels, round_numbers
+from recipes.stages import check_stages, in_one_process, rl_words, world_size
 from rl_modules.common.errors import UsageError
 
 
@@ -126,3 +128,48 @@ def test_ticks_surround_a_constant():
     for value in (3.0, -3.0, 0.1, 500.0):
         ticks = round_numbers(value, value)
         assert ticks[0] < value < ticks[-1] and 2 <= len(ticks) <= 6
+
+
+# ---------------------------------------------------------------- several devices
+
+
+TINY = '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
+ADDITION = {"model.model_config": TINY, "data.n_train": 32, "data.n_eval": 4, "data.batch_size": 8,
+            "data.eval_steps": 0, "trainer.max_steps": 4, "trainer.accelerator": "cpu", "threads": 1}  # fmt: skip
+
+
+def test_the_number_of_processes_is_that_of_the_trainer():
+    words = rl_words("sft/addition.yaml", {name: str(value) for name, value in ADDITION.items()})
+    assert world_size(words) == 1
+    assert world_size([*words, "--trainer.devices=2"]) == 2
+
+
+@pytest.mark.slow
+def test_a_stage_on_two_devices_trains_what_the_command_trains(tmp_path, capfd):
+    pipeline = Pipeline(tmp_path)
+    model = pipeline.fit("sft", "sft/addition.yaml", {**ADDITION, "trainer.devices": 2})
+    assert (model / "model.safetensors").exists() and pipeline.memory["sft"] is None
+    checkpoint = torch.load(model.parent / "run/checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 4 and checkpoint["InstructionDataModule"]["ranks"] == 2
+    assert capfd.readouterr().out.count("sft: in") == 1  # the second process did not repeat the pipeline
+
+
+def test_a_command_in_a_process_of_its_own_ends_as_that_process_does():
+    with pytest.raises(SystemExit) as ended:
+        _in_a_process(["--version"])
+    assert ended.value.code == 0
+    with pytest.raises(SystemExit) as ended:
+        _in_a_process(["fit", "--config", "no/such.yaml"])
+    assert ended.value.code == 1
+
+
+def test_what_a_pipeline_does_itself_needs_one_device():
+    assert in_one_process({"data.n_eval": "4"}) == {"data.n_eval": "4", "trainer.devices": "1"}
+    with pytest.raises(UsageError, match="trainer.devices=2: evaluations and comparisons run in the pipeline's own"):
+        in_one_process({"trainer.devices": "2"})
+
+
+def test_a_pipeline_is_started_once(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UsageError, match="LOCAL_RANK=1: a pipeline starts the processes of its stages itself"):
+        check_stages({})
