@@ -67,6 +67,16 @@ options:
   --gpu_memory_utilization SHARE  vllm: share of the GPU's memory to use; default: 0.9
   --max_rows_in_flight N          maximum number of completions decoded together; default: no limit
 """,
+    "sweep": """\
+usage: rl sweep FILE [--n_trials N] [--model.X VALUE] [--data.X VALUE] [--trainer.X VALUE]
+
+Searches settings with Optuna, as in rl sweep sweeps/trpo/lunarlander.yaml. FILE names a config and ranges of its
+arguments; other options hold for all trials. A trial trains in one process. The same command resumes a stopped sweep,
+and several at once share the trials.
+
+options:
+  --n_trials N   number of trials, also to extend a finished sweep; default: the file's, or 50
+""",
     "list": """\
 usage: rl list [WORD]
 

@@ -69,7 +69,13 @@ class TrialRun(RLCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         config["enable_progress_bar"] = False
-        return super()._instantiate_trainer(config, [*callbacks, self.judge])
+        if config["devices"] == "auto":
+            config["devices"] = 1
+        trainer = super()._instantiate_trainer(config, [*callbacks, self.judge])
+        if trainer.world_size > 1:  # each further process would repeat the whole sweep
+            raise UsageError(f"trainer.devices={config['devices']}: a trial of a sweep trains in one process; leave it "
+                             "out, and start the same sweep once per device")  # fmt: skip
+        return trainer
 
     def after_fit(self) -> None:
         """Evaluates the final policy and writes the result to the run's curves."""

@@ -195,6 +195,17 @@ def test_a_wrong_file_is_one_sentence(sweep, changes, sentence):
     assert "Traceback" not in err
 
 
+def test_a_trial_trains_in_one_process(sweep):
+    code, _, err = sweep("--trainer.devices=2", "--trainer.accelerator=cpu", n_trials=3)
+    assert code == 1
+    assert "trainer.devices=2: a trial of a sweep trains in one process; leave it out" in err
+
+
+def test_a_sweep_has_help(capsys):
+    main(["sweep", "--help"])
+    assert "usage: rl sweep FILE [--n_trials N]" in capsys.readouterr().out
+
+
 def test_a_sweep_keeps_its_settings(sweep):
     changes = {"n_trials": 1, "seeds": 1}
     assert sweep(**changes)[0] == 0
