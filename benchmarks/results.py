@@ -80,6 +80,7 @@ ROWS = {
         Row("dqn/cartpole", 475),
         Row("dqn/mountaincar", -110),
         Row("dqn/lunarlander", 154),
+        Row("dqn/bit_flipping", -7),
         Row("qrdqn/cartpole", 490),
         Row("qrdqn/acrobot", -75),
         Row("qrdqn/mountaincar", -106),

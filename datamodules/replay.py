@@ -18,6 +18,7 @@ from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.free_memory import available_bytes
+from datamodules.hindsight import HindsightReplayBuffer, check_hindsight, require_goals
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
 from datamodules.samplers import PrioritizedSampler, UniformSampler
@@ -69,6 +70,10 @@ class ReplayDataModule(ControlDataModule):
         share_frames: the observations are stacks of k frames along their first axis. Each frame is stored once, and
             the stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then
             frames: one per transition, and k more per episode.
+        n_sampled_goal: k, for environments with goals: of k + 1 drawn transitions k have their goal replaced by one
+            that their episode reached, and its reward (hindsight experience replay; usual: 4). 0: no replacement.
+        goal_selection_strategy: which goal: the one reached after a random later step (``future``), or at the end of
+            the episode (``final``).
         checkpoint_buffer_size: number of newest rows that a checkpoint stores; None: all. A run resumed from fewer rows
             differs from the uninterrupted run.
         rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an
@@ -100,6 +105,8 @@ class ReplayDataModule(ControlDataModule):
         prioritized_replay_beta0: float = 0.4,
         prioritized_replay_eps: float = 1e-6,
         share_frames: bool = False,
+        n_sampled_goal: int = 0,
+        goal_selection_strategy: str = "future",
         checkpoint_buffer_size: int | None = None,
         rollouts_per_epoch: int | None = None,
         **environment: Unpack[EnvironmentArguments],
@@ -125,6 +132,7 @@ class ReplayDataModule(ControlDataModule):
             if not prioritized_replay and value != default:
                 raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
                                  "set that to true")  # fmt: skip
+        check_hindsight(self.hparams)
         self.buffer_size = buffer_size
         self.share_frames = share_frames
         self.checkpoint_buffer_size = checkpoint_buffer_size
@@ -181,8 +189,7 @@ class ReplayDataModule(ControlDataModule):
         super().begin_run()
         self._resolve()
         self._require_memory()
-        kind = FrameReplayBuffer if self.share_frames else ReplayBuffer
-        self.replay = kind(self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        self.replay = self._make_buffer()
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
         if self.share_frames and self.buffer_size < least:
             raise UsageError(f"buffer_size={self.buffer_size} must be at least {least} for stacks of frames "
@@ -196,6 +203,17 @@ class ReplayDataModule(ControlDataModule):
         self._drawn.clear()
         self._learning = None
         self._parts = []
+
+    def _make_buffer(self) -> ReplayBuffer:
+        sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
+        given: Any = self.hparams
+        if given.n_sampled_goal:
+            compute_reward = require_goals(self.observation_space, self.example_env, self.env_name)
+            seed = stream_seed(self.seed, self._rank, "goals")
+            return HindsightReplayBuffer(
+                *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed
+            )
+        return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes)
 
     def _require_memory(self) -> None:
         """Say how much memory the buffer will take, before it does.

@@ -1,0 +1,183 @@
+"""Replay of goals that were reached later: hindsight experience replay."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from datamodules.buffers import Batch, ReplayBuffer
+from rl_modules.common.checks import at_least
+from rl_modules.common.errors import UsageError
+
+#: Keys of an observation that has a goal, as in Gymnasium-Robotics.
+GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")
+STRATEGIES = ("future", "final")
+#: From achieved and desired goals, [M, *goal] each, and M infos to the rewards, [M].
+ComputeReward = Callable[[np.ndarray, np.ndarray, Sequence[dict[str, Any]]], Any]
+
+
+class HindsightReplayBuffer(ReplayBuffer):
+    """A replay buffer that replaces the goals of a share of its samples by goals that their episodes reached.
+
+    A replaced goal is what the episode had achieved after a random later step, the transition's own among them
+    (``future``), or at its end (``final``); of an episode that is still running, its newest step is the end. The reward
+    is computed anew. ``terminated`` stays, as in Stable-Baselines3.
+
+    Args:
+        observation_space: space of one observation, a Dict with the keys :data:`GOAL_KEYS`.
+        action_space: space of one action.
+        n_envs: environments per step.
+        buffer_size: rows over all environments.
+        compute_reward: the environment's.
+        n_sampled_goal: k; of k + 1 samples k have a replaced goal.
+        goal_selection_strategy: ``future`` or ``final``.
+        seed: seed of the private generator.
+
+    Source: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.3.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        n_envs: int,
+        buffer_size: int,
+        compute_reward: ComputeReward,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: str = "future",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(observation_space, action_space, n_envs, buffer_size)
+        self.compute_reward = compute_reward
+        self.share = n_sampled_goal / (n_sampled_goal + 1)
+        self.takes_last = goal_selection_strategy == "final"
+        self.generator = torch.Generator().manual_seed(seed)
+        #: Row of the last transition of each transition's episode; -1 while the episode runs.
+        self.end = torch.from_numpy(np.full(self.total, -1, np.int64))
+        #: Transitions of each running episode.
+        self.length = np.zeros(n_envs, np.int64)
+
+    def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
+        """See :meth:`ReplayBuffer.add`."""
+        transitions, blocked = super().add(rollout)
+        self.end[transitions] = -1
+        valid = rollout["valid"].numpy()
+        row = np.zeros(valid.shape, np.int64)
+        row[valid] = transitions.numpy() // self.n_envs
+        count = valid.cumsum(0) + self.length
+        before = np.zeros_like(self.length)
+        for t, i in zip(*np.nonzero(valid & (rollout["terminated"] | rollout["truncated"]).numpy()), strict=True):
+            self._close(int(i), int(row[t, i]), int(count[t, i] - before[i]))
+            before[i] = count[t, i]
+        self.length = count[-1] - before
+        return transitions, blocked
+
+    def break_off(self, which: np.ndarray) -> None:
+        """See :meth:`ReplayBuffer.break_off`."""
+        newest = (self.head.numpy() - 1) % self.rows
+        for i in np.flatnonzero(which & (self.length > 0)):
+            self._close(int(i), int(newest[i]), int(self.length[i]))
+        self.length = np.where(which, 0, self.length)
+        super().break_off(which)
+
+    def _close(self, environment: int, row: int, length: int) -> None:
+        """Notes where an episode ended."""
+        rows = (row - np.arange(min(length, self.rows - 1))) % self.rows
+        self.end.numpy()[rows * self.n_envs + environment] = row
+
+    def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
+        """Transitions as :meth:`ReplayBuffer.gather` returns them, a share of them with other goals and rewards."""
+        sample = super().gather(index, n_steps)
+        chosen = torch.rand(len(index), generator=self.generator) < self.share
+        place = torch.rand(len(index), generator=self.generator, dtype=torch.float64)
+        if not chosen.any():
+            return sample
+        goal = self.observation["achieved_goal"][self._reached(index[chosen], place[chosen])]
+        for name in ("observation", "next_observation"):
+            sample[name]["desired_goal"][chosen] = goal
+        achieved = sample["next_observation"]["achieved_goal"][chosen].numpy()
+        reward = np.asarray(self.compute_reward(achieved, goal.numpy(), [{} for _ in range(len(goal))]), np.float32)
+        if reward.shape != (len(goal),):
+            raise UsageError(f"the environment's compute_reward returned an array of shape {reward.shape} for "
+                             f"{len(goal)} goals; return one reward per goal")  # fmt: skip
+        sample["reward"][chosen] = torch.from_numpy(reward)[:, None]
+        return sample
+
+    def _reached(self, index: Tensor, place: Tensor) -> Tensor:
+        """Flat numbers of rows whose achieved goals replace those of transitions, [M].
+
+        Args:
+            index: of the transitions, [M].
+            place: uniform in [0, 1), [M]: how far along the rest of the episode.
+        """
+        row, environment = index // self.n_envs, index % self.n_envs
+        end = self.end[index]
+        last = torch.where(end >= 0, end, (self.head[environment] - 1) % self.rows)
+        steps = (last - row) % self.rows
+        if not self.takes_last:
+            steps = (place * (steps + 1)).long()
+        return (row + steps + 1) % self.rows * self.n_envs + environment
+
+    def state_dict(self, newest: int | None = None) -> dict[str, Any]:
+        """See :meth:`ReplayBuffer.state_dict`."""
+        saved = self.rows_to_save(newest)
+        end = self.end[saved]
+        if len(saved) < self.filled * self.n_envs:  # the first row that is kept becomes row 0
+            first = saved[: self.n_envs] // self.n_envs
+            end = torch.where(end >= 0, (end - first.repeat(len(saved) // self.n_envs)) % self.rows, -1)
+        own = {"end": end, "length": torch.from_numpy(self.length.copy()), "goals": self.generator.get_state()}
+        return {**super().state_dict(newest), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.end[: len(state["end"])] = state["end"]
+        self.length = state["length"].numpy().copy()
+        self.generator.set_state(state["goals"].cpu())
+
+
+def check_hindsight(arguments: Any) -> None:
+    """Refuses arguments of a replay datamodule that do not go together.
+
+    Args:
+        arguments: of the datamodule, by name.
+
+    Raises:
+        UsageError: in one sentence.
+    """
+    k, strategy = arguments["n_sampled_goal"], arguments["goal_selection_strategy"]
+    at_least("n_sampled_goal", k, 0)
+    if strategy not in STRATEGIES:
+        raise UsageError(f"goal_selection_strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
+    if not k and strategy != "future":
+        raise UsageError(f"goal_selection_strategy={strategy!r} does nothing at n_sampled_goal=0; set that to 4")
+    if k and arguments["n_steps"] != 1:
+        raise UsageError(f"n_steps={arguments['n_steps']}: with n_sampled_goal={k} only the reward of one step is "
+                         "computed anew; set it to 1")  # fmt: skip
+    if k and arguments["share_frames"]:
+        raise UsageError(f"share_frames=True can't go with n_sampled_goal={k}; leave one of them out")
+
+
+def require_goals(observation_space: spaces.Space, env: Any, name: str) -> ComputeReward:
+    """The environment's ``compute_reward``.
+
+    Args:
+        observation_space: space of one observation.
+        env: one environment.
+        name: of the environment, for messages.
+
+    Raises:
+        UsageError: the observations have no goals, or the environment can't compute the reward of another goal.
+    """
+    keys = set(observation_space.spaces) if isinstance(observation_space, spaces.Dict) else set()
+    if not keys.issuperset(GOAL_KEYS):
+        raise UsageError(f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "
+                         f"{name} has {observation_space}")  # fmt: skip
+    compute: ComputeReward | None = getattr(getattr(env, "unwrapped", env), "compute_reward", None)
+    if compute is None:
+        raise UsageError(f"n_sampled_goal needs an environment with compute_reward(achieved_goal, desired_goal, info); "
+                         f"{name} has none")  # fmt: skip
+    return compute

@@ -1,0 +1,208 @@
+"""Hindsight experience replay: goals that were reached later, their rewards, resume and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules import ReplayDataModule
+from datamodules.envs.bit_flipping import BitFlipping
+from datamodules.hindsight import HindsightReplayBuffer
+from rl_modules import DQN
+from rl_modules.common.errors import UsageError
+from tests.training import assert_resumes_exactly, fit
+
+GOAL = spaces.Box(-1.0, 1e6, (3,), np.float32)
+SPACE = spaces.Dict({"observation": GOAL, "achieved_goal": GOAL, "desired_goal": GOAL})
+
+
+def reward(achieved: np.ndarray, desired: np.ndarray, info: Any) -> np.ndarray:
+    """How far the achieved step is from the desired one."""
+    return (achieved[:, 2] - desired[:, 2]).astype(np.float32)
+
+
+class Recorded:
+    """Rollouts in which every observation says where it is from: environment, episode, step."""
+
+    def __init__(self, n_envs: int, lengths: list[int]) -> None:
+        self.n_envs, self.lengths = n_envs, lengths
+        self.episode, self.step = np.zeros(n_envs, int), np.zeros(n_envs, int)
+
+    def observed(self, step_on: np.ndarray) -> dict[str, np.ndarray]:
+        here = np.stack([np.arange(self.n_envs), self.episode, self.step + step_on], 1).astype(np.float32)
+        return {"observation": here, "achieved_goal": here, "desired_goal": np.full_like(here, -1.0)}
+
+    def rollout(self, n_steps: int) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        for _ in range(n_steps):
+            length = np.array([self.lengths[(e + i) % len(self.lengths)] for i, e in enumerate(self.episode)])
+            row: dict[str, Any] = {"observation": self.observed(np.array(0)), "next_observation":
+                                   self.observed(np.array(1)), "action": np.zeros(self.n_envs, np.int64),
+                                   "reward": np.full(self.n_envs, -7.0, np.float32)}  # fmt: skip
+            self.step += 1
+            ended = self.step >= length
+            row |= {"terminated": ended, "truncated": np.zeros(self.n_envs, bool), "valid": np.ones(self.n_envs, bool)}
+            self.episode, self.step = self.episode + ended, np.where(ended, 0, self.step)
+            rows.append(row)
+        return stacked(rows)
+
+
+def stacked(rows: list[Any]) -> Any:
+    if isinstance(rows[0], dict):
+        return {key: stacked([row[key] for row in rows]) for key in rows[0]}
+    return torch.from_numpy(np.stack(rows))
+
+
+def buffer(n_envs: int, rows: int, **arguments: Any) -> HindsightReplayBuffer:
+    return HindsightReplayBuffer(SPACE, spaces.Discrete(2), n_envs, rows * n_envs, reward, **arguments)
+
+
+def drawn(replay: HindsightReplayBuffer, times: int = 20) -> list[dict[str, Any]]:
+    """Every transition in the buffer, several times."""
+    index = replay.valid.nonzero().flatten().repeat(times)
+    sample = replay.gather(index)
+    names = ("observation", "next_observation")
+    return [{**{name: {key: x[j].tolist() for key, x in sample[name].items()} for name in names},
+             "reward": sample["reward"][j].item()} for j in range(len(index))]  # fmt: skip
+
+
+@given(
+    n_envs=st.integers(1, 3), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    parts=st.lists(st.integers(1, 8), min_size=1, max_size=8), rows=st.integers(20, 40),
+    strategy=st.sampled_from(["future", "final"]),
+)  # fmt: skip
+def test_goals_are_those_that_the_episode_reached_later(
+    n_envs: int, lengths: list[int], parts: list[int], rows: int, strategy: str
+) -> None:
+    """Whatever the episodes' lengths and the ring's place: the same environment and episode, a later step."""
+    replay, source = buffer(n_envs, rows, goal_selection_strategy=strategy), Recorded(n_envs, lengths)
+    for part in parts:
+        replay.add(source.rollout(part))
+    for row in drawn(replay, 4):
+        environment, episode, step = row["observation"]["achieved_goal"]
+        assert row["next_observation"]["achieved_goal"] == [environment, episode, step + 1]
+        goal = row["observation"]["desired_goal"]
+        assert row["next_observation"]["desired_goal"] == goal
+        if goal == [-1.0, -1.0, -1.0]:
+            assert row["reward"] == -7.0
+            continue
+        assert goal[:2] == [environment, episode]
+        is_running = episode == source.episode[int(environment)]
+        length = lengths[int(episode + environment) % len(lengths)]
+        end = source.step[int(environment)] if is_running else length
+        assert step + 1 <= goal[2] <= end
+        if strategy == "final":
+            assert goal[2] == end
+        assert row["reward"] == step + 1 - goal[2]
+
+
+def test_the_share_and_the_spread_of_goals_are_those_of_the_paper() -> None:
+    replay = buffer(1, 64, n_sampled_goal=4)
+    replay.add(Recorded(1, [10]).rollout(10))
+    index = torch.zeros(20_000, dtype=torch.int64)  # the first transition of an episode of ten
+    goal = replay.gather(index)["observation"]["desired_goal"][:, 2]
+    assert (goal >= 0).float().mean() == pytest.approx(0.8, abs=0.01)
+    counts = torch.bincount(goal[goal >= 0].long(), minlength=11)[1:].float()
+    assert counts.sum() == (goal >= 0).sum()
+    assert ((counts / counts.sum() - 0.1).abs() < 0.01).all()
+
+
+def test_an_episode_that_is_broken_off_keeps_its_goals_to_itself() -> None:
+    replay, source = buffer(2, 64, n_sampled_goal=1000), Recorded(2, [100])
+    replay.add(source.rollout(5))
+    replay.break_off(np.array([True, False]))
+    source.episode[0] += 1
+    source.step[0] = 0
+    replay.add(source.rollout(7))
+    goals = {(e, i): set() for e in (0, 1) for i in (0, 1)}
+    for row in drawn(replay, 50):
+        environment, episode, _ = row["observation"]["achieved_goal"]
+        goal = row["observation"]["desired_goal"]
+        if goal[0] >= 0:  # one of a thousand keeps its own
+            assert goal[:2] == [environment, episode]
+            goals[int(environment), int(episode)].add(goal[2])
+    assert max(goals[0, 0]) == 5 and max(goals[0, 1]) == 7 and max(goals[1, 0]) == 12
+
+
+@pytest.mark.parametrize("newest", [None, 60])
+def test_a_restored_buffer_draws_the_same(newest: int | None) -> None:
+    replay, source = buffer(2, 40), Recorded(2, [7, 4])
+    for _ in range(9):
+        replay.add(source.rollout(8))
+    other = buffer(2, 40)
+    state = replay.state_dict(newest)
+    other.load_state_dict(state)
+    seen = {tuple(row["observation"]["achieved_goal"]) for row in drawn(other)}
+    assert seen <= {tuple(row["observation"]["achieved_goal"]) for row in drawn(replay)}
+    if newest is None:
+        other.load_state_dict(replay.state_dict())
+        index = replay.valid.nonzero().flatten()
+        one, two = replay.gather(index), other.gather(index)
+        assert torch.equal(one["reward"], two["reward"])
+    for row in drawn(other):
+        environment, episode, step = row["observation"]["achieved_goal"]
+        goal = row["observation"]["desired_goal"]
+        assert goal[0] == -1.0 or (goal[:2] == [environment, episode] and goal[2] > step)
+
+
+def bits(n_bits: int = 4, **arguments: Any) -> ReplayDataModule:
+    sizes = {"total_timesteps": 240, "learning_starts": 40, "eval_freq": 0, "batch_size": 8, "rollouts_per_epoch": 10}
+    return ReplayDataModule(lambda: bounded(n_bits), **{**sizes, "n_sampled_goal": 4, "buffer_size": 400, **arguments})
+
+
+def bounded(n_bits: int) -> gym.Env:
+    return BitFlipping(n_bits)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"prioritized_replay": True}, {"norm_obs": True, "n_envs": 2}], ids=str)
+def test_resumes_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes_exactly(lambda: DQN(learning_rate=1e-3), lambda: bits(**arguments), tmp_path, 3)
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ({"n_sampled_goal": -1}, "n_sampled_goal=-1"),
+    ({"goal_selection_strategy": "random"}, "goal_selection_strategy='random' must be one of future, final"),
+    ({"n_sampled_goal": 0, "goal_selection_strategy": "final"}, "does nothing at n_sampled_goal=0"),
+    ({"n_steps": 3}, "n_steps=3: with n_sampled_goal=4 only the reward of one step"),
+    ({"share_frames": True}, "share_frames=True can't go with n_sampled_goal=4"),
+])  # fmt: skip
+def test_refused_arguments(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        bits(**arguments)
+
+
+def test_an_environment_without_goals_or_their_rewards_is_refused() -> None:
+    with pytest.raises(UsageError, match="Dict with the keys observation, achieved_goal, desired_goal; CartPole-v1"):
+        fit(DQN(), ReplayDataModule("CartPole-v1", n_sampled_goal=4, eval_freq=0))
+
+    class Silent(BitFlipping):
+        compute_reward = None
+
+    with pytest.raises(UsageError, match="needs an environment with compute_reward"):
+        fit(DQN(), ReplayDataModule(lambda: Silent(4), n_sampled_goal=4, eval_freq=0))
+
+    class Scalar(BitFlipping):
+        def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+            return np.zeros(()) if np.ndim(achieved_goal) > 1 else 0.0
+
+    with pytest.raises(UsageError, match=r"compute_reward returned an array of shape \(\) for"):
+        fit(DQN(), ReplayDataModule(lambda: Scalar(4), n_sampled_goal=4, eval_freq=0, learning_starts=20))
+
+
+@pytest.mark.slow
+def test_ten_bits_are_learned_with_hindsight_and_not_without() -> None:
+    successes = {}
+    for k in (0, 4):
+        data = bits(10, n_sampled_goal=k, total_timesteps=20_000, buffer_size=20_000, learning_starts=1000,
+                    batch_size=128, train_freq=1, n_test_episodes=100, rollouts_per_epoch=1000)  # fmt: skip
+        model = DQN(learning_rate=1e-3, gamma=0.98, target_update_interval=500, exploration_fraction=0.3)
+        trainer = fit(model, data)
+        length = trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"]
+        successes[k] = length
+    assert successes[4] < 6.5 < 9 < successes[0]  # five bits differ on average; an episode that fails has ten steps
