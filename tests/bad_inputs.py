@@ -328,6 +328,11 @@ for algorithm, options in {
 }.items():  # fmt: skip
     for option, says in options.items():
         cli(f"{algorithm} --{option}", ["fit", "--config", algorithm, *BRIEF, *f"--{option}".split(" ", 1)], says)
+cli("hindsight without goals", ["fit", "--config", "dqn/cartpole.yaml", *BRIEF, "--data.n_steps", "1",
+    "--data.n_sampled_goal", "4"],
+    "n_sampled_goal", "achieved_goal", "CartPole-v1")  # fmt: skip
+cli("hindsight by another strategy", ["fit", "--config", "dqn/bit_flipping.yaml", "--data.goal_selection_strategy",
+    "random"], "goal_selection_strategy='random'", "future, final")  # fmt: skip
 cli("A2C with overlap", ["fit", "--config", "a2c/cartpole.yaml", *BRIEF, "--data.overlap", "true"], "overlap=True",
     "A2C's update", "leave overlap out")  # fmt: skip
 cartpole("--data.overlap 2", "overlap", "2")

@@ -76,6 +76,8 @@ CASES: dict[str, list[str]] = {
     "dqn": [*DQN, "--data.gradient_steps=2", "--data.learning_starts=200"],
     "dqn-prioritized": [*DQN, "--data.prioritized_replay=true", "--data.n_steps=3", "--model.double=true",
                         "--data.gradient_steps=4", "--data.n_envs=2", "--data.buffer_size=1000"],
+    "dqn-hindsight": [*DQN, "--data.env_id=datamodules.envs.bit_flipping:BitFlipping", "--data.n_sampled_goal=4",
+                      "--data.learning_starts=200"],
     "sac": ["--model=SAC", *SWING, "--data.gradient_steps=2", "--model.ent_coef=auto_0.5",
             "--model.learning_rate=lin_0.001"],
     "sac-episodes": ["--model=SAC", *SWING, "--data.train_freq=[1, episode]", "--data.gradient_steps=-1",
