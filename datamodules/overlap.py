@@ -63,7 +63,7 @@ class CollectedAhead:
         return rollout
 
     def stop(self) -> None:
-        """Ends the thread, after the step that it is in the middle of has failed or its rollout is complete."""
+        """Waits for the rollout that is being collected, and ends the thread."""
         if self._pool is not None:
             self._pool.shutdown()
         self._pool = None

@@ -89,6 +89,11 @@ def test_resumes_exactly_within_a_rollout(tmp_path: Path) -> None:
         assert [x for x in differences(whole, run(30, run(stop))) if not x.startswith("/epoch")] == []
 
 
+def test_state_dependent_noise_resumes_exactly(tmp_path: Path) -> None:
+    assert_resumes_exactly(lambda: PPO(use_sde=True, sde_sample_freq=4), lambda: rollouts("Pendulum-v1"), tmp_path,
+                           epochs=3)  # fmt: skip
+
+
 def test_a_policy_with_memory_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: RecurrentPPO(lstm_hidden_size=8), rollouts, tmp_path, epochs=3)
 
