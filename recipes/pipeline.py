@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,14 @@ class Pipeline:
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns every curve of a run's TensorBoard files, as (step, value)."""
+    """Returns every curve of a run's TensorBoard files, as (step, value) in the order of the steps."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: sorted(((event.step, event.value) for event in events.Scalars(tag)), key=itemgetter(0))
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """TensorBoard's event files of a resumed run: points written after the checkpoint are removed, for they come again."""
 
 import struct
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,14 @@ def _whole_records(path: Path, limit: int) -> int:
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns every scalar curve of a run as TensorBoard reads it: (step, value) by tag, in file order."""
+    """Returns every scalar curve of a run: (step, value) by tag, in the order of the steps.
+
+    TensorBoard reads a run's files in the order of their names, which is not that of time within one second.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: sorted(((e.step, e.value) for e in events.Scalars(tag)), key=itemgetter(0))
+        for tag in events.Tags()["scalars"]
+    }

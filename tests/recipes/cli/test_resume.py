@@ -75,8 +75,7 @@ def stopped(half: Path, tmp_path: Path) -> Path:
 
 
 def steps(folder: Path, tag: str) -> list[int]:
-    """Steps of a curve. TensorBoard reads files of the same second in the order of their names, 10 before 9."""
-    return sorted(step for step, _ in curves.points(folder)[tag])
+    return [step for step, _ in curves.points(folder)[tag]]
 
 
 def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_path: Path) -> None:
