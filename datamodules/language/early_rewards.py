@@ -23,7 +23,7 @@ class EarlyRewards:
         self, rewards: RewardFunctions, tokenizer: Any, records: Sequence[dict[str, Any]], num_generations: int
     ) -> None:
         self.rewards, self.tokenizer = rewards, tokenizer
-        #: Passed to every call, also to those that run after training has gone on.
+        #: Passed to every call, including calls that run during later training.
         self.trainer_state = rewards.trainer_state
         self.records, self.num_generations = records, num_generations
         self._ids: dict[int, list[int]] = {}

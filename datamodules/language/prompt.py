@@ -87,7 +87,7 @@ class PromptDataModule(LanguageDataModule):
         self.async_generations: int = hp.async_generations
         self._ahead = WrittenAhead(self._write_ahead)
         # Of the rounds that this process has written ahead, by the place of their first prompt: the rewards that are
-        # being computed, and the trainer's state that reward functions are told.
+        # being computed, and the trainer's state that reward functions receive.
         self._early: dict[int, EarlyRewards] = {}
         self._states: dict[int, dict[str, Any]] = {}
         self.ptx_batch_size, self.ptx_path = hp.ptx_batch_size, hp.ptx_path
@@ -158,8 +158,9 @@ class PromptDataModule(LanguageDataModule):
 
     def _step(self, number: int, n_micro: int) -> list[Batch]:
         """The micro-batches of one optimizer step, each of rows of similar length."""
-        assert self._fields is not None and self._lengths is not None
         fields, lengths = self._fields, self._lengths
+        if fields is None or lengths is None:
+            raise RuntimeError("no generation has been written yet")
         rows = self._order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
         if n_micro > 1:
             rows.sort(key=lengths.total)
