@@ -132,7 +132,14 @@ class HindsightReplayBuffer(ReplayBuffer):
         return {**super().state_dict(newest), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            UsageError: the buffer was filled without hindsight, and does not know where its episodes end.
+        """
+        if "end" not in state:
+            raise UsageError("n_sampled_goal must be 0, for the checkpoint's buffer was filled without hindsight; "
+                             "resume with n_sampled_goal=0")  # fmt: skip
         super().load_state_dict(state)
         self.end[: len(state["end"])] = state["end"]
         self.length = state["length"].numpy().copy()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from datamodules import ReplayDataModule
 from datamodules.envs.bit_flipping import BitFlipping
 from datamodules.hindsight import HindsightReplayBuffer
-from rl_modules import DQN
+from rl_modules import DQN, QRDQN, SAC, TD3
 from rl_modules.common.errors import UsageError
 from tests.training import assert_resumes_exactly, fit
 
@@ -175,6 +175,32 @@ def test_resumes_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
 def test_refused_arguments(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         bits(**arguments)
+
+
+def test_a_buffer_that_was_filled_without_hindsight_is_refused(tmp_path: Path) -> None:
+    fit(DQN(), bits(n_sampled_goal=0), max_epochs=2).save_checkpoint(tmp_path / "part.ckpt")
+    with pytest.raises(UsageError, match="filled without hindsight; resume with n_sampled_goal=0"):
+        fit(DQN(), bits(), tmp_path / "part.ckpt")
+
+
+class Continuous(BitFlipping):
+    """Flips the bit whose action is the largest."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
+
+    def step(self, action: Any) -> Any:
+        return super().step(int(np.argmax(action)))
+
+
+@pytest.mark.parametrize("algorithm", [SAC, TD3, QRDQN])
+def test_other_algorithms_with_a_replay_buffer_learn_from_it(algorithm: Any) -> None:
+    env = (lambda: bounded(4)) if algorithm is QRDQN else Continuous
+    data = ReplayDataModule(env, n_sampled_goal=4, buffer_size=200, total_timesteps=80, learning_starts=20, eval_freq=0,
+                            batch_size=8)  # fmt: skip
+    fit(algorithm(net_arch=[8, 8]), data)
+    assert data.is_complete
 
 
 def test_an_environment_without_goals_or_their_rewards_is_refused() -> None:
