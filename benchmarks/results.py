@@ -5,8 +5,8 @@
     python -m benchmarks.results report
 
 ``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
-curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again. ``keep`` takes over the
-table and the curves of a pipeline (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report``
+curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again, and a run that was stopped
+resumes from its checkpoint in ``runs/results/<row>/<seed>``. ``keep`` takes over the table and the curves of a pipeline (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report``
 writes ``docs/results.md``, the results on each algorithm's page and the plots from those files: interquartile mean over
 seeds with a stratified bootstrap interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from pathlib import Path
 import numpy as np
 
 STORE = Path(__file__).parent / "results"
+#: Where a run's checkpoints lie until its result is stored.
+RUNS = Path(__file__).parent.parent / "runs" / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 #: Where an algorithm's page has its results.
 BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->\n", "<!-- end of results -->\n"
@@ -130,24 +131,28 @@ def run_seed(row: Row, seed: int) -> str:
     path = STORE / row.config / f"{seed}.json"
     if path.exists():
         return f"{row.config} seed {seed}: there already"
+    folder = RUNS / row.config / str(seed)
+    resumed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "recipes", "fit", "--config", f"{row.config}.yaml", "--seed_everything", str(seed),
-               "--data.n_test_episodes", "100"]  # fmt: skip
+               "--data.n_test_episodes", "100", "--resume"]  # fmt: skip
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, environment.get("PYTHONPATH")) if p)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        start_s = time.perf_counter()
+    start_s = time.perf_counter()
+    with open(folder / "errors.txt", "w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        wall_s, cpu_s = time.perf_counter() - start_s, usage.ru_utime + usage.ru_stime
-        if process.returncode:
-            errors.seek(0)
-            raise RuntimeError(f"{row.config} seed {seed} failed:\n{errors.read()[-2000:]}")
-        result = read_run(next(Path(folder).glob("logs/*/version_0")), row)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    wall_s, cpu_s = time.perf_counter() - start_s, usage.ru_utime + usage.ru_stime
+    if process.returncode:
+        raise RuntimeError(f"{row.config} seed {seed} failed:\n{(folder / 'errors.txt').read_text()[-2000:]}")
+    result = read_run(next(folder.glob("logs/*/version_0")), row)
+    # What the parts before a kill took is not known.
+    took = {} if resumed else {"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"seed": seed, "wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1), **result}
-    path.write_text(json.dumps(record), encoding="utf-8")
+    path.write_text(json.dumps({"seed": seed, **took, **result}), encoding="utf-8")
+    shutil.rmtree(folder)
     return f"{row.config} seed {seed}: {result['final']:.2f} in {wall_s:.0f} s, {cpu_s:.0f} s of them computing"
 
 
@@ -236,7 +241,8 @@ def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
         met = "" if row.target is None else f"{int((finals >= row.target - 1e-6).sum())} of {len(runs)}"
         target = "" if row.target is None else f"{row.target:.4g}"
         timed = [run["cpu_s"] for run in runs if "cpu_s" in run]
-        took = f"{np.median(timed):.0f} s" if timed else f"≤ {min(run['wall_s'] for run in runs):.0f} s"
+        walls = [run["wall_s"] for run in runs if "wall_s" in run]
+        took = f"{np.median(timed):.0f} s" if timed else f"≤ {min(walls):.0f} s" if walls else "—"
         cells = [f"[{row.config}]({root}/configs/{row.config}.yaml)", f"{runs[0]['total_timesteps']:,}", str(len(runs)),
                  f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met,
                  took]  # fmt: skip
