@@ -42,6 +42,16 @@ STARTS: dict[str, list[dict[str, Any]]] = {
          "model.warmup_steps": 10, "data.eval_steps": 30, "trainer.max_steps": 120},
     ],
 }  # fmt: skip
+#: Schedules that are stopped on their way by the config's EarlyStopping, at a sampled pass@1 of .3.
+STOPPED_STARTS: dict[str, list[dict[str, Any]]] = {
+    "linear, stopped": [{"data.seed": 21, "model.learning_rate": 2e-3, "model.lr_scheduler_type": "linear",
+                         "model.warmup_steps": 40, "trainer.max_steps": 2000}],
+    "cosine, stopped": [{"data.seed": 22, "model.lr_scheduler_type": "cosine", "model.warmup_steps": 20,
+                         "data.batch_size": 128, "trainer.max_steps": 4000}],
+    "warm-up, stopped": [{"data.seed": 23, "model.learning_rate": 2e-3,
+                          "model.lr_scheduler_type": "constant_with_warmup", "model.warmup_steps": 100,
+                          "data.batch_size": 192, "trainer.max_steps": 2000}],
+}  # fmt: skip
 #: The start of the configs; its seed is the seed of the reinforcement learning, too.
 OWN_STARTS: dict[str, list[dict[str, Any]]] = {f"seed {seed}": [{"seed_everything": seed}] for seed in range(5)}
 #: Sampled pass@1 that a start must have.
@@ -76,6 +86,9 @@ VARIANTS: dict[str, Variant] = {
     "learning rate 1e-4, batch 1024": Variant(
         options={**PLAIN, "model.learning_rate": 1e-4, "data.batch_size": 1024}
     ),
+    "learning rate 2e-4, batch 4096": Variant(
+        options={**PLAIN, "model.learning_rate": 2e-4, "data.batch_size": 4096}
+    ),
     "groups of 4, learning rate 1e-4": Variant(
         options={**PLAIN, "data.num_generations": 4, "model.learning_rate": 1e-4}
     ),
@@ -101,7 +114,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train what has no result yet")
     running.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    running.add_argument("--starts", nargs="+", choices=[*STARTS, *OWN_STARTS], default=list(STARTS))
+    running.add_argument("--starts", nargs="+", choices=[*STARTS, *STOPPED_STARTS, *OWN_STARTS], default=list(STARTS))
     running.add_argument("--first", action="store_true", help="150 steps at a constant learning rate")
     running.add_argument("--folder", type=Path, default=Path("runs/starts"))
     commands.add_parser("report", help="write the table")
@@ -155,7 +168,7 @@ def supervise(pipeline: Pipeline, start: str) -> tuple[Path, dict[str, float]]:
         start: its name.
     """
     model: Path | None = None
-    for number, options in enumerate({**STARTS, **OWN_STARTS}[start]):
+    for number, options in enumerate({**STARTS, **STOPPED_STARTS, **OWN_STARTS}[start]):
         stage = file_name(f"start {start}" + (f" {number + 1}" if number else ""))
         begins: dict[str, Any] = {} if model is None else {"model.model_name_or_path": str(model)}
         if start in STARTS:
@@ -196,8 +209,9 @@ def report() -> None:
     cells = "pass@1 of the initial policy → sampled pass@1; pass@4; entropy per token"
     text = (
         f"From the start of the configs, 1,000 steps, {cells}:\n\n{table(OWN_STARTS)}\n"
-        f"From other starts, 1,000 steps, {cells}:\n\n{table(STARTS)}\n"
-        "From other starts, the first steps at a constant learning rate, sampled pass@1 after 50, 100, 150 steps:\n\n"
+        f"From starts stopped on their way, 1,000 steps, {cells}:\n\n{table(STOPPED_STARTS)}\n"
+        f"From starts whose learning rate decayed to 0, 1,000 steps, {cells}:\n\n{table(STARTS)}\n"
+        "From starts whose learning rate decayed to 0, the first steps at a constant learning rate, sampled pass@1 after 50, 100, 150 steps:\n\n"
         f"{table(STARTS, first=True)}"
     )
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
