@@ -2,7 +2,7 @@
 
 python -m recipes.rlhf                                  shortest paths on a hidden graph, from scratch, offline
 python -m recipes.rlhf --preferences dpo                DPO on the same comparisons, in place of the last two stages
-python -m recipes.rlhf --preferences dpo --rounds 3     twice more, on comparisons of the last round's own samples
+python -m recipes.rlhf --preferences dpo --rounds 4     three times more, on comparisons of the last round's samples
 python -m recipes.rlhf --seed 1 --folder runs/rlhf1 --ppo.model.beta=0.05
 
 Every stage is one ``rl fit`` with a config of its own, or a folder of files; ``--ppo.model.beta=0.05`` changes an

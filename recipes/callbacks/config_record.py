@@ -1,4 +1,4 @@
-"""The resolved config of a run, in TensorBoard's TEXT tab, and the layout of its curves."""
+"""The resolved config of a run, as a file and in TensorBoard's TEXT tab, and the layout of its curves."""
 
 from typing import Any
 
@@ -7,10 +7,15 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from recipes.callbacks.layout import layout_of
+from recipes.callbacks.log_folder import log_folder
 
 
 class ConfigRecord(SaveConfigCallback):
-    """Writes the resolved config into TensorBoard as text. A resumed run has it already and does not write it again."""
+    """Writes the resolved config into the folder of a training run, and into TensorBoard as text.
+
+    A run without a logger has no folder to itself, and an evaluation trains nothing: their config is not written, since
+    the file would replace a ``config.yaml`` of the user's. A resumed run has the text already.
+    """
 
     #: Whether the run resumes in a folder that holds the config.
     resumes = False
@@ -21,10 +26,15 @@ class ConfigRecord(SaveConfigCallback):
         for name, value in (("ckpt_path", None), ("resume", False)):
             if name in recorded:
                 recorded[name] = value
-        super().__init__(parser, recorded, **arguments)
+        super().__init__(parser, recorded, **arguments, save_to_log_dir=False)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit" or self.resumes:
+        if stage != "fit" or not trainer.loggers:
+            return
+        folder = log_folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, str(folder / self.config_filename), skip_none=False, overwrite=True)
+        if self.resumes:
             return
         text = self.parser.dump(self.config)
         for logger in trainer.loggers:

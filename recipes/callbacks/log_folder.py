@@ -7,7 +7,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 
 def log_folder(trainer: L.Trainer) -> Path:
-    """The folder of ``Trainer.log_dir``, for the first rank; the property itself has all ranks communicate.
+    """The run's own folder, in which its checkpoints are, for the first rank.
+
+    ``Trainer.log_dir`` has all ranks communicate, and is the folder of all runs where Weights & Biases logs.
 
     Args:
         trainer: of the run.
@@ -15,5 +17,7 @@ def log_folder(trainer: L.Trainer) -> Path:
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
-    folder = logger.log_dir if isinstance(logger, TensorBoardLogger | CSVLogger) else logger.save_dir
-    return Path(folder or trainer.default_root_dir)
+    if isinstance(logger, TensorBoardLogger | CSVLogger):
+        return Path(logger.log_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)

@@ -51,7 +51,6 @@ class RLCLI(LightningCLI):
         super().__init__(
             parser_class=RLParser,
             save_config_callback=ConfigRecord,
-            save_config_kwargs={"overwrite": True},
             seed_everything_default=False,
             trainer_defaults={
                 "max_epochs": -1,  # total_timesteps ends the training

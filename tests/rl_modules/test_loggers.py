@@ -145,6 +145,7 @@ def test_weights_and_biases_resumes_through_the_command_line(tmp_path, monkeypat
             fit("WandbLogger", "--trainer.logger.offline=true")
     wandb.finish()
     (folder,) = (path.parent for path in Path("logs").glob("*/*/checkpoints"))
+    assert (folder / "config.yaml").exists() and not Path("logs/config.yaml").exists()
     fit("WandbLogger", "--trainer.logger.offline=true", "--resume")
     wandb.finish()
     assert [path.parent for path in Path("logs").glob("*/*/checkpoints")] == [folder]

@@ -124,6 +124,16 @@ def test_validate_and_predict_evaluate_a_checkpoint(rl, trained):
     assert all(row["return"] == row["length"] for row in rows["csv"])
 
 
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_config_yaml_of_the_users_stays_as_it_is(rl, trained, command):
+    """Evaluations, and a training without a logger, have no folder to themselves in which they may write one."""
+    Path("config.yaml").write_text("model: QLearning\n", encoding="utf-8")
+    checkpoint = [] if command == "fit" else ["--ckpt_path", str(trained / "checkpoints/last.ckpt")]
+    code, _, err = rl(command, "--config", "ppo/cartpole.yaml", *SMALL, "--trainer.logger=false", *checkpoint)
+    assert not code, err
+    assert Path("config.yaml").read_text(encoding="utf-8") == "model: QLearning\n"
+
+
 def test_resume_goes_on_from_the_checkpoint(rl, trained):
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
     more = [*SMALL, "--seed_everything", "5", "--data.total_timesteps", "1536"]
