@@ -6,8 +6,8 @@
 
 ``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
 curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again, and a run that was stopped
-resumes from its checkpoint in ``runs/results/<row>/<seed>``. ``keep`` takes over the table and the curves of a pipeline
-(``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report`` writes ``docs/results.md``, the results
+resumes from its checkpoint in ``runs/results/<row>/<seed>``. ``keep`` takes over table and curves of a pipeline
+(``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report`` writes ``docs/results.md``, results
 on each algorithm's page and the plots from those files: interquartile mean over seeds with a stratified bootstrap
 interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """

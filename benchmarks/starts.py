@@ -211,8 +211,8 @@ def report() -> None:
         f"From the start of the configs, 1,000 steps, {cells}:\n\n{table(OWN_STARTS)}\n"
         f"From starts stopped on their way, 1,000 steps, {cells}:\n\n{table(STOPPED_STARTS)}\n"
         f"From starts whose learning rate decayed to 0, 1,000 steps, {cells}:\n\n{table(STARTS)}\n"
-        "From starts whose learning rate decayed to 0, the first steps at a constant learning rate, sampled pass@1 after "
-        "50, 100, 150 steps:\n\n"
+        "From starts whose learning rate decayed to 0, the first steps at a constant learning rate, sampled pass@1 "
+        "after 50, 100, 150 steps:\n\n"
         f"{table(STARTS, first=True)}"
     )
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
