@@ -220,8 +220,8 @@ def report(where: str) -> None:
         "seeds outside training; the table shows the interquartile mean (IQM) over seeds with a 95 % bootstrap",
         "interval. Tabular rows show the greedy policy's exact expected return. Time is that of the whole `rl fit`,",
         f"from the start of the process to the summary, on one core of {where}, with other work: processor time or,",
-        "where it was not recorded (≤), wall time. Settings are those of the source in the config's header, or chosen by",
-        "this project; no row reports a seed that its settings were chosen on.",
+        "where it was not recorded (≤), wall time. Settings are those of the source in the config's header, or chosen",
+        "by this project; no row reports a seed that its settings were chosen on.",
         "",
         *table(stored, ".."),
     ]
@@ -259,7 +259,8 @@ def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
         timed = [run["cpu_s"] for run in runs if "cpu_s" in run]
         walls = [run["wall_s"] for run in runs if "wall_s" in run]
         took = f"{np.median(timed):.0f} s" if timed else f"≤ {min(walls):.0f} s" if walls else "—"
-        cells = [f"[{row.config}]({root}/configs/{row.config}.yaml)", row.chosen or "source's", f"{runs[0]['total_timesteps']:,}", str(len(runs)),
+        cells = [f"[{row.config}]({root}/configs/{row.config}.yaml)", row.chosen or "source's",
+                 f"{runs[0]['total_timesteps']:,}", str(len(runs)),
                  f"{iqm:.2f}", f"{low:.2f} … {high:.2f}", f"{finals.min():.2f}", target, met,
                  took]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
