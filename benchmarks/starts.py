@@ -86,6 +86,8 @@ VARIANTS: dict[str, Variant] = {
     "learning rate 1e-4, batch 1024": Variant(
         options={**PLAIN, "model.learning_rate": 1e-4, "data.batch_size": 1024}
     ),
+    "batch 1024": Variant(options={**PLAIN, "data.batch_size": 1024}),
+    "batch 2048": Variant(options={**PLAIN, "data.batch_size": 2048}),
     "learning rate 2e-4, batch 4096": Variant(
         options={**PLAIN, "model.learning_rate": 2e-4, "data.batch_size": 4096}
     ),
