@@ -35,7 +35,8 @@ BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->
 PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
     **{
-        name: name for name in ("dqn", "qrdqn", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "td3", "sac", "tqc")
+        name: name
+        for name in ("dqn", "qrdqn", "c51", "reinforce", "a2c", "trpo", "ppo", "recurrent_ppo", "td3", "sac", "tqc")
     },
     "ddpg": "td3",
 }
@@ -100,6 +101,8 @@ ROWS = {
         Row("qrdqn/cartpole", 490),
         Row("qrdqn/acrobot", -75),
         Row("qrdqn/mountaincar", -106),
+        Row("c51/cartpole", 490),
+        Row("c51/lunarlander_rainbow", 154),
         Row("reinforce/cartpole", 450, chosen=BY_HAND),
         Row("a2c/cartpole", 490),
         Row("a2c/acrobot", -85),

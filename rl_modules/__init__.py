@@ -15,6 +15,7 @@ warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprec
 
 _EXPORTS = {
     "A2C": "rl_modules.a2c",
+    "C51": "rl_modules.c51",
     "DDPG": "rl_modules.ddpg",
     "DPO": "rl_modules.language.dpo",
     "DQN": "rl_modules.dqn",
@@ -40,6 +41,7 @@ _EXPORTS = {
 
 __all__ = [
     "A2C",
+    "C51",
     "DDPG",
     "DPO",
     "DQN",
@@ -65,6 +67,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
+    from rl_modules.c51 import C51
     from rl_modules.ddpg import DDPG
     from rl_modules.dqn import DQN
     from rl_modules.language.dpo import DPO

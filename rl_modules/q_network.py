@@ -1,4 +1,4 @@
-"""The network of DQN: the value of every action."""
+"""The networks of DQN and of its distributional variants: numbers for every action."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +54,48 @@ class QNetwork(nn.Module):
         for_value, for_advantage = call(self.streams, features)
         advantage = call(self.head, for_advantage)
         return full_precision(call(self.value_head, for_value) + advantage - advantage.mean(1, keepdim=True))
+
+
+class DistributionalQNetwork(QNetwork):
+    """N numbers that describe the distribution of the return of every action, on one encoder.
+
+    Args:
+        observation_space: space of one observation.
+        n_actions: number of actions, A.
+        n_numbers: N.
+        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
+        activation_fn: ``tanh``, ``relu``, …
+        dueling: N numbers of V(s) and of the advantages in separate streams, joined as in :class:`QNetwork`.
+
+    Shape: [B, *obs] → [B, N, A] float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        n_actions: int,
+        n_numbers: int,
+        net_arch: Sequence[int] | None = None,
+        activation_fn: str = "relu",
+        dueling: bool = False,
+    ) -> None:
+        super().__init__(observation_space, n_actions * n_numbers, net_arch, activation_fn, dueling)
+        self.n_numbers = n_numbers
+        if dueling:
+            self.value_head = nn.Linear(self.head.in_features, n_numbers)
+
+    def forward(self, observation: Any) -> Tensor:
+        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
+        if not self.dueling:
+            return full_precision(self.head(features).unflatten(1, (self.n_numbers, -1)))
+        for_value, for_advantage = self.streams(features)
+        advantage = self.head(for_advantage).unflatten(1, (self.n_numbers, -1))
+        return full_precision(self.value_head(for_value)[..., None] + advantage - advantage.mean(2, keepdim=True))
+
+
+def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
+    """The numbers of one action per row, [B, N] from [B, N, A] and [B]."""
+    return numbers.gather(2, action[:, None, None].expand(-1, numbers.shape[1], 1)).squeeze(2)
 
 
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """Quantile regression DQN."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from gymnasium import spaces
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import OptimizerFactory, SchedulerFactory
@@ -14,46 +13,7 @@ from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.dqn import DQN
-from rl_modules.layers import full_precision
-from rl_modules.q_network import QNetwork
-
-
-class QuantileNetwork(QNetwork):
-    """Z(s, ·): N quantiles of the return of every action, on one encoder.
-
-    Args:
-        observation_space: space of one observation.
-        n_actions: number of actions, A.
-        n_quantiles: N.
-        net_arch: widths of the hidden layers; None: [64, 64], and none after a convolutional encoder.
-        activation_fn: ``tanh``, ``relu``, …
-        dueling: quantiles of V(s) and of the advantages in separate streams, joined as in
-            :class:`~rl_modules.q_network.QNetwork`.
-
-    Shape: [B, *obs] → [B, N, A] float32.
-    """
-
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        n_actions: int,
-        n_quantiles: int,
-        net_arch: Sequence[int] | None = None,
-        activation_fn: str = "relu",
-        dueling: bool = False,
-    ) -> None:
-        super().__init__(observation_space, n_actions * n_quantiles, net_arch, activation_fn, dueling)
-        self.n_quantiles = n_quantiles
-        if dueling:
-            self.value_head = nn.Linear(self.head.in_features, n_quantiles)
-
-    def forward(self, observation: Any) -> Tensor:
-        features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
-        if not self.dueling:
-            return full_precision(self.head(features).unflatten(1, (self.n_quantiles, -1)))
-        for_value, for_advantage = self.streams(features)
-        advantage = self.head(for_advantage).unflatten(1, (self.n_quantiles, -1))
-        return full_precision(self.value_head(for_value)[..., None] + advantage - advantage.mean(2, keepdim=True))
+from rl_modules.q_network import DistributionalQNetwork, QNetwork, of_actions
 
 
 class QRDQN(DQN):
@@ -136,14 +96,14 @@ class QRDQN(DQN):
             n_actions = int(self.action_space.n)
             custom: Any = custom_q_network(hp.network, self.observation_space, self.n_quantiles, n_actions)
             return custom
-        return QuantileNetwork(
+        return DistributionalQNetwork(
             self.observation_space, int(self.action_space.n), self.n_quantiles, hp.net_arch, hp.activation_fn,
             hp.dueling,
         )  # fmt: skip
 
     def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a minibatch, a scalar."""
-        quantiles = _of_actions(self.quantiles(self.network, batch["observation"]), batch["action"])
+        quantiles = of_actions(self.quantiles(self.network, batch["observation"]), batch["action"])
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(quantiles, target, batch.get("weight"))
         if "index" in batch:
@@ -173,7 +133,7 @@ class QRDQN(DQN):
         next_quantiles = batch["next_q"]
         with torch.no_grad():
             q = self.q_values(self.network, batch["next_observation"]) if self.uses_double else next_quantiles.mean(1)
-        following = torch.where(batch["terminated"][:, None], 0.0, _of_actions(next_quantiles, q.argmax(1)))
+        following = torch.where(batch["terminated"][:, None], 0.0, of_actions(next_quantiles, q.argmax(1)))
         return batch["reward"][:, None] + batch["discount"][:, None] * following
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
@@ -183,8 +143,3 @@ class QRDQN(DQN):
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns Adam at 5e-5 with eps 0.01 / batch_size, as in the paper and sb3-contrib."""
         return self.adam(parameters, lr=5e-5, eps=0.01 / cast(Any, self.source).batch_size)
-
-
-def _of_actions(quantiles: Tensor, action: Tensor) -> Tensor:
-    """The quantiles of one action per row, [B, N] from [B, N, A]."""
-    return quantiles.gather(2, action[:, None, None].expand(-1, quantiles.shape[1], 1)).squeeze(2)

@@ -859,6 +859,8 @@ for option, says in {
         "n_quantiles=25",
     ),
     "qrdqn/cartpole.yaml --model.n_quantiles 0": ("n_quantiles=0",),
+    "c51/cartpole.yaml --model.n_atoms 1": ("n_atoms=1", "at least 2"),
+    "c51/cartpole.yaml --model.v_max 0": ("v_max=0", "above v_min=0"),
     "qrdqn/cartpole.yaml --model.loss huber": ("QRDQN has no 'loss'",),
     "recurrent_ppo/cartpole_no_velocity.yaml --model.rnn transformer": ("rnn='transformer'", "lstm", "gru"),
     "recurrent_ppo/cartpole_no_velocity.yaml --model.sequence_length 1000": ("sequence_length=1000", "n_steps=128"),

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import (
     A2C,
+    C51,
     DDPG,
     DQN,
     PPO,
@@ -32,6 +33,7 @@ RUNS = {
     "A2C": (A2C, RolloutDataModule, WHOLE),
     "DQN": (DQN, ReplayDataModule, {"learning_starts": 16}),
     "QRDQN": (lambda: QRDQN(n_quantiles=5), ReplayDataModule, {"learning_starts": 16}),
+    "C51": (lambda: C51(n_atoms=5), ReplayDataModule, {"learning_starts": 16}),
     "RecurrentA2C": (lambda: RecurrentA2C(lstm_hidden_size=8), RolloutDataModule, WHOLE),
     "RecurrentPPO": (
         lambda: RecurrentPPO(lstm_hidden_size=8), RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}

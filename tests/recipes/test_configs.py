@@ -64,7 +64,7 @@ def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
     if language:
         small = ["--trainer.max_steps=2", "--data.n_train=64", "--data.batch_size=16", "--data.n_eval=4",
                  "--trainer.accelerator=cpu"]  # fmt: skip
-    if name.partition("/")[0] in ("dqn", "qrdqn", "ddpg", "td3", "sac", "tqc"):
+    if name.partition("/")[0] in ("dqn", "qrdqn", "c51", "ddpg", "td3", "sac", "tqc"):
         small += ["--data.learning_starts=100", "--data.buffer_size=1000"]
     try:
         main(["fit", "--config", name, *small])
@@ -72,7 +72,7 @@ def test_config_trains_two_epochs(name, tmp_path, monkeypatch, capsys):
         error = capsys.readouterr().err
         if "needs a package that is not installed" in error:
             pytest.skip(error.strip())
-        if language and "can't be loaded" in error:
+        if language and ("can't be loaded" in error or "there is no model directory" in error):
             pytest.skip(f"begins with a model of the hub or of an earlier stage: {error.strip()}")
         pytest.fail(f"exit code {exit_.code}: {error}")
     assert re.search(r"optimizer steps +2 in" if language else "transitions", capsys.readouterr().out)

@@ -27,6 +27,7 @@ NETWORKS = {
     "TRPO": networks.Policy,
     "DQN": {"class_path": "tests.networks.ActionValues", "init_args": {"width": 5}},
     "QRDQN": functools.partial(networks.ActionValues, n_quantiles=5),
+    "C51": functools.partial(networks.ActionValues, n_quantiles=5),
     "DDPG": {"class_path": "tests.networks.PolicyAndCritics", "init_args": {"gaussian": False}},
     "TD3": functools.partial(networks.PolicyAndCritics, gaussian=False),
     "SAC": networks.PolicyAndCritics,

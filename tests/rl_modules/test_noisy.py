@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_modules import DQN, QRDQN
+from rl_modules import C51, DQN, QRDQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.layers import ParallelLinear
@@ -82,7 +82,7 @@ def test_every_layer_but_the_encoder_is_noisy(dueling):
     assert torch.equal(network(observation), still)
 
 
-@pytest.mark.parametrize("cls", [DQN, QRDQN])
+@pytest.mark.parametrize("cls", [DQN, QRDQN, C51])
 def test_acting_is_noisy_and_evaluating_is_not(cls):
     model = cls(noisy=True, exploration_initial_eps=0.0, **SPACES)
     model.configure_model()
@@ -93,7 +93,7 @@ def test_acting_is_noisy_and_evaluating_is_not(cls):
     assert all(torch.equal(action, greedy[0]) for action in greedy)
 
 
-@pytest.mark.parametrize("name", ["DQN", "QRDQN"])
+@pytest.mark.parametrize("name", ["DQN", "QRDQN", "C51"])
 def test_a_run_learns_its_noise_and_resumes_exactly(name, tmp_path):
     case = CASE[name]
     assert_resumes_exactly(lambda: case.make_model(noisy=True, double=True), case.make_data, tmp_path, epochs=3)

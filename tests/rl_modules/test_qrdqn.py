@@ -12,7 +12,7 @@ from datamodules import ReplayDataModule
 from rl_modules import QRDQN
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.qrdqn import QuantileNetwork
+from rl_modules.q_network import DistributionalQNetwork
 from tests import envs
 from tests.training import assert_resumes_exactly, fit
 
@@ -87,7 +87,7 @@ def test_prioritised_replay_gets_the_errors_of_the_means_and_its_weights_scale_t
 
 
 def test_dueling_quantiles_have_the_mean_advantage_taken_off() -> None:
-    network = QuantileNetwork(spaces.Box(-1, 1, (3,)), 4, 5, [8], dueling=True)
+    network = DistributionalQNetwork(spaces.Box(-1, 1, (3,)), 4, 5, [8], dueling=True)
     observation = torch.randn(6, 3)
     z = network(observation)
     assert z.shape == (6, 5, 4)
@@ -98,7 +98,7 @@ def test_dueling_quantiles_have_the_mean_advantage_taken_off() -> None:
 def test_same_weights_give_sb3_contribs_quantiles() -> None:
     peer = pytest.importorskip("sb3_contrib").QRDQN("MlpPolicy", "CartPole-v1", seed=0, device="cpu",
                                                     policy_kwargs={"n_quantiles": 7, "net_arch": [16]})  # fmt: skip
-    ours = QuantileNetwork(spaces.Box(-1, 1, (4,)), 2, 7, [16])
+    ours = DistributionalQNetwork(spaces.Box(-1, 1, (4,)), 2, 7, [16])
     with torch.no_grad():
         for mine, its in zip(ours.parameters(), peer.quantile_net.parameters(), strict=True):
             mine.copy_(its)
@@ -111,7 +111,7 @@ def test_same_weights_give_sb3_contribs_quantiles() -> None:
     assert defaults.max_grad_norm == peer.max_grad_norm
     settings = peer.policy.optimizer.param_groups[0]
     defaults._trainer = SimpleNamespace(datamodule=SimpleNamespace(batch_size=32), precision="32-true")  # type: ignore[assignment]
-    defaults.network = QuantileNetwork(spaces.Box(-1, 1, (4,)), 2, 200)
+    defaults.network = DistributionalQNetwork(spaces.Box(-1, 1, (4,)), 2, 200)
     mine = defaults.configure_optimizers().param_groups[0]
     assert (mine["lr"], mine["eps"]) == (settings["lr"], settings["eps"])
 

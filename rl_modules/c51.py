@@ -1,0 +1,171 @@
+"""C51: DQN with the distribution of the return on a fixed support; with all of DQN's variants, Rainbow."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import at_least
+from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
+from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.custom_networks import custom_q_network
+from rl_modules.dqn import DQN
+from rl_modules.q_network import DistributionalQNetwork, QNetwork, of_actions
+
+
+class C51(DQN):
+    """Deep Q-learning with the probabilities of N returns instead of their mean.
+
+    Bellemare et al. 2017, arXiv:1707.06887. Per minibatch of replayed transitions, one step on
+
+        L = -E[Σ_i m_i log p_i(s, a)],   m = Φ(r + γ (1 - terminated) z, p'(s', a*)),   z_i = v_min + i Δz
+
+    with p(s, a) the softmax of the network's outputs, Φ the projection onto the support z, p' the target network's
+    probabilities and a* the action of the largest mean Σ_i z_i p'_i(s', ·); with ``double``, of the network's own.
+    Dueling heads, n-step targets, prioritised replay and action masks are those of :class:`~rl_modules.dqn.DQN`; the
+    priority of a transition is KL(m ‖ p). ``double``, ``dueling`` and ``noisy`` with the datamodule's ``n_steps`` and
+    ``prioritized_replay`` are Rainbow (Hessel et al. 2018, arXiv:1710.02298). Names are CleanRL's; the support is the
+    papers', for returns of clipped rewards.
+
+    Args:
+        n_atoms: N, points of the support, at least 2.
+        v_min: the smallest return of the support, in units of reward; smaller ones count as it.
+        v_max: the largest one, above ``v_min``; larger ones count as it.
+        gamma: discount γ per transition, in [0, 1].
+        target_update_interval: transitions, over all environments and ranks, between updates of the target network.
+        tau: step of the target network towards the network, in (0, 1]; 1: copy.
+        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
+        exploration_initial_eps: initial ε, the probability of a random action.
+        exploration_final_eps: final ε.
+        double: select the next action with the network, evaluate it with the target network.
+        dueling: V(s) and advantages in separate streams.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        net_arch: hidden widths; None: [64, 64], and none after a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 2.5e-4).
+        optimizer: callable from parameters to an optimizer; None: Adam with eps 0.01 / batch_size.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        noisy: noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch;
+            evaluation uses their means. For exploration by noise alone set exploration_initial_eps and
+            exploration_final_eps to 0.
+        network: module class or callable that makes the whole network from both spaces (logits of the returns, [B, N,
+            A]): an import path, or class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
+    """
+
+    def __init__(
+        self,
+        n_atoms: int = 51,
+        v_min: float = -10.0,
+        v_max: float = 10.0,
+        gamma: float = 0.99,
+        target_update_interval: int = 10_000,
+        tau: float = 1.0,
+        exploration_fraction: float = 0.1,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.01,
+        double: bool = False,
+        dueling: bool = False,
+        max_grad_norm: float | None = None,
+        net_arch: list[int] | None = None,
+        activation_fn: str = "relu",
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
+        noisy: bool = False,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
+    ) -> None:
+        super().__init__(
+            gamma, target_update_interval, tau, exploration_fraction, exploration_initial_eps, exploration_final_eps,
+            double, dueling, "huber", max_grad_norm, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
+            log_every, observation_space, action_space, init_from,
+        )  # fmt: skip
+        self.n_atoms = at_least("n_atoms", n_atoms, 2)
+        if not v_min < v_max:
+            raise UsageError(f"v_max={v_max} must be above v_min={v_min}")
+        self.v_min, self.v_max = float(v_min), float(v_max)
+
+    def make_network(self) -> QNetwork:
+        """Builds the network of logits from the hyperparameters."""
+        hp: Any = self.hparams
+        n_actions = int(self.action_space.n)
+        if hp.get("network") is not None:
+            custom: Any = custom_q_network(hp.network, self.observation_space, self.n_atoms, n_actions)
+            return custom
+        return DistributionalQNetwork(
+            self.observation_space, n_actions, self.n_atoms, hp.net_arch, hp.activation_fn, hp.dueling
+        )
+
+    @property
+    def support(self) -> Tensor:
+        """z, the returns that probabilities are given to, [N], in units of reward."""
+        return torch.linspace(self.v_min, self.v_max, self.n_atoms, dtype=torch.float32, device=self.device)
+
+    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+        """The loss of a minibatch, a scalar."""
+        log_prob = of_actions(self.log_probs(self.network, batch["observation"]), batch["action"])
+        target = self.td_target(batch) if self.uses_double else batch["target"]
+        loss = self.td_loss(log_prob, target, batch.get("weight"))
+        if "index" in batch:
+            self.td_error = torch.nn.functional.kl_div(log_prob.detach(), target, reduction="none").sum(1).clamp_min(0)
+        if self.logs_this_epoch:
+            self.record(loss=loss, q_mean=(log_prob.detach().exp() * self.support).sum(1).mean())
+        return loss
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def log_probs(self, network: QNetwork, observation: Any) -> Tensor:
+        """The logarithms of p(s, ·), [B, N, A], of the network or the target network, masked actions included."""
+        return network(split_mask(observation)[0]).log_softmax(1)
+
+    def mean_return(self, log_prob: Tensor, observation: Any) -> Tensor:
+        """Q(s, ·), [B, A]: the mean of the returns; that of masked actions is -1e8."""
+        q = torch.einsum("bna,n->ba", log_prob.exp(), self.support.to(log_prob.dtype))
+        mask = split_mask(observation)[1]
+        return q if mask is None else mask_logits(q, mask)
+
+    def q_values(self, network: QNetwork, observation: Any) -> Tensor:
+        """Q(s, ·), [B, A], of the network or the target network; that of masked actions is -1e8."""
+        return self.mean_return(self.log_probs(network, observation), observation)
+
+    def target_values(self, observation: Any) -> Tensor:
+        """The target network's probabilities, [B, N, A]; without ``double`` those of its best action, [B, N, 1]."""
+        log_prob = self.log_probs(self.target_network, observation)
+        if not self.uses_double:
+            log_prob = of_actions(log_prob, self.mean_return(log_prob, observation).argmax(1))[..., None]
+        return log_prob.exp()
+
+    def td_target(self, batch: dict[str, Any]) -> Tensor:
+        """Returns m, the target probabilities of the returns of (s, a), [B, N]."""
+        following = batch["next_q"][..., 0]
+        if self.uses_double:
+            with torch.no_grad():
+                action = self.q_values(self.network, batch["next_observation"]).argmax(1)
+            following = of_actions(batch["next_q"], action)
+        return F.categorical_projection(
+            batch["reward"], batch["terminated"], following, batch["discount"], self.v_min, self.v_max
+        )
+
+    def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """The cross-entropy, a scalar; ``q`` are log-probabilities and ``target`` probabilities, [B, N]."""
+        loss = -(target * q).sum(1)
+        return loss.mean() if weight is None else (weight * loss).mean()
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Returns Adam at 2.5e-4 with eps 0.01 / batch_size, as in the paper."""
+        return self.adam(parameters, lr=2.5e-4, eps=0.01 / cast(Any, self.source).batch_size)
