@@ -50,7 +50,7 @@ STOPPED_STARTS: dict[str, list[dict[str, Any]]] = {
                          "data.batch_size": 128, "trainer.max_steps": 4000}],
     "warm-up, stopped": [{"data.seed": 23, "model.learning_rate": 2e-3,
                           "model.lr_scheduler_type": "constant_with_warmup", "model.warmup_steps": 100,
-                          "data.batch_size": 192, "trainer.max_steps": 2000}],
+                          "data.batch_size": 192, "data.eval_steps": 5, "trainer.max_steps": 2000}],
 }  # fmt: skip
 #: The start of the configs; its seed is the seed of the reinforcement learning, too.
 OWN_STARTS: dict[str, list[dict[str, Any]]] = {f"seed {seed}": [{"seed_everything": seed}] for seed in range(5)}
