@@ -72,6 +72,8 @@ class Checkpoints(ModelCheckpoint):
         self.max_share = max_share
         self.keep_previous = keep_previous
         self.keep_all = keep_all
+        #: Whether checkpoints are written; ``trainer.enable_checkpointing=false`` of the command line turns it off.
+        self.writes = True
         #: Called between any two batches, with the Trainer.
         self.observers: list[Callable[[L.Trainer], None]] = []
         self.last_path: Path | None = None
@@ -140,7 +142,8 @@ class Checkpoints(ModelCheckpoint):
         self._due_s = time.monotonic() + self._pause_s
         self._saved_at = _position(trainer)
         self._watch_loader(trainer)
-        self.requests.install(*requeue_signals(trainer))
+        if self.writes:
+            self.requests.install(*requeue_signals(trainer))
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         if self.requests.is_installed and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             # Lightning broadcasts before every batch whether rank 0 received SIGTERM; `requests` handles it instead.
@@ -163,6 +166,10 @@ class Checkpoints(ModelCheckpoint):
         if self._finite is not None:
             self._finite.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.writes:
+            super().on_validation_end(trainer, pl_module)
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._finite is not None:
             self._finite.on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -174,7 +181,8 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.requests.restore()
-        if _position(trainer) != self._saved_at and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        is_due = self.writes and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if is_due and _position(trainer) != self._saved_at:
             self._save_last(trainer, is_final=True)
         remove_requeue_checkpoints(trainer)
 
@@ -198,7 +206,7 @@ class Checkpoints(ModelCheckpoint):
         now_s = time.monotonic()
         if self.progress is not None:
             self.progress.tick(trainer, now_s)
-        is_due = now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        is_due = self.writes and now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
         if not (stop or is_due) or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
             return

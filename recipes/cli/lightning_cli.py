@@ -168,7 +168,12 @@ class RLCLI(LightningCLI):
         if self.command == "predict" and not self.records:
             output = self._get(self.config, "output")
             callbacks.append(trainer_settings.prediction_writer(output, self._controls))
+        if writes_nothing := config.get("enable_checkpointing") is False:
+            # Lightning refuses any checkpoint callback then; the project's has other tasks, too.
+            config["enable_checkpointing"] = None
         trainer = super()._instantiate_trainer(config, callbacks)
+        if writes_nothing:
+            trainer_settings.stop_writing(trainer)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
             checkpoints: Any = Checkpoints.of(trainer)
             checkpoints.progress = ProgressLines(

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import ProgressBar
 
 from recipes import language
+from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder
@@ -52,6 +53,22 @@ def settings_for_evaluation(trainer: Any) -> None:
     trainer["logger"] = False
     if trainer.get("enable_progress_bar") is None:
         trainer["enable_progress_bar"] = False
+
+
+def stop_writing(trainer: Any) -> None:
+    """Has the run write no checkpoint.
+
+    Args:
+        trainer: of the run.
+
+    Raises:
+        UsageError: the user's own callbacks would write one.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, Checkpoints):
+            raise UsageError(f"trainer.enable_checkpointing=false contradicts the callback {type(callback).__name__}; "
+                             "leave one of them out")  # fmt: skip
+        callback.writes = False
 
 
 def prediction_writer(output: str | None, is_control: bool) -> Any:

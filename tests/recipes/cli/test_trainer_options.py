@@ -3,6 +3,7 @@
 import csv
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,20 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 def csv_rows(folder: Path) -> list[dict[str, str]]:
     with next(folder.glob("logs/*/version_0/metrics.csv")).open() as file:
         return list(csv.DictReader(file))
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def test_without_checkpointing_a_run_writes_none_and_says_so(rl: Any, tmp_path: Path) -> None:
+    code, out, err = rl("fit", *RUN, "--data.eval_freq=512", "--checkpoint.interval_s=0",
+                        "--trainer.enable_checkpointing=false")  # fmt: skip
+    assert code == 0, err
+    assert re.search(r"last checkpoint +none\n", out) and re.search(r"best checkpoint +none", out)
+    assert not list(tmp_path.rglob("*.ckpt"))
+    given = '[{"class_path": "ModelCheckpoint"}]'
+    code, _, err = rl("fit", *RUN, "--trainer.enable_checkpointing=false", f"--trainer.callbacks={given}")
+    assert code == 1 and "trainer.enable_checkpointing=false contradicts the callback ModelCheckpoint" in err
 
 
 # -------------------------------------------------------------------- loggers
