@@ -27,6 +27,7 @@ _EXPORTS = {
     "TQC": "rl_modules.tqc",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
+    "PQN": "rl_modules.pqn",
     "QRDQN": "rl_modules.qrdqn",
     "RecurrentA2C": "rl_modules.recurrent_a2c",
     "RecurrentPPO": "rl_modules.recurrent_ppo",
@@ -48,6 +49,7 @@ __all__ = [
     "GRPO",
     "KTO",
     "PPO",
+    "PQN",
     "QRDQN",
     "REINFORCE",
     "RLHFPPO",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from rl_modules.language.sft import SFT
     from rl_modules.monte_carlo import MonteCarlo
     from rl_modules.ppo import PPO
+    from rl_modules.pqn import PQN
     from rl_modules.q_learning import QLearning
     from rl_modules.qrdqn import QRDQN
     from rl_modules.recurrent_a2c import RecurrentA2C

@@ -19,7 +19,7 @@ from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.custom_networks import custom_q_network
-from rl_modules.distributions import sample_allowed
+from rl_modules.exploration import epsilon_greedy, require_finite_actions
 from rl_modules.q_network import QNetwork
 
 
@@ -139,11 +139,7 @@ class DQN(ControlModule):
         Raises:
             UsageError: names the space and the algorithms that fit.
         """
-        if not isinstance(self.action_space, spaces.Discrete):
-            raise UsageError(
-                f"{type(self).__name__} compares the values of all actions, for which the action space must be "
-                f"Discrete, not {self.action_space}; REINFORCE, A2C, TRPO and PPO fit, and SAC and TD3 a bounded Box"
-            )
+        require_finite_actions(type(self).__name__, self.action_space)
 
     def build_network(self) -> None:
         self.network = self.make_network()
@@ -173,14 +169,8 @@ class DQN(ControlModule):
             self.remove_noise()
         if deterministic:
             return {"action": greedy}
-        device = greedy.device if generator is None else generator.device
-        explores = torch.rand(len(greedy), generator=generator, device=device) < self.exploration_rate
         mask = split_mask(observation)[1]
-        if mask is None:
-            random = torch.randint(int(self.action_space.n), (len(greedy),), generator=generator, device=device)
-        else:
-            random = sample_allowed(self.action_space, mask.to(device), generator)
-        return {"action": torch.where(explores.to(greedy.device), random.to(greedy.device), greedy)}
+        return {"action": epsilon_greedy(greedy, self.exploration_rate, self.action_space, mask, generator)}
 
     def prepare(self, sample: Replayed) -> dict[str, Any]:
         """Computes, for all minibatches of a round at once, the values that do not change during the round.

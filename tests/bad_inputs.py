@@ -859,6 +859,8 @@ for option, says in {
         "n_quantiles=25",
     ),
     "qrdqn/cartpole.yaml --model.n_quantiles 0": ("n_quantiles=0",),
+    "pqn/cartpole.yaml --model.q_lambda 2": ("q_lambda=2", r"\[0, 1\]"),
+    "pqn/cartpole.yaml --data.env_id Pendulum-v1": ("PQN compares the values of all actions", "Discrete"),
     "c51/cartpole.yaml --model.n_atoms 1": ("n_atoms=1", "at least 2"),
     "c51/cartpole.yaml --model.v_max 0": ("v_max=0", "above v_min=0"),
     "qrdqn/cartpole.yaml --model.loss huber": ("QRDQN has no 'loss'",),

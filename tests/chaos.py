@@ -91,6 +91,7 @@ CASES: dict[str, list[str]] = {
     "rainbow": [*DQN, "--model=C51", "--model.n_atoms=5", "--model.v_min=0", "--model.v_max=50", "--model.noisy=true",
                 "--model.double=true", "--model.dueling=true", "--data.prioritized_replay=true", "--data.n_steps=3",
                 "--data.gradient_steps=2", "--data.learning_starts=200"],
+    "pqn": [*PPO, "--model=PQN", "--data.env_id=CartPole-v1", "--data.total_timesteps=2048"],
     "recurrent-ppo": [*PPO, "--model=RecurrentPPO", "--model.lstm_hidden_size=16", "--model.burn_in=4",
                       "--data.env_id=CartPole-v1", "--data.total_timesteps=1536"],
     "recurrent-a2c": ["--model=RecurrentA2C", "--model.lstm_hidden_size=16", "--model.rnn=gru", *WHOLE,

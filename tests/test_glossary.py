@@ -14,6 +14,7 @@ from rl_modules import (
     DDPG,
     DQN,
     PPO,
+    PQN,
     QRDQN,
     REINFORCE,
     SAC,
@@ -34,6 +35,7 @@ RUNS = {
     "DQN": (DQN, ReplayDataModule, {"learning_starts": 16}),
     "QRDQN": (lambda: QRDQN(n_quantiles=5), ReplayDataModule, {"learning_starts": 16}),
     "C51": (lambda: C51(n_atoms=5), ReplayDataModule, {"learning_starts": 16}),
+    "PQN": (PQN, RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}),
     "RecurrentA2C": (lambda: RecurrentA2C(lstm_hidden_size=8), RolloutDataModule, WHOLE),
     "RecurrentPPO": (
         lambda: RecurrentPPO(lstm_hidden_size=8), RolloutDataModule, {"n_envs": 2, "n_steps": 32, "batch_size": 64}

@@ -63,6 +63,7 @@ CASES = [
     Case("DQN", model={"target_update_interval": 20}, data=REPLAY, replays=True),
     Case("QRDQN", model={"target_update_interval": 20, "n_quantiles": 5}, data=REPLAY, replays=True),
     Case("C51", model={"target_update_interval": 20, "n_atoms": 5, "v_min": 0, "v_max": 20}, data=REPLAY, replays=True),
+    Case("PQN", data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
     Case("DDPG", model={"action_noise": NOISE, "net_arch": [32, 32]}, **SWING),
     Case("TD3", model={"action_noise": NOISE, "net_arch": [32, 32]}, **SWING),
     Case("SAC", model={"net_arch": [32, 32]}, **SWING),

@@ -26,6 +26,7 @@ NETWORKS = {
     "REINFORCE": "tests.networks:PolicyAndValue",
     "TRPO": networks.Policy,
     "DQN": {"class_path": "tests.networks.ActionValues", "init_args": {"width": 5}},
+    "PQN": "tests.networks.ActionValues",
     "QRDQN": functools.partial(networks.ActionValues, n_quantiles=5),
     "C51": functools.partial(networks.ActionValues, n_quantiles=5),
     "DDPG": {"class_path": "tests.networks.PolicyAndCritics", "init_args": {"gaussian": False}},

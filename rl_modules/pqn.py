@@ -1,0 +1,206 @@
+"""Parallelised Q-network: Q-learning without replay and without a target network."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rl_modules import functional as F
+from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.checks import unit_interval
+from rl_modules.common.contract import Experience, Rollout
+from rl_modules.common.import_path import Custom
+from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.common.schedules import exploration_rate
+from rl_modules.common.spaces import is_image
+from rl_modules.custom_networks import custom_q_network
+from rl_modules.encoders import build_encoder, encoding_width
+from rl_modules.exploration import epsilon_greedy, require_finite_actions
+from rl_modules.layers import activation, full_precision, hidden_widths
+
+
+class NormalizedQNetwork(nn.Module):
+    """Q(s, ·) with layer normalisation, which stands in for a target network.
+
+    Args:
+        observation_space: space of one observation.
+        n_actions: number of actions.
+        net_arch: widths of the hidden layers; None: [120, 84], and [512] after a convolutional encoder.
+        activation_fn: ``tanh``, ``relu``, …
+
+    Shape: [B, *obs] → [B, n_actions] float32.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space, n_actions: int, net_arch: Sequence[int] | None, activation_fn: str
+    ) -> None:
+        super().__init__()
+        if net_arch is None:
+            net_arch = [512] if is_image(observation_space) else [120, 84]
+        self.encoder = build_encoder(observation_space)
+        sizes = [encoding_width(self.encoder), *hidden_widths(net_arch)]
+        layers: list[nn.Module] = []
+        for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
+            layers += [nn.Linear(width_in, width_out), nn.LayerNorm(width_out), activation(activation_fn)]
+        self.trunk = nn.Sequential(*layers)
+        self.head = nn.Linear(sizes[-1], n_actions)
+
+    def forward(self, observation: Any) -> Tensor:
+        features = self.encoder(observation).to(self.head.weight.dtype)
+        return full_precision(self.head(self.trunk(features)))
+
+
+class PQN(ControlModule):
+    """Q-learning on the rollouts of parallel environments, without replay and target network.
+
+    Gallici et al. 2024, arXiv:2407.04811. An ε-greedy policy collects a rollout; then, over several passes,
+
+        L = ½ E[(Q(s_t, a_t) - G_t)²],   G_t = r_t + γ [λ G_{t+1} + (1 - λ) max_a Q(s_{t+1}, a)]
+
+    with Q as it was during the rollout on the right, and G_t = r_t in a terminal state. At a time limit and at the
+    rollout's end max_a Q of the true successor takes the place of the bracket. Layer normalisation keeps the values
+    from diverging. The names and defaults are CleanRL's.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        q_lambda: λ, in [0, 1]: 0 for one-step targets, 1 for returns.
+        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
+        exploration_initial_eps: initial ε, the probability of a random action.
+        exploration_final_eps: final ε.
+        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
+            no clipping.
+        net_arch: hidden widths; None: [120, 84], and [512] after a convolutional encoder.
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (RAdam:
+            2.5e-4).
+        optimizer: callable from parameters to an optimizer; None: RAdam.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        network: module class or callable that makes the whole network from both spaces (Q(s, ·)): an import path, or
+            class_path with init_args; None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
+    """
+
+    supported_action_spaces = (spaces.Discrete,)
+    experience = Experience("rollouts", n_steps=128, batch_size=128, n_epochs=4)
+    network: NormalizedQNetwork
+    action_space: spaces.Discrete
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        q_lambda: float = 0.65,
+        exploration_fraction: float = 0.5,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.05,
+        max_grad_norm: float | None = 10.0,
+        net_arch: list[int] | None = None,
+        activation_fn: str = "relu",
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
+    ) -> None:
+        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
+        self.gamma = unit_interval("gamma", gamma)
+        self.q_lambda = unit_interval("q_lambda", q_lambda)
+        self.exploration_fraction = unit_interval("exploration_fraction", exploration_fraction, open_at_zero=True)
+        self.exploration_initial_eps = unit_interval("exploration_initial_eps", exploration_initial_eps)
+        self.exploration_final_eps = unit_interval("exploration_final_eps", exploration_final_eps)
+        self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
+        #: ε, the probability of a random action.
+        self.exploration_rate = self.exploration_initial_eps
+
+    def check_spaces(self) -> None:
+        """Refuses an action space without a finite number of actions.
+
+        Raises:
+            UsageError: names the space and the algorithms that fit.
+        """
+        require_finite_actions(type(self).__name__, self.action_space)
+
+    def build_network(self) -> None:
+        hp: Any = self.hparams
+        n_actions = int(self.action_space.n)
+        if hp.get("network") is not None:
+            custom: Any = custom_q_network(hp.network, self.observation_space, n_actions)
+            self.network = custom
+        else:
+            self.network = NormalizedQNetwork(self.observation_space, n_actions, hp.net_arch, hp.activation_fn)
+
+    def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
+        """Returns ε-greedy actions, and max_a Q(s, a) as the states' values, each [N]."""
+        value, greedy = self.q_values(observation).max(1)
+        if deterministic:
+            return {"action": greedy, "value": value}
+        mask = split_mask(observation)[1]
+        action = epsilon_greedy(greedy, self.exploration_rate, self.action_space, mask, generator)
+        return {"action": action, "value": value}
+
+    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+        """Computes the targets of a rollout, see :class:`~rl_modules.common.contract.Rollout`.
+
+        Returns:
+            The fields that :meth:`training_step` reads: observation, action, returns (G).
+        """
+        return {"observation": rollout["observation"], "action": rollout["action"], "returns": self.td_target(rollout)}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        q = self.q_values(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
+        loss = self.td_loss(q, batch["returns"])
+        if self.logs_this_epoch:
+            self.record(loss=loss, q_mean=q.mean())
+        weight = self.rank_weight(len(q))
+        return loss if weight == 1.0 else loss * weight
+
+    # ---------------------------------------------------------------- pieces to override
+
+    def q_values(self, observation: Any) -> Tensor:
+        """Returns Q(s, ·), [B, A]; masked actions have the value -1e8."""
+        observation, mask = split_mask(observation)
+        q = self.network(observation)
+        return q if mask is None else mask_logits(q, mask)
+
+    def td_target(self, rollout: Rollout) -> Tensor:
+        """Returns G of every transition, [T, N]: the advantage estimator's λ-return with max_a Q as the value."""
+        value = rollout["value"]
+        return value + F.gae(
+            rollout["reward"], value, rollout["next_value"], rollout["terminated"], rollout["truncated"],
+            self.gamma, self.q_lambda,
+        )  # fmt: skip
+
+    def td_loss(self, q: Tensor, target: Tensor) -> Tensor:
+        """Returns half the mean squared error of Q(s, a), a scalar."""
+        return F.value_loss(q, target)
+
+    # ---------------------------------------------------------------- schedules, optimizer and checkpoints
+
+    def update_schedules(self, progress_remaining: float) -> None:
+        super().update_schedules(progress_remaining)
+        self.exploration_rate = exploration_rate(
+            progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
+        )
+        self._latest["rollout/exploration_rate"] = self.exploration_rate
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Returns RAdam at 2.5e-4, as the paper and CleanRL take."""
+        return torch.optim.RAdam(parameters, lr=2.5e-4, foreach=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["exploration_rate"] = self.exploration_rate
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.exploration_rate = checkpoint["exploration_rate"]
