@@ -62,7 +62,11 @@ def test_every_name_of_the_right_column_exists(page: str) -> None:
     assert not {name for _, ours in rows(page) for name in names(ours)} - known
     for _, ours in rows(page):
         for part, name in re.findall(r"--(model|data|trainer)\.(\w+)", ours):
-            classes = {"model": [rl_modules.PPO], "data": [datamodules.RolloutDataModule], "trainer": [L.Trainer]}[part]
+            classes = {
+                "model": [rl_modules.PPO, rl_modules.C51, rl_modules.PQN],
+                "data": [datamodules.RolloutDataModule, datamodules.ReplayDataModule],
+                "trainer": [L.Trainer],
+            }[part]
             assert name in arguments(*classes), f"{page}: --{part}.{name}"
         for name in re.findall(r"`([A-Z]\w+)`", ours):
             assert any(hasattr(module, name) for module in (rl_modules, datamodules, L)), f"{page}: {name}"
