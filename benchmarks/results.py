@@ -34,27 +34,9 @@ BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->
 #: The page of each algorithm, by its folder of configs.
 PAGES = {
     **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
-    **{
-        name: name
-        for name in (
-            "dqn",
-            "qrdqn",
-            "c51",
-            "pqn",
-            "reinforce",
-            "a2c",
-            "trpo",
-            "ppo",
-            "recurrent_ppo",
-            "td3",
-            "sac",
-            "tqc",
-        )
-    },
+    **{name: name for name in "dqn qrdqn c51 pqn reinforce a2c trpo ppo recurrent_ppo td3 sac tqc".split()},
     "ddpg": "td3",
 }
-
-
 #: Chosen while looking at runs of seeds 0 to 5; such rows report seeds from 100.
 BY_HAND = "by hand, on seeds 0 to 5"
 FROM_1000 = "by hand, on seeds from 1000"
