@@ -31,12 +31,8 @@ RUNS = Path(__file__).parent.parent / "runs" / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 #: Where an algorithm's page has its results.
 BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->\n", "<!-- end of results -->\n"
-#: The page of each algorithm, by its folder of configs.
-PAGES = {
-    **dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"),
-    **{name: name for name in "dqn qrdqn c51 pqn reinforce a2c trpo ppo recurrent_ppo td3 sac tqc".split()},
-    "ddpg": "td3",
-}
+#: Algorithms that share a page, by their folders of configs; the others have one of their own.
+SHARED_PAGES = {**dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"), "ddpg": "td3"}
 #: Chosen while looking at runs of seeds 0 to 5; such rows report seeds from 100.
 BY_HAND = "by hand, on seeds 0 to 5"
 FROM_1000 = "by hand, on seeds from 1000"
@@ -65,6 +61,11 @@ class Row:
     def algorithm(self) -> str:
         """The config's folder."""
         return self.config.partition("/")[0]
+
+    @property
+    def page(self) -> str:
+        """Name of its algorithm's page."""
+        return SHARED_PAGES.get(self.algorithm, self.algorithm)
 
     @property
     def picture(self) -> str:
@@ -241,8 +242,8 @@ def report(where: str) -> None:
         lines += ["", f"## Pipeline {pipeline.stem}", "", *pipeline.read_text(encoding="utf-8").splitlines(), ""]
         lines += [f"![curves of {pipeline.stem}](plots/pipeline_{pipeline.stem}.png)"]
     (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for page in sorted(DOCS / "algorithms" / f"{name}.md" for name in set(PAGES.values())):
-        write_page(page, {row: runs for row, runs in stored.items() if PAGES.get(row.algorithm) == page.stem})
+    for page in sorted(DOCS / "algorithms" / f"{name}.md" for name in {row.page for row in ROWS.values()}):
+        write_page(page, {row: runs for row, runs in stored.items() if row.page == page.stem})
 
 
 def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
