@@ -88,8 +88,8 @@ VARIANTS: dict[str, Variant] = {
     ),
     "batch 1024": Variant(options={**PLAIN, "data.batch_size": 1024}),
     "batch 2048": Variant(options={**PLAIN, "data.batch_size": 2048}),
-    "learning rate 2e-4, batch 4096": Variant(
-        options={**PLAIN, "model.learning_rate": 2e-4, "data.batch_size": 4096}
+    "learning rate 5e-4, batch 4096": Variant(
+        options={**PLAIN, "model.learning_rate": 5e-4, "data.batch_size": 4096}
     ),
     "groups of 4, learning rate 1e-4": Variant(
         options={**PLAIN, "data.num_generations": 4, "model.learning_rate": 1e-4}
