@@ -106,7 +106,7 @@ ROWS = {
         Row("a2c/acrobot", -85),
         Row("trpo/cartpole", 490, chosen=BY_HAND),
         Row("trpo/acrobot", -85),
-        Row("trpo/lunarlander", 133, chosen="`rl sweep`: 60 trials of 3 seeds from 1000"),
+        Row("trpo/lunarlander", 133, chosen="`rl sweep`: 10 trials of 3 seeds from 1000"),
         Row("ppo/cartpole", 490),
         Row("ppo/acrobot", -80),
         Row("ppo/mountaincar", -115),
