@@ -178,7 +178,7 @@ def test_a_checkpoint_brings_its_noise_back() -> None:
 @pytest.mark.parametrize("cls", [TD3, DDPG])
 def test_pendulum_is_learned(cls: Any) -> None:
     model = cls(gamma=0.98, net_arch=[64, 64], action_noise=NormalActionNoise())
-    data = ReplayDataModule("Pendulum-v1", total_timesteps=6_000, learning_starts=1_000, buffer_size=6_000, eval_freq=0)
+    data = ReplayDataModule("Pendulum-v1", total_timesteps=9_000, learning_starts=1_000, buffer_size=9_000, eval_freq=0)
     fit(model, data)
-    # A policy that does nothing gets about -1,200.
+    # A policy that does nothing gets about -1,200; after 6,000 transitions TD3 gets -350 to -470, as SB3's does.
     assert mean_return(model, gym.make("Pendulum-v1"), n_episodes=10) > -300
