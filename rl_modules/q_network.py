@@ -101,8 +101,7 @@ def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
     """The output of hidden layers and a head, float32 at least: [B, in] → [B, out].
 
-    ReLU layers without hooks go through :func:`rl_modules.relu_mlp.relu_mlp` where it is faster; it can be
-    differentiated once.
+    ReLU layers without hooks go through :func:`rl_modules.relu_mlp.relu_mlp` where it is faster.
     """
     x = features.to(head.weight.dtype)
     if is_fast(x):

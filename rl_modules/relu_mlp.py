@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 #: Products with a smaller dimension are not worth oneDNN's call.
 SMALLEST = 32
@@ -22,10 +21,14 @@ _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends
 
 
 def is_fast(x: Tensor) -> bool:
-    """Whether :func:`relu_mlp` takes the input: float32 on a CPU with oneDNN, outside autocast and compilation."""
+    """Whether :func:`relu_mlp` takes the input.
+
+    It takes float32 on a CPU with oneDNN, outside autocast, compilation and :mod:`torch.func`'s transforms.
+    """
     return (
         x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
         and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
     )  # fmt: skip
 
 
@@ -62,15 +65,17 @@ class _ReluMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         output, hidden = _forward(x, parameters)
-        ctx.save_for_backward(x, *parameters[::2], *hidden)
+        ctx.save_for_backward(x, *parameters, *hidden)
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         n_layers = (len(ctx.needs_input_grad) - 1) // 2
-        weights, hidden = saved[:n_layers], saved[n_layers:]
+        parameters, hidden = saved[: 2 * n_layers], saved[2 * n_layers :]
+        if torch.is_grad_enabled():
+            return _differentiable_backward([x, *parameters], ctx.needs_input_grad, gradient)
+        weights = parameters[::2]
         needs_x, trains = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:])
         of_x: Tensor | None
         nothing: list[Tensor | None] = [None] * (2 * n_layers)
@@ -86,6 +91,18 @@ class _ReluMLP(torch.autograd.Function):
             return of_x, *nothing
         stacked = [torch.stack(same) for same in zip(*(found for _, found in each), strict=True)]
         return of_x, *(g if i % 2 == 0 else g.unsqueeze(1) for i, g in enumerate(stacked))
+
+
+def _differentiable_backward(
+    inputs: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients by torch's own layers, for a caller who differentiates them again, as a gradient penalty does."""
+    x, weights, biases = inputs[0], inputs[1::2], inputs[2::2]
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        x = (x.relu() if i else x) @ (weight if weight.dim() == 3 else weight.t()) + bias
+    wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(x, wanted, gradient, create_graph=True))
+    return tuple(next(found) if need else None for need in needed)
 
 
 def _forward(x: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

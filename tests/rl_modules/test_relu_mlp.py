@@ -82,8 +82,34 @@ def test_frozen_weights_pass_gradients_to_the_input_alone() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+@needs_onednn
+@pytest.mark.parametrize("k", [0, 2])
+def test_gradients_can_be_differentiated_again(k: int) -> None:
+    """A gradient penalty: the derivative of ‖∂Q/∂x‖² in the weights."""
+    if k:
+        weights, biases = parallel([5, 64, 48, 1], k)
+    else:
+        layers = [nn.Linear(5, 64), nn.Linear(64, 48), nn.Linear(48, 1)]
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    x = randn(1, 70, 5).requires_grad_()
+
+    def penalty(output: Tensor) -> tuple[Tensor, ...]:
+        [slope] = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.pow(2).sum(), [*weights, *biases[:-1]])
+
+    ours = penalty(relu_mlp.relu_mlp(x, weights, biases))
+    transposed = weights if k else [weight.t() for weight in weights]
+    expected = penalty(plain(x, transposed, biases))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
 def test_inputs_that_torchs_layers_take() -> None:
     assert not relu_mlp.is_fast(randn(1, 50, 7).double())
     assert not relu_mlp.is_fast(randn(1, 8, 7))
     with torch.autocast("cpu", torch.bfloat16):
         assert not relu_mlp.is_fast(randn(1, 50, 7))
+    seen = []
+    torch.func.vmap(lambda x: seen.append(relu_mlp.is_fast(x)) or x)(randn(1, 3, 50, 7))
+    torch.func.grad(lambda x: seen.append(relu_mlp.is_fast(x)) or x.sum())(randn(1, 50, 7))
+    assert seen == [False, False]
