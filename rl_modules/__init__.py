@@ -24,6 +24,7 @@ _EXPORTS = {
     "REINFORCE": "rl_modules.reinforce",
     "SAC": "rl_modules.sac",
     "TD3": "rl_modules.td3",
+    "CrossQ": "rl_modules.crossq",
     "TQC": "rl_modules.tqc",
     "TRPO": "rl_modules.trpo",
     "PPO": "rl_modules.ppo",
@@ -60,6 +61,7 @@ __all__ = [
     "TD3",
     "TQC",
     "TRPO",
+    "CrossQ",
     "MonteCarlo",
     "QLearning",
     "RecurrentA2C",
@@ -70,6 +72,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rl_modules.a2c import A2C
     from rl_modules.c51 import C51
+    from rl_modules.crossq import CrossQ
     from rl_modules.ddpg import DDPG
     from rl_modules.dqn import DQN
     from rl_modules.language.dpo import DPO

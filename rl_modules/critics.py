@@ -18,16 +18,16 @@ from rl_modules.relu_mlp import pays, relu_mlp
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 
 
-def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Sequence[int]) -> tuple[list[int], list[int]]:
+def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Any) -> tuple[list[int], list[int]]:
     """Hidden widths of policy and critics, from ``net_arch``.
 
     Args:
         observation_space: images default to no hidden layer: the convolutional encoder is enough.
         net_arch: one list for both, ``{"pi": [...], "qf": [...]}``, or None for the default.
-        default: widths where nothing is given.
+        default: ``net_arch`` where nothing is given.
     """
     if net_arch is None:
-        net_arch = [] if is_image(observation_space) else list(default)
+        net_arch = [] if is_image(observation_space) else default
     widths = hidden_widths(net_arch, ("pi", "qf"))
     return (widths["pi"], widths["qf"]) if isinstance(widths, dict) else (widths, widths)
 

@@ -1,7 +1,7 @@
-"""Base of the continuous off-policy algorithms: DDPG, TD3, SAC and TQC."""
+"""Base of the continuous off-policy algorithms: DDPG, TD3, SAC, TQC and CrossQ."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class OffPolicyActorCritic(ControlModule):
     target_network: Any
     action_space: spaces.Box
     #: Hidden widths where ``net_arch`` is None.
-    default_net_arch: tuple[int, ...] = (256, 256)
+    default_net_arch: ClassVar[Sequence[int] | dict[str, list[int]]] = (256, 256)
     #: Learning rate of Adam where neither ``learning_rate`` nor ``optimizer`` is given.
     default_learning_rate = 3e-4
     #: Numbers that a critic returns per action.
@@ -130,8 +130,7 @@ class OffPolicyActorCritic(ControlModule):
             self.target_network = self.make_target().requires_grad_(False)
             return
         policy = self.make_policy(bounds.width, pi)
-        critics = Critics(self.observation_space, bounds.width, self.n_critics, qf, hp.activation_fn, self.n_outputs)
-        self.network = PolicyAndCritics(policy, critics, bounds)
+        self.network = PolicyAndCritics(policy, self.make_critics(bounds.width, qf), bounds)
         self.target_network = self.make_target().requires_grad_(False)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
@@ -142,6 +141,16 @@ class OffPolicyActorCritic(ControlModule):
             net_arch: hidden widths.
         """
         raise UsageError(f"{type(self).__name__} must define make_policy")
+
+    def make_critics(self, width: int, net_arch: Sequence[int]) -> Critics:
+        """The action-value networks.
+
+        Args:
+            width: numbers per action.
+            net_arch: hidden widths.
+        """
+        hp: Any = self.hparams
+        return Critics(self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs)
 
     def make_target(self) -> torch.nn.Module:
         """A copy of what the targets are computed with; it follows the network slowly."""

@@ -106,11 +106,8 @@ def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tens
     x = features.to(head.weight.dtype)
     if is_fast(x):
         parts: list[Any] = [*trunk, head]
-        weights = [layer.weight for layer in parts[::2]]
-        if (
-            pays(x, weights)
-            and all(isinstance(part, nn.ReLU) for part in parts[1:-1:2])
-            and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        ):
-            return relu_mlp(x, weights, [layer.bias for layer in parts[::2]])
+        if all(isinstance(part, nn.ReLU) for part in parts[1:-1:2]):
+            weights = [layer.weight for layer in parts[::2]]
+            if pays(x, weights) and not any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+                return relu_mlp(x, weights, [layer.bias for layer in parts[::2]])
     return full_precision(call(head, call(trunk, x)))

@@ -84,6 +84,8 @@ CASES: dict[str, list[str]] = {
                      "--data.env_kwargs.max_episode_steps=30"],
     "tqc-prioritized": ["--model=TQC", *SWING, "--data.prioritized_replay=true", "--data.n_steps=3", "--data.n_envs=2",
                         "--data.gradient_steps=2"],
+    "crossq": ["--model=CrossQ", "--model.policy_delay=2", "--model.renorm_warmup_steps=200", *SWING,
+               "--data.gradient_steps=2"],
     "td3": ["--model=TD3", *SWING, "--model.action_noise=OrnsteinUhlenbeckActionNoise",
             "--model.action_noise.sigma=0.3", "--data.n_envs=2", "--data.env_kwargs.max_episode_steps=30"],
     "ddpg": ["--model=DDPG", *SWING, "--model.action_noise=NormalActionNoise", "--data.autoreset_mode=next_step"],

@@ -4,6 +4,8 @@ import gymnasium as gym
 import torch
 from torch import nn
 
+from rl_modules.batch_renorm import BatchRenorm
+
 
 class Features(nn.Module):
     """One hidden layer, with the width of its output as Stable-Baselines3's extractors have it."""
@@ -102,6 +104,22 @@ class PolicyAndCritics(nn.Module):
         super().__init__()
         n, a = gym.spaces.flatdim(observation_space), gym.spaces.flatdim(action_space)
         self.policy, self.critics = Actor(n, a, gaussian), Twins(n + a, outputs)
+
+
+class RenormalizedTwins(Twins):
+    def __init__(self, n_in):
+        super().__init__(n_in)
+        self.renorm = BatchRenorm(n_in)
+
+    def forward(self, observation, action):
+        return self.layers(self.renorm(torch.cat([observation, action], 1))).unflatten(1, (2, 1)).transpose(0, 1)
+
+
+class PolicyAndRenormalizedCritics(PolicyAndCritics):
+    def __init__(self, observation_space, action_space):
+        super().__init__(observation_space, action_space)
+        n, a = gym.spaces.flatdim(observation_space), gym.spaces.flatdim(action_space)
+        self.critics = RenormalizedTwins(n + a)
 
 
 def no_module(*spaces):

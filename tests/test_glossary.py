@@ -22,6 +22,7 @@ from rl_modules import (
     TD3,
     TQC,
     TRPO,
+    CrossQ,
     RecurrentA2C,
     RecurrentPPO,
 )  # fmt: skip
@@ -49,7 +50,7 @@ RUNS = {
     "SARSA": (SARSA, RolloutDataModule, {**WHOLE, "env_id": "Maze-v0"}),
     "TRPO": (TRPO, RolloutDataModule, WHOLE),
     **{cls.__name__: (cls, ReplayDataModule, {"learning_starts": 16, "env_id": "Pendulum-v1", "batch_size": 8})
-       for cls in (DDPG, TD3, SAC, TQC)},
+       for cls in (DDPG, TD3, SAC, TQC, CrossQ)},
 }  # fmt: skip
 
 

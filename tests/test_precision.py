@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes.cli import main
-from rl_modules import A2C, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO
+from rl_modules import A2C, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ
 from rl_modules.common.errors import UsageError
 from tests.recipes.callbacks.test_checkpoints import ppo_data, replay, whole
 from tests.training import fit
@@ -53,6 +53,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "dqn": (DQN, lambda: replay(gradient_steps=2)),
     "sac": (SAC, lambda: replay(env_id="Pendulum-v1", gradient_steps=2)),
     "tqc": (TQC, lambda: replay(env_id="Pendulum-v1")),
+    "crossq": (lambda: CrossQ(net_arch=[32, 32], policy_delay=1), lambda: replay(env_id="Pendulum-v1")),
     "td3": (TD3, lambda: replay(env_id="Pendulum-v1", prioritized_replay=True)),
 }
 

@@ -20,7 +20,7 @@ from datamodules.normalization import ObservationNormalizer, RewardNormalizer
 from datamodules.normalizers import Normalizers
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
-from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO
+from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
@@ -139,6 +139,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
     "dqn double": (lambda: DQN(optimizer=sgd, double=True, loss="mse"), replayed),
     "sac": (lambda: SAC(optimizer=small_sgd), swings),
     "tqc": (lambda: TQC(optimizer=small_sgd), swings),
+    "crossq": (lambda: CrossQ(optimizer=small_sgd, policy_delay=1, renorm_warmup_steps=2, net_arch=[64]), swings),
     "td3": (lambda: TD3(optimizer=small_sgd), swings),
     "ddpg": (lambda: DDPG(optimizer=small_sgd), swings),
 }

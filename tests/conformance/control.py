@@ -68,6 +68,7 @@ CASES = [
     Case("TD3", model={"action_noise": NOISE, "net_arch": [32, 32]}, **SWING),
     Case("SAC", model={"net_arch": [32, 32]}, **SWING),
     Case("TQC", model={"net_arch": [32, 32]}, **SWING),
+    Case("CrossQ", model={"net_arch": [32, 32], "policy_delay": 2, "renorm_warmup_steps": 10}, **SWING),
     Case("RecurrentPPO", model={"lstm_hidden_size": 16}, data={**ON_POLICY, "batch_size": 16, "n_epochs": 2}),
     Case("RecurrentA2C", model={"lstm_hidden_size": 16, "rnn": "gru"}, data={"n_envs": 4}),
     Case("PPO", model={"network": "tests.networks.PolicyAndValue"}, label="network",

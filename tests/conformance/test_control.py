@@ -27,7 +27,7 @@ from tests.conformance.control import CASES, Case
 from tests.training import fit
 
 #: Algorithms that differ from another one in the loss or the cell: their cases run among the slow tests.
-VARIANTS = ("QRDQN", "C51", "DDPG", "TQC", "RecurrentA2C")
+VARIANTS = ("QRDQN", "C51", "DDPG", "TQC", "CrossQ", "RecurrentA2C")
 
 
 def over(cases):

@@ -1,4 +1,4 @@
-"""Updates of SAC, TD3, DDPG and TQC equal those of Stable-Baselines3, on the same weights, batches and noise."""
+"""Updates of SAC, TD3, DDPG, TQC and CrossQ equal those of Stable-Baselines3, on the same weights and noise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,8 +66,14 @@ def theirs(name: str, start: dict[str, Tensor], batches: Batches, monkeypatch: A
     from stable_baselines3.common.logger import Logger
     from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
-    cls: Any = sb3_contrib.TQC if name == "TQC" else getattr(stable_baselines3, name)
-    model = cls("MlpPolicy", "Pendulum-v1", device="cpu", policy_kwargs={"net_arch": WIDTHS}, **arguments)
+    cls: Any = getattr(sb3_contrib if name in ("TQC", "CrossQ") else stable_baselines3, name)
+    renorm = {}
+    if name == "CrossQ":
+        renorm = {"renorm_warmup_steps": arguments.pop("renorm_warmup_steps"),
+                  "batch_norm_eps": arguments.pop("batch_norm_eps"), "activation_fn": torch.nn.Tanh}  # fmt: skip
+        arguments.pop("activation_fn")
+    model = cls("MlpPolicy", "Pendulum-v1", device="cpu", policy_kwargs={"net_arch": WIDTHS, **renorm},
+                **arguments)  # fmt: skip
     model._logger = Logger(None, [])
     take_weights(model, start)
     queue = iter(batches)
@@ -76,6 +82,8 @@ def theirs(name: str, start: dict[str, Tensor], batches: Batches, monkeypatch: A
         batch = next(queue)
         if batch["noise"].dim() == 3:
             noises = iter([batch["noise"][:, 0], batch["noise"][:, 1]])
+            if name == "CrossQ":  # samples a' first
+                noises = iter([batch["noise"][:, 1], batch["noise"][:, 0]])
             monkeypatch.setattr("torch.distributions.normal._standard_normal", lambda *_, **__: next(noises))
         else:
             monkeypatch.setattr(Tensor, "normal_", lambda self, mean, std: self.copy_(mean + std * batch["noise"]))
@@ -103,12 +111,22 @@ def pairs(model: Any, state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Parameters of Stable-Baselines3's model, each with its place in our state dict, in their layout."""
     found = []
 
+    def renorms(part: Any, prefixes: list[str], k: int | None = None) -> None:
+        layers = [module for module in part.modules() if type(module).__name__ == "BatchRenorm1d"]
+        for layer, prefix in zip(layers, prefixes if layers else [], strict=True):
+            for theirs_, ours_ in {"scale": "scale", "bias": "bias", "ra_mean": "mean", "ra_var": "variance"}.items():
+                own = state[f"{prefix}.{ours_}"]
+                found.append((getattr(layer, theirs_), own[0] if k is None else own[k, 0]))
+
     def policy(part: Any, prefix: str) -> None:
+        trunk = [name.removesuffix(".weight") for name in state if name.startswith(f"{prefix}.trunk.")
+                 and name.endswith(".weight")]  # fmt: skip
+        renorms(part, [name.removesuffix(".scale") for name in state if name.startswith(prefix)
+                       and name.endswith(".scale")])  # fmt: skip
         linear = [module for module in part.modules() if isinstance(module, torch.nn.Linear)]
         heads = 2 if hasattr(part, "log_std") else 1
         for i, layer in enumerate(linear[:-heads]):
-            found.extend([(layer.weight, state[f"{prefix}.trunk.{2 * i}.weight"]),
-                          (layer.bias, state[f"{prefix}.trunk.{2 * i}.bias"])])  # fmt: skip
+            found.extend([(layer.weight, state[f"{trunk[i]}.weight"]), (layer.bias, state[f"{trunk[i]}.bias"])])
         for layer, weight, bias in zip(
             linear[-heads:], state[f"{prefix}.head.weight"].chunk(heads), state[f"{prefix}.head.bias"].chunk(heads),
             strict=True,
@@ -119,6 +137,7 @@ def pairs(model: Any, state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         networks = part.q_networks if hasattr(part, "q_networks") else part.quantile_critics if hasattr(
             part, "quantile_critics") else part.critics  # fmt: skip
         for k, network in enumerate(networks):
+            renorms(network, [f"{prefix}.renorms.{i}" for i in range(len(WIDTHS) + 1)], k)
             for i, layer in enumerate(module for module in network.modules() if isinstance(module, torch.nn.Linear)):
                 found.extend([(layer.weight, state[f"{prefix}.layers.{i}.weight"][k].t()),
                               (layer.bias, state[f"{prefix}.layers.{i}.bias"][k, 0])])  # fmt: skip
@@ -128,17 +147,22 @@ def pairs(model: Any, state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     if hasattr(model, "actor_target"):
         policy(model.actor_target, "target_network.policy")
         critics(model.critic_target, "target_network.critics")
-    else:
+    elif hasattr(model, "critic_target"):
         critics(model.critic_target, "target_network")
     return found
 
 
+#: A ReLU that is 0 for the whole batch leaves rounding errors for gradients, and Adam makes whole steps of them.
+TANH = {"activation_fn": "tanh"}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "SAC": ("SAC", 2, {}),
     "SAC, given coefficient": ("SAC", 2, {"ent_coef": 0.2, "gamma": 0.9}),
     "SAC, from 0.1": ("SAC", 2, {"ent_coef": "auto_0.1", "target_entropy": -0.5, "tau": 0.02, "learning_rate": 1e-3}),
     "TQC": ("TQC", 2, {}),
     "TQC, five dropped": ("TQC", 2, {"top_quantiles_to_drop_per_net": 5, "ent_coef": "auto_0.5"}),
+    "CrossQ": ("CrossQ", 2, {**TANH, "policy_delay": 2, "renorm_warmup_steps": 100, "batch_norm_eps": 1e-3}),
+    # theirs adds ε after the correction, Ioffe's (and ours) before: next to nothing.
+    "CrossQ, corrected": ("CrossQ", 2, {**TANH, "policy_delay": 1, "renorm_warmup_steps": 2, "batch_norm_eps": 1e-9}),
     "TD3": ("TD3", 1, {}),
     "TD3, every third": ("TD3", 1, {"policy_delay": 3, "target_policy_noise": 0.4, "target_noise_clip": 0.3}),
     "DDPG": ("DDPG", 1, {"tau": 0.01}),
@@ -154,9 +178,10 @@ def test_updates_equal_those_of_stable_baselines3(case: str, monkeypatch: pytest
     end = module.state_dict()
     moved = 0
     for theirs_, ours_ in pairs(peer, end):
-        torch.testing.assert_close(theirs_.detach(), ours_, rtol=2e-4, atol=2e-5)
+        # Adam divides by a gradient's size: the rounding errors of small ones count through CrossQ's normalisation.
+        torch.testing.assert_close(theirs_.detach(), ours_, rtol=2e-4, atol=1e-4 if name == "CrossQ" else 2e-5)
     for _, value in pairs(peer, {key: end[key] - start[key] for key in end}):
-        moved += int(value.abs().max() > 1e-4)
+        moved += int(value.abs().max() > 5e-4)
     assert moved >= len(pairs(peer, end)) // 2
     if "log_ent_coef" in end:
         assert (end["log_ent_coef"] - start["log_ent_coef"]).abs() > 1e-3

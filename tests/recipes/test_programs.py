@@ -21,7 +21,7 @@ CONTROL = {
     "qrdqn": ("QRDQN", 1512), "c51": ("C51", 1512), "pqn": ("PQN", 1024), "recurrent_ppo": ("RecurrentPPO", 1024),
     "dqn": ("DQN", 1512), "monte_carlo": ("MonteCarlo", 2048), "sarsa": ("SARSA", 800),
     "q_learning": ("QLearning", 2048),
-    "ddpg": ("DDPG", 300), "td3": ("TD3", 300), "sac": ("SAC", 300), "tqc": ("TQC", 300),
+    "ddpg": ("DDPG", 300), "td3": ("TD3", 300), "sac": ("SAC", 300), "tqc": ("TQC", 300), "crossq": ("CrossQ", 300),
 }  # fmt: skip
 LANGUAGE: dict[str, dict[str, int]] = {
     "sft": {"max_steps": 2, "n_eval": 8},

@@ -33,6 +33,7 @@ NETWORKS = {
     "TD3": functools.partial(networks.PolicyAndCritics, gaussian=False),
     "SAC": networks.PolicyAndCritics,
     "TQC": {"class_path": "tests.networks.PolicyAndCritics", "init_args": {"outputs": 25}},
+    "CrossQ": "tests.networks.PolicyAndRenormalizedCritics",
 }
 CASE = {case.name: case for case in CASES if not case.label}
 

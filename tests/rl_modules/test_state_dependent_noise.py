@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_modules import A2C, PPO, SAC, TQC, TRPO
+from rl_modules import A2C, PPO, SAC, TQC, TRPO, CrossQ
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions.gaussian import DiagGaussian
@@ -125,10 +125,10 @@ def test_a_run_resumes_exactly(name, tmp_path):
     assert_resumes_exactly(lambda: case.make_model(**sde), data, tmp_path, epochs=3)
 
 
-@pytest.mark.parametrize("cls", [PPO, A2C, TRPO, SAC, TQC])
+@pytest.mark.parametrize("cls", [PPO, A2C, TRPO, SAC, TQC, CrossQ])
 def test_a_checkpoint_loads_alone(cls, tmp_path):
     model = cls(use_sde=True, net_arch=[8])
-    data = CASE["SAC"].make_data() if cls in (SAC, TQC) else rollouts("Pendulum-v1", n_envs=2, total_timesteps=64)
+    data = CASE["SAC"].make_data() if issubclass(cls, SAC) else rollouts("Pendulum-v1", n_envs=2, total_timesteps=64)
     fit(model, data).save_checkpoint(tmp_path / "a.ckpt")
     assert "use_sde" in torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
     loaded = cls.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)

@@ -1,0 +1,252 @@
+"""CrossQ: SAC without target networks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from rl_modules import functional as F
+from rl_modules.action_noise import ActionNoise
+from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.batch_renorm import BatchRenorm, batch_statistics, renormalized
+from rl_modules.common.checks import at_least, unit_interval
+from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import Custom
+from rl_modules.critics import Critics
+from rl_modules.layers import call, full_precision
+from rl_modules.sac import SAC
+
+
+class CrossQ(SAC):
+    """SAC whose critics are batch-normalised over (s, a) and (s', a') together, and need no target network.
+
+    Bhatt et al. 2024, arXiv:1902.05605. Per minibatch, in this order,
+
+        critics   ½ Σ_k E[(Q_k(s, a) - y)²],   y = r + γ (1 - terminated) (min_k Q_k(s', a') - α log π(a'|s'))
+        every policy_delay updates:
+        α         -E[log α (log π(ã|s) + target_entropy)],   ã ~ π(·|s)
+        policy    E[α log π(ã|s) - min_k Q_k(s, ã)]
+
+    where one forward pass gives Q_k(s, a) and, without gradient, Q_k(s', a'): the batch statistics of
+    :class:`~rl_modules.batch_renorm.BatchRenorm` are those of both. a' and the policy's loss use running statistics of
+    policy and critics; ã is sampled with the batch's. Names and defaults are those of sb3-contrib.
+
+    Args:
+        gamma: discount γ per transition, in [0, 1].
+        ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
+            ``auto_<number>`` to learn it from that number.
+        target_entropy: target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action
+            dimensions.
+        policy_delay: updates of the critics per update of policy and α.
+        n_critics: number of critics; targets and policy loss use the smallest value of them.
+        action_noise: added to the policy's samples in training, in units of half the action's range; None: none.
+        net_arch: hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256] and
+            [1024, 1024].
+        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
+        batch_norm_momentum: how far a batch moves the running statistics, in (0, 1].
+        batch_norm_eps: added to variances, > 0.
+        renorm_warmup_steps: batches with plain batch normalisation, before the correction to running statistics.
+        learning_rate: of policy, critics and α; a number, ``lin_<number>`` for linear decay to 0, or None for the
+            optimizer's own (Adam: 1e-3).
+        optimizer: callable from parameters to an optimizer; None: Adam, with β₁ = 0.5 for policy and critics.
+        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
+        log_every: epochs between two points of the training curves.
+        observation_space: description of the space; None takes the datamodule's.
+        action_space: likewise.
+        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps.
+        log_std_init: initial log standard deviation of the matrices' entries; only ``use_sde`` reads it.
+        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``,
+            with :class:`~rl_modules.batch_renorm.BatchRenorm` layers): an import path, or class_path with init_args;
+            None: built from the arguments above.
+        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
+            the space.
+    """
+
+    default_learning_rate = 1e-3
+    default_net_arch: ClassVar[dict[str, list[int]]] = {"pi": [256, 256], "qf": [1024, 1024]}
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        ent_coef: float | str = "auto",
+        target_entropy: float | str = "auto",
+        policy_delay: int = 3,
+        n_critics: int = 2,
+        action_noise: ActionNoise | dict[str, Any] | None = None,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: str = "relu",
+        batch_norm_momentum: float = 0.01,
+        batch_norm_eps: float = 0.001,
+        renorm_warmup_steps: int = 100_000,
+        learning_rate: float | str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        log_every: int = 1,
+        observation_space: dict[str, Any] | None = None,
+        action_space: dict[str, Any] | None = None,
+        init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        log_std_init: float = -3.0,
+        network: Custom | None = None,
+        features_extractor: Custom | None = None,
+    ) -> None:
+        super().__init__(
+            gamma, 1.0, ent_coef, target_entropy, 1, n_critics, action_noise, net_arch, activation_fn, learning_rate,
+            optimizer, lr_scheduler, log_every, observation_space, action_space, init_from,
+        )  # fmt: skip
+        self.policy_delay = at_least("policy_delay", policy_delay, 1, "update")
+        unit_interval("batch_norm_momentum", batch_norm_momentum, open_at_zero=True)
+        if not batch_norm_eps > 0:
+            raise UsageError(f"batch_norm_eps={batch_norm_eps} must be above 0, for it is added to variances")
+        at_least("renorm_warmup_steps", renorm_warmup_steps, 0, "update")
+        #: Momentum, ε and warm-up of every BatchRenorm.
+        self.renorm = (batch_norm_momentum, batch_norm_eps, renorm_warmup_steps)
+
+    # ---------------------------------------------------------------- networks
+
+    def build_network(self) -> None:
+        super().build_network()
+        critics = self.network.critics
+        if not any(isinstance(part, BatchRenorm) for part in critics.modules()):
+            raise UsageError("network: CrossQ has no target network and its critics need BatchRenorm layers of "
+                             "rl_modules.batch_renorm; add them, or take SAC")  # fmt: skip
+
+    def make_policy(self, width: int, net_arch: Sequence[int]) -> nn.Module:
+        policy: Any = super().make_policy(width, net_arch)
+        policy.trunk = renormalized(policy.trunk, *self.renorm)
+        return policy
+
+    def make_critics(self, width: int, net_arch: Sequence[int]) -> Critics:
+        hp: Any = self.hparams
+        return RenormalizedCritics(
+            self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs, self.renorm
+        )
+
+    def make_target(self) -> Any:
+        """An empty module: targets are the critics' own."""
+        return nn.Module()
+
+    # ---------------------------------------------------------------- learning
+
+    @_disable_dynamo(recursive=False)
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        lists, ent_coef = self.lists, self.ent_coef
+        here, after = batch["noise"].unbind(1)
+        with torch.no_grad():
+            next_action, next_log_prob = self.network.policy.sample(batch["next_observation"], after)
+        q, next_q = self.joint_values(batch, next_action)
+        target = self.td_target(batch, next_q, next_log_prob, ent_coef)
+        critic_loss = self.critic_loss(q, target, batch.get("weight"))
+        self.step(lists["critics"], torch.autograd.grad(critic_loss, lists["critics"]))
+        self.record(critic_loss=critic_loss, ent_coef=ent_coef)
+        self.finish_update()
+        loss = critic_loss.detach()
+        if self.n_updates % self.policy_delay == 0:
+            loss = loss + self.update_policy(batch["observation"], here, ent_coef)
+        if "index" in batch:
+            self.td_error = self.absolute_error(q.detach(), target)
+        return loss
+
+    def joint_values(self, batch: dict[str, Any], next_action: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns Q(s, a) with gradient and Q(s', a') without, [K, B, n_outputs] each, from one forward pass."""
+        both = torch.utils._pytree.tree_map(
+            lambda now, then: torch.cat([now, then]), batch["observation"], batch["next_observation"]
+        )
+        with batch_statistics(self.network.critics):
+            values = self.network.critics(both, torch.cat([batch["action"], next_action]))
+        q, next_q = values.chunk(2, dim=1)
+        return q, next_q.detach()
+
+    def update_policy(self, observation: Any, noise: Tensor, ent_coef: Tensor | float) -> Tensor:
+        """One step of α and of the policy; returns the policy's loss, a scalar.
+
+        Args:
+            observation: [B, *obs].
+            noise: standard normal numbers of ã, [B, A].
+            ent_coef: α.
+        """
+        network, lists = self.network, self.lists
+        with batch_statistics(network.policy):
+            action, log_prob = network.policy.sample(observation, noise)
+        policy_loss = self.actor_loss(network.critics(observation, action, frozen=True), log_prob, ent_coef)
+        parameters, gradients = lists["policy"], torch.autograd.grad(policy_loss, lists["policy"])
+        self.record(actor_loss=policy_loss)
+        if self.log_ent_coef is not None:
+            ent_coef_loss = self.ent_coef_loss(self.log_ent_coef, log_prob.detach())
+            gradients += torch.autograd.grad(ent_coef_loss, self.log_ent_coef)
+            parameters = [*parameters, self.log_ent_coef]
+            self.record(ent_coef_loss=ent_coef_loss)
+        self.step(parameters, gradients)
+        return policy_loss.detach()
+
+    # ---------------------------------------------------------------- pieces to override
+
+    # SAC's computes a' and its value; here one pass has computed them with Q(s, a).
+    def td_target(  # type: ignore[override]
+        self, batch: dict[str, Any], next_q: Tensor, log_prob: Tensor, ent_coef: Tensor | float
+    ) -> Tensor:
+        """Returns the regression target of the critics, [B].
+
+        Args:
+            batch: what ``prepare`` returned for a minibatch.
+            next_q: Q(s', a') of every critic, [K, B, n_outputs].
+            log_prob: log π(a'|s') in nats, [B].
+            ent_coef: α.
+        """
+        smallest = next_q[..., 0].amin(0)
+        return F.soft_q_target(batch["reward"], batch["terminated"], smallest, log_prob, ent_coef, batch["discount"])
+
+    def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
+        """Adam with β₁ = 0.5 for policy and critics, as sb3-contrib's."""
+        networks = [parameter for parameter in parameters if parameter is not self.log_ent_coef]
+        groups: list[dict[str, Any]] = [{"params": networks, "betas": (0.5, 0.999)}]
+        if self.log_ent_coef is not None:
+            groups.append({"params": [self.log_ent_coef]})
+        return self.adam(groups, lr=self.default_learning_rate, eps=1e-8)
+
+
+class RenormalizedCritics(Critics):
+    """:class:`~rl_modules.critics.Critics` with a :class:`~rl_modules.batch_renorm.BatchRenorm` before every layer.
+
+    Args:
+        observation_space: space of one observation.
+        width: A, numbers per action.
+        n_critics: K.
+        net_arch: widths of the hidden layers.
+        activation_fn: ``relu``, ``tanh``, …
+        n_outputs: numbers per action value.
+        renorm: momentum, ε and warm-up of the layers.
+
+    Shape: observations [B, *obs] and actions in [-1, 1] [B, A] → [K, B, n_outputs] float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: Any,
+        width: int,
+        n_critics: int,
+        net_arch: Sequence[int],
+        activation_fn: str = "relu",
+        n_outputs: int = 1,
+        renorm: tuple[float, float, int] = (0.01, 0.001, 100_000),
+    ) -> None:
+        super().__init__(observation_space, width, n_critics, net_arch, activation_fn, n_outputs)
+        self.renorms = nn.ModuleList(BatchRenorm(layer.weight.shape[1], n_critics, *renorm) for layer in self.layers)
+
+    def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
+        """Action values; arguments as in :class:`~rl_modules.critics.Critics`.
+
+        ``frozen`` spares work only, and here none: the algorithm asks for the gradients of the policy alone.
+        """
+        features = self.encoder(observation)
+        x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)
+        x = x.expand(self.n_critics, -1, -1)
+        for i, (renorm, layer) in enumerate(zip(self.renorms, self.layers, strict=True)):
+            x = call(layer, call(renorm, self.activation(x) if i else x))
+        return full_precision(x[:1] if only_first else x)
