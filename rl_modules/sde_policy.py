@@ -1,4 +1,4 @@
-"""The policy of SAC and TQC under generalized state-dependent exploration."""
+"""The policy of SAC, TQC and CrossQ under generalized state-dependent exploration."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -50,7 +50,7 @@ SHORT_ROLLOUTS = Experience("rollouts", n_steps=5, batch_size=None, n_epochs=1, 
 EVERY_STEP = Experience("rollouts", n_steps=1, batch_size=None, n_epochs=1, whole_rollouts=True)
 #: DQN: minibatches from a replay buffer.
 REPLAY = Experience("replay", batch_size=32)
-#: DDPG, TD3, SAC, TQC: a minibatch of 256 after every step.
+#: DDPG, TD3, SAC, TQC, CrossQ: a minibatch of 256 after every step.
 REPLAY_EVERY_STEP = Experience("replay", batch_size=256, train_freq=1)
 
 
