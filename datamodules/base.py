@@ -14,7 +14,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
+from datamodules.envs.agents import as_vector
 from datamodules.envs.masks import ActionMasks, mask_source
+from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import KeptEnvs, has_time_limit, run_episodes
 from datamodules.first_evaluation import evaluate_on_start
@@ -142,6 +144,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         stats_window_size: int = 100,
     ) -> None:
         super().__init__()
+        env_id = as_vector(env_id)
         self.env_id = env_id
         self.env_name = environment_name(env_id)
         self.save_hyperparameters(ignore=["env_id"], logger=False)
@@ -325,8 +328,21 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if self._world_size > 1:
             for part in normalizers.parts():
                 part.track_own()
-        return Collector(
-            self._make_vector(self.n_envs, self.vectorization_mode, self.autoreset_mode, for_training=True),
+        envs = self._make_vector(self.n_envs, self.vectorization_mode, self.autoreset_mode, for_training=True)
+        kind: type[Collector] = Collector
+        if isinstance(self.example_env, VectorEnv) and returns_tensors(envs, self.seed):
+            if self.kind == "replay":
+                envs = AsArrays(envs)
+            else:
+                from datamodules.tensor_collector import TensorCollector
+
+                kind = TensorCollector
+        if kind is not Collector and (self.norm_obs or self.norm_reward):
+            name = "norm_obs" if self.norm_obs else "norm_reward"
+            raise UsageError(f"{name}=True normalises NumPy arrays, and {self.env_name} returns tensors; normalise in "
+                             f"the environment, and leave {name} out")  # fmt: skip
+        return kind(
+            envs,
             streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],
             generator_seed=stream_seed(self.seed, self._rank, "actions"),
             name=self.env_name,
@@ -346,7 +362,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             if made is self.example_env:
                 raise UsageError(f"{self.env_name} was given as one vector, in which training steps: it can't be "
                                  "evaluated meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
-            return made
+            return AsArrays(made) if returns_tensors(made, self.seed) else made
         env_kwargs, wrappers = self.env_kwargs, self.wrappers
         if not for_training:
             env_kwargs, wrappers = self.eval_env_kwargs, self.eval_wrappers

@@ -179,26 +179,36 @@ class Collector:
         for key, array in (("reward", reward), ("terminated", terminated), ("truncated", truncated), ("valid", valid)):
             rollout[key] = torch.from_numpy(array).to(device)
         if "value" in rollout:
-            rollout["next_value"] = self._next_value(act, device, observations, rollout["value"], finals)
+            unseen = tree_map(lambda x: x[-1], observations)
+            if finals:
+                final = (f for _, _, f in finals)
+                unseen = tree_map(lambda x, *each: np.concatenate([x, np.stack(each)]), unseen, *final)
+            tensors = tree_map(lambda x: torch.from_numpy(x).to(device), unseen)
+            ends = [(t, i) for t, i, _ in finals]
+            rollout["next_value"] = self._next_value(act, device, tensors, rollout["value"], ends)
         return rollout
 
     def _next_value(
-        self, act: Act, device: torch.device, observations: Any, value: Tensor, finals: list[tuple[int, int, Any]]
+        self, act: Act, device: torch.device, unseen: Any, value: Tensor, ends: list[tuple[int, int]]
     ) -> Tensor:
-        """V of every transition's true successor, [T, N]."""
-        unseen = tree_map(lambda x: x[-1], observations)
-        if finals:
-            unseen = tree_map(lambda x, *each: np.concatenate([x, np.stack(each)]), unseen, *(f for _, _, f in finals))
+        """V of every transition's true successor, [T, N].
+
+        Args:
+            act: the policy.
+            device: where it is.
+            unseen: observations after the rollout, and the final ones of episodes that ended in it, [N + F, …].
+            value: of the rollout's observations, [T, N].
+            ends: row and environment of each final observation.
+        """
         # Nobody acts in these states: the sampled actions are not used, and the policy's generator does not advance.
-        tensors = tree_map(lambda x: torch.from_numpy(x).to(device), unseen)
         if self.memory is None:
-            last = act(tensors, torch.Generator(device))["value"]
+            last = act(unseen, torch.Generator(device))["value"]
         else:
-            last = self.memory.value(act, tensors, device, self.episode_start, finals)
+            last = self.memory.value(act, unseen, device, self.episode_start, ends)
         n = self.envs.num_envs
         next_value = torch.cat([value[1:], last[None, :n]])
-        if finals:
-            rows, columns = (torch.tensor(index) for index in zip(*((t, i) for t, i, _ in finals), strict=True))
+        if ends:
+            rows, columns = (torch.tensor(index, device=value.device) for index in zip(*ends, strict=True))
             next_value[rows, columns] = last[n:]
         return next_value
 
@@ -321,4 +331,4 @@ def _tensors(observations: Any, t: int, device: torch.device) -> Any:
 
 
 def _to_tensors(tree: Any) -> Any:
-    return None if tree is None else tree_map(lambda x: torch.from_numpy(np.array(x)), tree)
+    return None if tree is None else tree_map(lambda x: torch.as_tensor(x).cpu().clone(), tree)

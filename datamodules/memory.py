@@ -27,7 +27,9 @@ class Memory:
         """Forget what only the last rollout needed."""
         self._after.clear()
 
-    def act(self, act: Act, observation: Any, generator: torch.Generator, starts: np.ndarray) -> dict[str, Tensor]:
+    def act(
+        self, act: Act, observation: Any, generator: torch.Generator, starts: np.ndarray | Tensor
+    ) -> dict[str, Tensor]:
         """``act`` from the current state; its fields, with ``state`` before it and ``episode_start``, [N, …].
 
         Args:
@@ -43,7 +45,7 @@ class Memory:
         return {**acted, "state": state, "episode_start": begins}
 
     def value(
-        self, act: Act, observation: Any, device: torch.device, starts: np.ndarray, finals: list[tuple[int, int, Any]]
+        self, act: Act, observation: Any, device: torch.device, starts: np.ndarray, ends: list[tuple[int, int]]
     ) -> Tensor:
         """V of the observations after a rollout, [N + F].
 
@@ -52,14 +54,14 @@ class Memory:
             observation: the newest ones, and the F final ones.
             device: where the policy is.
             starts: true where the newest begins an episode, [N].
-            finals: row and environment of each final observation.
+            ends: row and environment of each final observation.
         """
-        state = torch.cat([self._current(starts)[0], *(self._after[t][i][None] for t, i, _ in finals)])
+        state = torch.cat([self._current(starts)[0], *(self._after[t][i][None] for t, i in ends)])
         return self._call(act, observation, torch.Generator(device), state)["value"]
 
-    def _current(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _current(self, starts: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
         fresh = self.learner.initial_state(len(starts))
-        begins = torch.from_numpy(starts.copy()).to(fresh.device)
+        begins = torch.as_tensor(starts).clone().to(fresh.device)
         return (fresh if self.state is None else torch.where(begins[:, None, None], fresh, self.state)), begins
 
     @staticmethod

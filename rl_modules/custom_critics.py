@@ -14,7 +14,7 @@ from rl_modules.layers import full_precision
 
 
 class CustomGaussianPolicy(SquashedGaussianPolicy):
-    """A user's policy for SAC, TQC and CrossQ: from observations to mean and log standard deviation before tanh, [B, A]."""
+    """A user's policy for SAC and its kin: from observations to mean and log standard deviation before tanh, [B, A]."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)

@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from datamodules.envs.agents import as_vector
 from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.masks import ActionMasks
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -147,7 +148,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     factory = _callable_of(env_id)
     try:
         if factory is not None:
-            made = factory(**env_kwargs)
+            made = as_vector(factory(**env_kwargs))
             if not isinstance(made, gym.Env | VectorEnv):
                 raise UsageError(f"env_id={name!r} returned {type(made).__name__}; it must return a gymnasium.Env or a "
                                  "gymnasium.vector.VectorEnv")  # fmt: skip

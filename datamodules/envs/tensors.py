@@ -1,0 +1,110 @@
+"""Vectors of environments that take and return torch tensors, on the device where they step."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv, VectorWrapper
+from torch import Tensor
+
+from rl_modules.common.spaces import tree_leaves
+
+
+def returns_tensors(envs: VectorEnv, seed: int) -> bool:
+    """Whether the observations of a vector are tensors; its episodes begin anew."""
+    observation: Any = envs.reset(seed=seed)[0]
+    while isinstance(observation, dict | tuple):
+        observation = next(iter(observation.values() if isinstance(observation, dict) else observation))
+    return isinstance(observation, Tensor)
+
+
+def observation_tensors(space: spaces.Space, observation: Any) -> Any:
+    """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors: their dtypes in rollouts, no copy to a host.
+
+    Args:
+        space: the space of a single observation.
+        observation: what the vector returned, [N, …].
+    """
+    if isinstance(space, spaces.Dict):
+        return {name: observation_tensors(part, observation[name]) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return {str(i): observation_tensors(part, observation[i]) for i, part in enumerate(space)}
+    if isinstance(space, spaces.Discrete):
+        return observation.long() - int(space.start)
+    if isinstance(space, spaces.MultiDiscrete):
+        return observation.long() - torch.as_tensor(space.start, device=observation.device)
+    if observation.is_floating_point():
+        return observation.float()
+    return observation if observation.dtype is torch.uint8 else observation.long()
+
+
+def action_tensors(space: spaces.Space, action: Tensor) -> Tensor:
+    """As :func:`rl_modules.common.spaces.to_environment`, of tensors.
+
+    Args:
+        space: the space of a single action.
+        action: as the policy chose it, [N, …].
+    """
+    if isinstance(space, spaces.Box):
+        low, high = (torch.as_tensor(bound, device=action.device) for bound in (space.low, space.high))
+        return action.clamp(low, high).to(low.dtype)
+    if isinstance(space, spaces.Discrete):
+        return action + int(space.start)
+    if isinstance(space, spaces.MultiDiscrete):
+        return action + torch.as_tensor(space.start, device=action.device)
+    return action
+
+
+class AsArrays(VectorWrapper):
+    """A vector of tensors as one of NumPy arrays, for evaluations and replay buffers in the host's memory.
+
+    Args:
+        env: takes and returns tensors.
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self._device = torch.device("cpu")
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if options is not None:
+            options = {name: torch.as_tensor(value).to(self._device) for name, value in options.items()}
+        observation, _ = self.env.reset(seed=None if seed is None else int(np.ravel(seed)[0]), options=options)
+        arrays = _arrays(observation)
+        self._device = tree_leaves(_as_dicts(observation))[0].device
+        return arrays, {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observation, *rest, info = self.env.step(torch.as_tensor(actions).to(self._device))
+        reward, terminated, truncated = (part.cpu().numpy() for part in rest)
+        arrays = {name: _arrays(value) for name, value in info.items() if name in ("is_success", "_is_success")}
+        if "final_obs" in info:
+            arrays["final_obs"] = rows_of(_arrays(info["final_obs"]), self.num_envs)
+        return _arrays(observation), reward, terminated.astype(bool), truncated.astype(bool), arrays
+
+
+def rows_of(batch: Any, n: int) -> list[Any]:
+    """The observations of each environment, from their batch."""
+    if isinstance(batch, dict):
+        parts = {name: rows_of(part, n) for name, part in batch.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(n)]
+    if isinstance(batch, tuple):
+        return list(zip(*(rows_of(part, n) for part in batch), strict=True))
+    return [batch[i] for i in range(n)]
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _arrays(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_arrays(part) for part in value)
+    return value.cpu().numpy() if isinstance(value, Tensor) else value
+
+
+def _as_dicts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_dicts(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return {str(i): _as_dicts(part) for i, part in enumerate(value)}
+    return value

@@ -1,0 +1,150 @@
+"""Steps a vector of environments that live on a device."""
+
+from typing import Any
+
+import torch
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from datamodules.collector import Collector
+from datamodules.envs.guard import raise_in_one_sentence, require_finite
+from datamodules.envs.tensors import action_tensors, observation_tensors
+from datamodules.episode_statistics import successes
+from rl_modules.common.contract import Act, Rollout
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import tree_leaves, tree_map
+
+
+class TensorCollector(Collector):
+    """Rollouts of environments that take and return torch tensors, without a way through NumPy.
+
+    Rewards and ends go to the host once per rollout, for the statistics of episodes. Arguments as for
+    :class:`~datamodules.collector.Collector`; there are no normalisers.
+
+    A vector that resets in the same step must put the final observations into ``info["final_obs"]``: a batch of them,
+    [N, …], whose rows count where an episode ended.
+    """
+
+    def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
+        """As :meth:`Collector.collect`; the rollout is on ``device``.
+
+        Raises:
+            UsageError: a NaN or infinite reward or observation, environments that failed, or an episode's end without
+                its final observation.
+        """
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(self.generator_seed)
+        if self._observation is None:
+            self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+        envs, n = self.envs, self.envs.num_envs
+        on = tree_leaves(self._observation)[0].device
+        observations, successors = (
+            tree_map(lambda x, rows=rows: x.new_empty((rows, *x.shape), device=device), self._observation)
+            for rows in (n_steps + 1, n_steps)
+        )
+        reward = torch.empty((n_steps, n), dtype=torch.float32, device=device)
+        terminated, truncated = (torch.empty((n_steps, n), dtype=torch.bool, device=device) for _ in range(2))
+        valid = torch.ones_like(terminated)
+        starts, resets_next = (torch.from_numpy(x).to(on) for x in (self.episode_start, self._resets_next))
+        acted: list[dict[str, Tensor]] = []
+        infos: list[dict[str, Tensor]] = []
+        if self.memory is not None:
+            self.memory.begin_rollout()
+        for t in range(n_steps):
+            tree_map(lambda buffer, x, t=t: buffer[t].copy_(x), observations, self._observation)
+            observed = tree_map(lambda buffer, t=t: buffer[t], observations)
+            if self.memory is None:
+                acted.append(act(observed, self.generator))
+            else:
+                acted.append(self.memory.act(act, observed, self.generator, starts))
+            try:
+                raw, raw_reward, ended, cut, info = envs.step(
+                    action_tensors(envs.single_action_space, acted[-1]["action"].to(on))
+                )
+            except Exception as error:
+                raise_in_one_sentence(envs, self.name, error)
+            ended, cut = ended.bool(), cut.bool()
+            reward[t], terminated[t], truncated[t] = raw_reward, ended, cut
+            done = ended | cut
+            infos.append(_success(info))
+            if self.mode == AutoresetMode.NEXT_STEP:
+                valid[t] = ~resets_next
+                starts, resets_next = resets_next, done
+                self._observation = final = self._arrays(raw)
+            else:
+                starts = done
+                raw, final = self._after_a_reset(raw, done, info)
+                self._observation = self._arrays(raw)
+            tree_map(
+                lambda buffer, x, last, t=t, done=done: buffer[t].copy_(_where(done, last, x)),
+                successors, self._observation, final,
+            )  # fmt: skip
+        tree_map(lambda buffer, x: buffer[n_steps].copy_(x), observations, self._observation)
+        self.episode_start, self._resets_next = (x.cpu().numpy().copy() for x in (starts, resets_next))
+        self._remember(reward, terminated | truncated, valid, infos)
+        self._require_finite(observations, successors, reward)
+        if self.sign_reward:
+            reward = reward.sign()
+        rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
+        rollout.update(
+            observation=tree_map(lambda x: x[:-1], observations), next_observation=successors, reward=reward,
+            terminated=terminated, truncated=truncated, valid=valid,
+        )  # fmt: skip
+        if "value" in rollout:
+            rollout["next_value"] = self._value_of_successors(act, device, observations, rollout)
+        return rollout
+
+    def _after_a_reset(self, raw: Any, done: Tensor, info: dict[str, Any]) -> tuple[Any, Any]:
+        """What the vector returned after its resets, and final observations in the rows of episodes that ended."""
+        if self.mode == AutoresetMode.DISABLED:
+            if not done.any():
+                return raw, self._arrays(raw)
+            final = tree_map(torch.clone, self._arrays(raw))  # the reset may write into the same memory
+            return self._reset(options={"reset_mask": done}), final
+        if "final_obs" in info:
+            return raw, self._arrays(info["final_obs"])
+        if done.any():
+            raise UsageError(f"the environment {self.name} resets in the step in which an episode ends, and its infos "
+                             "have no final_obs; put the batch of final observations there, or reset in the next step "
+                             "and say so in metadata['autoreset_mode']")  # fmt: skip
+        return raw, self._arrays(raw)
+
+    def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:
+        """Keeps the rollout's rewards and ends for the statistics of episodes, in the host's memory."""
+        arrays = [x.cpu().numpy() for x in (reward.double(), done, valid)]
+        succeeded: list[float] = []
+        for t, info in enumerate(infos):
+            if info and arrays[1][t].any():
+                succeeded += successes(arrays[1][t], {key: x.cpu().numpy() for key, x in info.items()})
+        self._unreported = arrays[0], arrays[1], arrays[2], succeeded
+        if self.reports_at_once:
+            self.report()
+
+    def _require_finite(self, observations: Any, successors: Any, reward: Tensor) -> None:
+        real = [x for tree in (observations, successors) for x in tree_leaves(tree) if x.is_floating_point()]
+        if not torch.stack([torch.isfinite(x).all() for x in [*real, reward]]).all():
+            for tree in (observations, successors):
+                require_finite(self.name, tree_map(lambda x: x.cpu().numpy(), tree), reward.cpu().numpy(), [])
+
+    def _value_of_successors(self, act: Act, device: torch.device, observations: Any, rollout: Any) -> Tensor:
+        """V of every transition's true successor, [T, N]."""
+        rows = columns = torch.zeros(0, dtype=torch.int64, device=device)
+        if self.mode != AutoresetMode.NEXT_STEP:
+            rows, columns = (rollout["terminated"] | rollout["truncated"]).nonzero(as_tuple=True)
+        unseen = tree_map(lambda x, y: torch.cat([x[-1], y[rows, columns]]), observations, rollout["next_observation"])
+        ends = list(zip(rows.tolist(), columns.tolist(), strict=True))
+        return self._next_value(act, device, unseen, rollout["value"], ends)
+
+    def _arrays(self, raw: Any) -> Any:
+        return observation_tensors(self.space, raw)
+
+
+def _success(info: dict[str, Any]) -> dict[str, Tensor]:
+    """What the infos of a step say about success, in copies: a vector may write into its own tensors again."""
+    info = info.get("final_info", info)
+    return {key: torch.as_tensor(info[key]).clone() for key in ("is_success", "_is_success") if key in info}
+
+
+def _where(done: Tensor, last: Tensor, x: Tensor) -> Tensor:
+    """``last`` in the rows that are ``done``, else ``x``."""
+    return x if last is x else torch.where(done.reshape(-1, *[1] * (x.dim() - 1)), last, x)
