@@ -20,7 +20,7 @@ from datamodules.normalization import ObservationNormalizer, RewardNormalizer
 from datamodules.normalizers import Normalizers
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
-from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ
+from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
@@ -137,6 +137,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
     "trpo rows that are none": (lambda: TRPO(optimizer=sgd, batch_size=T * N, target_kl=0.05), with_holes()),
     "dqn": (lambda: DQN(optimizer=sgd, target_update_interval=16), replayed),
     "dqn double": (lambda: DQN(optimizer=sgd, double=True, loss="mse"), replayed),
+    "c51": (lambda: C51(optimizer=sgd, target_update_interval=16, n_atoms=5, v_min=0, v_max=20), replayed),
+    "qrdqn": (lambda: QRDQN(optimizer=sgd, target_update_interval=16, n_quantiles=5), replayed),
+    "pqn": (lambda: PQN(optimizer=sgd), recorded(n_epochs=2)),
     "sac": (lambda: SAC(optimizer=small_sgd), swings),
     "tqc": (lambda: TQC(optimizer=small_sgd), swings),
     "crossq": (lambda: CrossQ(optimizer=small_sgd, policy_delay=1, renorm_warmup_steps=2, net_arch=[64]), swings),
