@@ -14,7 +14,7 @@ from rl_modules.common.errors import UsageError
 
 #: Keys of an observation that has a goal, as in Gymnasium-Robotics.
 GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")
-STRATEGIES = ("future", "final")
+STRATEGIES = ("future", "final", "episode")
 #: From achieved and desired goals, [M, *goal] each, and M infos to the rewards, [M].
 ComputeReward = Callable[[np.ndarray, np.ndarray, Sequence[dict[str, Any]]], Any]
 
@@ -23,8 +23,9 @@ class HindsightReplayBuffer(ReplayBuffer):
     """A replay buffer that replaces the goals of a share of its samples by goals that their episodes reached.
 
     A replaced goal is what the episode had achieved after a random later step, the transition's own among them
-    (``future``), or at its end (``final``); of an episode that is still running, its newest step is the end. The reward
-    is computed anew. ``terminated`` stays, as in Stable-Baselines3.
+    (``future``), at its end (``final``), or after any of its steps (``episode``); of an episode that is still running,
+    its newest step is the end, and of one whose first steps were overwritten, what is left counts. The reward is
+    computed anew. ``terminated`` stays, as in Stable-Baselines3.
 
     Args:
         observation_space: space of one observation, a Dict with the keys :data:`GOAL_KEYS`.
@@ -33,7 +34,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         buffer_size: rows over all environments.
         compute_reward: the environment's.
         n_sampled_goal: k; of k + 1 samples k have a replaced goal.
-        goal_selection_strategy: ``future`` or ``final``.
+        goal_selection_strategy: ``future``, ``final`` or ``episode``.
         seed: seed of the private generator.
 
     Source: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.3.
@@ -53,10 +54,12 @@ class HindsightReplayBuffer(ReplayBuffer):
         super().__init__(observation_space, action_space, n_envs, buffer_size)
         self.compute_reward = compute_reward
         self.share = n_sampled_goal / (n_sampled_goal + 1)
-        self.takes_last = goal_selection_strategy == "final"
+        self.strategy = goal_selection_strategy
         self.generator = torch.Generator().manual_seed(seed)
         #: Row of the last transition of each transition's episode; -1 while the episode runs.
         self.end = torch.from_numpy(np.full(self.total, -1, np.int64))
+        #: Transitions of its episode before each transition.
+        self.position = torch.from_numpy(np.zeros(self.total, np.int64))
         #: Transitions of each running episode.
         self.length = np.zeros(n_envs, np.int64)
 
@@ -68,8 +71,12 @@ class HindsightReplayBuffer(ReplayBuffer):
         row = np.zeros(valid.shape, np.int64)
         row[valid] = transitions.numpy() // self.n_envs
         count = valid.cumsum(0) + self.length
+        done = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
+        at_ends = np.maximum.accumulate(np.where(done, count, 0))
+        begun = np.concatenate([np.zeros_like(count[:1]), at_ends[:-1]])  # transitions of the episodes that ended
+        self.position[transitions] = torch.from_numpy((count - 1 - begun)[valid])
         before = np.zeros_like(self.length)
-        for t, i in zip(*np.nonzero(valid & (rollout["terminated"] | rollout["truncated"]).numpy()), strict=True):
+        for t, i in zip(*np.nonzero(done), strict=True):
             self._close(int(i), int(row[t, i]), int(count[t, i] - before[i]))
             before[i] = count[t, i]
         self.length = count[-1] - before
@@ -111,13 +118,17 @@ class HindsightReplayBuffer(ReplayBuffer):
 
         Args:
             index: of the transitions, [M].
-            place: uniform in [0, 1), [M]: how far along the rest of the episode.
+            place: uniform in [0, 1), [M]: how far along the episode, or the rest of it.
         """
         row, environment = index // self.n_envs, index % self.n_envs
         end = self.end[index]
         last = torch.where(end >= 0, end, (self.head[environment] - 1) % self.rows)
         steps = (last - row) % self.rows
-        if not self.takes_last:
+        if self.strategy == "episode":
+            kept = (row - self.head[environment] - 1) % self.rows  # rows before it that were not overwritten
+            before = torch.minimum(self.position[index], kept)
+            steps = (place * (before + steps + 1)).long() - before
+        elif self.strategy == "future":
             steps = (place * (steps + 1)).long()
         return (row + steps + 1) % self.rows * self.n_envs + environment
 
@@ -128,7 +139,8 @@ class HindsightReplayBuffer(ReplayBuffer):
         if len(saved) < self.filled * self.n_envs:  # the first row that is kept becomes row 0
             first = saved[: self.n_envs] // self.n_envs
             end = torch.where(end >= 0, (end - first.repeat(len(saved) // self.n_envs)) % self.rows, -1)
-        own = {"end": end, "length": torch.from_numpy(self.length.copy()), "goals": self.generator.get_state()}
+        own = {"end": end, "position": self.position[saved], "length": torch.from_numpy(self.length.copy()),
+               "goals": self.generator.get_state()}  # fmt: skip
         return {**super().state_dict(newest), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,7 +153,12 @@ class HindsightReplayBuffer(ReplayBuffer):
             raise UsageError("n_sampled_goal must be 0, for the checkpoint's buffer was filled without hindsight; "
                              "resume with n_sampled_goal=0")  # fmt: skip
         super().load_state_dict(state)
+        if self.strategy == "episode" and "position" not in state:
+            raise UsageError("goal_selection_strategy='episode' needs a buffer that knows where its episodes began, "
+                             "and the checkpoint is of an earlier version; resume with 'future' or 'final'")  # fmt: skip
         self.end[: len(state["end"])] = state["end"]
+        if "position" in state:
+            self.position[: len(state["position"])] = state["position"]
         self.length = state["length"].numpy().copy()
         self.generator.set_state(state["goals"].cpu())
 

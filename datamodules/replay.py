@@ -72,8 +72,8 @@ class ReplayDataModule(ControlDataModule):
             frames: one per transition, and k more per episode.
         n_sampled_goal: k, for environments with goals: of k + 1 drawn transitions k have their goal replaced by one
             that their episode reached, and its reward (hindsight experience replay; usual: 4). 0: no replacement.
-        goal_selection_strategy: which goal: the one reached after a random later step (``future``), or at the end of
-            the episode (``final``).
+        goal_selection_strategy: which goal: the one reached after a random later step (``future``), at the end of the
+            episode (``final``), or after any of its steps (``episode``).
         checkpoint_buffer_size: number of newest rows that a checkpoint stores; None: all. A run resumed from fewer rows
             differs from the uninterrupted run.
         rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an

@@ -332,7 +332,7 @@ cli("hindsight without goals", ["fit", "--config", "dqn/cartpole.yaml", *BRIEF, 
     "--data.n_sampled_goal", "4"],
     "n_sampled_goal", "achieved_goal", "CartPole-v1")  # fmt: skip
 cli("hindsight by another strategy", ["fit", "--config", "dqn/bit_flipping.yaml", "--data.goal_selection_strategy",
-    "random"], "goal_selection_strategy='random'", "future, final")  # fmt: skip
+    "random"], "goal_selection_strategy='random'", "future, final, episode")  # fmt: skip
 cli("A2C with overlap", ["fit", "--config", "a2c/cartpole.yaml", *BRIEF, "--data.overlap", "true"], "overlap=True",
     "A2C's update", "leave overlap out")  # fmt: skip
 cartpole("--data.overlap 2", "overlap", "2")

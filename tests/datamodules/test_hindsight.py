@@ -75,12 +75,12 @@ def drawn(replay: HindsightReplayBuffer, times: int = 20) -> list[dict[str, Any]
 @given(
     n_envs=st.integers(1, 3), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     parts=st.lists(st.integers(1, 8), min_size=1, max_size=8), rows=st.integers(20, 40),
-    strategy=st.sampled_from(["future", "final"]),
+    strategy=st.sampled_from(["future", "final", "episode"]),
 )  # fmt: skip
-def test_goals_are_those_that_the_episode_reached_later(
+def test_goals_are_those_that_the_episode_reached(
     n_envs: int, lengths: list[int], parts: list[int], rows: int, strategy: str
 ) -> None:
-    """Whatever the episodes' lengths and the ring's place: the same environment and episode, a later step."""
+    """Whatever the episodes' lengths and the ring's place: the same environment and episode, and the right steps."""
     replay, source = buffer(n_envs, rows, goal_selection_strategy=strategy), Recorded(n_envs, lengths)
     for part in parts:
         replay.add(source.rollout(part))
@@ -96,7 +96,7 @@ def test_goals_are_those_that_the_episode_reached_later(
         is_running = episode == source.episode[int(environment)]
         length = lengths[int(episode + environment) % len(lengths)]
         end = source.step[int(environment)] if is_running else length
-        assert step + 1 <= goal[2] <= end
+        assert (1 if strategy == "episode" else step + 1) <= goal[2] <= end
         if strategy == "final":
             assert goal[2] == end
         assert row["reward"] == step + 1 - goal[2]
@@ -111,6 +111,29 @@ def test_the_share_and_the_spread_of_goals_are_those_of_the_paper() -> None:
     counts = torch.bincount(goal[goal >= 0].long(), minlength=11)[1:].float()
     assert counts.sum() == (goal >= 0).sum()
     assert ((counts / counts.sum() - 0.1).abs() < 0.01).all()
+
+
+def test_any_step_of_the_episode_is_as_likely() -> None:
+    replay, source = buffer(1, 64, n_sampled_goal=1000, goal_selection_strategy="episode"), Recorded(1, [4, 10])
+    for part in (3, 6, 2, 5):
+        replay.add(source.rollout(part))
+    [seventh] = [int(i) for i in replay.valid.nonzero().flatten()
+                 if replay.observation["achieved_goal"][i].tolist() == [0.0, 1.0, 7.0]]  # fmt: skip
+    goal = replay.gather(torch.full((20_000,), seventh))["observation"]["desired_goal"]
+    goal = goal[goal[:, 0] >= 0]
+    assert (goal[:, 1] == 1).all()
+    counts = torch.bincount(goal[:, 2].long(), minlength=11)[1:].float()
+    assert ((counts / counts.sum() - 0.1).abs() < 0.01).all()
+
+
+def test_a_buffer_without_positions_is_refused_where_they_are_needed() -> None:
+    replay = buffer(1, 64)
+    replay.add(Recorded(1, [4]).rollout(6))
+    state = replay.state_dict()
+    del state["position"]
+    buffer(1, 64).load_state_dict(state)
+    with pytest.raises(UsageError, match="goal_selection_strategy='episode' needs a buffer that knows where"):
+        buffer(1, 64, goal_selection_strategy="episode").load_state_dict(state)
 
 
 def test_an_episode_that_is_broken_off_keeps_its_goals_to_itself() -> None:
@@ -167,7 +190,7 @@ def test_resumes_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     ({"n_sampled_goal": -1}, "n_sampled_goal=-1"),
-    ({"goal_selection_strategy": "random"}, "goal_selection_strategy='random' must be one of future, final"),
+    ({"goal_selection_strategy": "random"}, "goal_selection_strategy='random' must be one of future, final, episode"),
     ({"n_sampled_goal": 0, "goal_selection_strategy": "final"}, "does nothing at n_sampled_goal=0"),
     ({"n_steps": 3}, "n_steps=3: with n_sampled_goal=4 only the reward of one step"),
     ({"share_frames": True}, "share_frames=True can't go with n_sampled_goal=4"),
