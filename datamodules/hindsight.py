@@ -155,7 +155,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         super().load_state_dict(state)
         if self.strategy == "episode" and "position" not in state:
             raise UsageError("goal_selection_strategy='episode' needs a buffer that knows where its episodes began, "
-                             "and the checkpoint is of an earlier version; resume with 'future' or 'final'")  # fmt: skip
+                             "and the checkpoint is of an earlier version; resume with 'future'")  # fmt: skip
         self.end[: len(state["end"])] = state["end"]
         if "position" in state:
             self.position[: len(state["position"])] = state["position"]
