@@ -471,7 +471,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         return self._episodes("test", self.n_test_episodes)
 
     def _episodes(self, purpose: str, n_episodes: int) -> LazyLoader:
-        """One batch of whole episodes, played on demand: {return, length, seed}, [n_episodes]."""
+        """One batch of whole episodes, played on demand: what :func:`run_episodes` returns."""
 
         def play() -> Iterator[Batch]:
             wanted = min(n_episodes, 50)

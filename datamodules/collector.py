@@ -126,7 +126,7 @@ class Collector:
             else:
                 self.episode_start = done
             if done.any():
-                succeeded += successes(done, info)
+                succeeded += successes(done, info).values()
             if self.mode != AutoresetMode.NEXT_STEP and done.any():
                 # The statistics of this moment: those of the next include the observation after the reset.
                 new = [(t, int(i), self._stored(final)) for i, final in self._finals(done, raw, info)]

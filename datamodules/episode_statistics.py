@@ -99,8 +99,8 @@ class EpisodeStatistics:
         self.successes.extend(state.get("successes", []))
 
 
-def successes(done: np.ndarray, info: dict[str, Any]) -> list[float]:
-    """``is_success``, 1 or 0, of the episodes that ended in a step; nothing where an environment has none.
+def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float]:
+    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; without those that have none.
 
     Args:
         done: the episode ended, [N] bool.
@@ -108,6 +108,6 @@ def successes(done: np.ndarray, info: dict[str, Any]) -> list[float]:
     """
     info = info.get("final_info", info)
     if "is_success" not in info:
-        return []
+        return {}
     ended = done & np.asarray(info.get("_is_success", done), bool)
-    return [float(info["is_success"][i]) for i in np.flatnonzero(ended)]
+    return {int(i): float(info["is_success"][i]) for i in np.flatnonzero(ended)}

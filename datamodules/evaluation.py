@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs.episodes import episode_seed
+from datamodules.episode_statistics import successes
 
 
 def has_time_limit(env: Any) -> bool:
@@ -76,29 +77,32 @@ def run_episodes(
 
     Returns:
         ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions), ``seed`` [E] int64
-        (``env.reset(seed=...)`` repeats the episode's start).
+        (``env.reset(seed=...)`` repeats the episode's start); where an episode ended with ``is_success``, ``success``
+        [E] float32, 1 or 0.
     """
     n_envs = envs.num_envs
     mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
     quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     played = np.zeros(n_envs, np.int64)
     total, length = np.zeros(n_envs), np.zeros(n_envs, np.int64)
-    episodes: dict[tuple[int, int], tuple[float, int, int]] = {}
+    episodes: dict[tuple[int, int], tuple[float, int, int, float | None]] = {}
     observation, _ = envs.reset(seed=streams)  # type: ignore[arg-type]
     state: Any = None
     start = np.ones(n_envs, bool)
     resets = np.zeros(n_envs, bool)
     while (played < quota).any():
         action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
-        observation, reward, terminated, truncated, _ = envs.step(action)
+        observation, reward, terminated, truncated, info = envs.step(action)
         # A reset row of a next_step vector is no transition.
         total += np.where(resets, 0.0, reward)
         length += ~resets
         done = terminated | truncated
         endless = (length >= max_steps) & ~done & (played < quota)
+        succeeded = successes(done, info) if done.any() else {}
         for i in np.flatnonzero(done | endless):
             if played[i] < quota[i]:
-                episodes[int(played[i]), int(i)] = (total[i], length[i], episode_seed(streams[i], int(played[i])))
+                seed = episode_seed(streams[i], int(played[i]))
+                episodes[int(played[i]), int(i)] = (total[i], length[i], seed, succeeded.get(int(i)))
             played[i] = quota[i] if endless[i] else played[i] + 1
             total[i], length[i] = 0.0, 0
         if endless.any():
@@ -113,8 +117,11 @@ def run_episodes(
             if mode == AutoresetMode.DISABLED and done.any():
                 observation, _ = envs.reset(options={"reset_mask": done})
     rows = [episodes[key] for key in sorted(episodes)]
-    return {
+    found = {
         "return": torch.tensor([row[0] for row in rows], dtype=torch.float32),
         "length": torch.tensor([row[1] for row in rows], dtype=torch.int64),
         "seed": torch.tensor([row[2] for row in rows], dtype=torch.int64),
     }
+    if any(row[3] is not None for row in rows):
+        found["success"] = torch.tensor([row[3] or 0.0 for row in rows], dtype=torch.float32)
+    return found

@@ -115,7 +115,7 @@ class TensorCollector(Collector):
         succeeded: list[float] = []
         for t, info in enumerate(infos):
             if info and arrays[1][t].any():
-                succeeded += successes(arrays[1][t], {key: x.cpu().numpy() for key, x in info.items()})
+                succeeded += successes(arrays[1][t], {key: x.cpu().numpy() for key, x in info.items()}).values()
         self._unreported = arrays[0], arrays[1], arrays[2], succeeded
         if self.reports_at_once:
             self.report()

@@ -64,9 +64,10 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     )
     #: How the algorithm wants its experience; the datamodule's defaults follow from it.
     experience: Experience = MINIBATCHES
-    #: What a checkpoint can be the best in: metrics that are there after every evaluation.
+    #: What a checkpoint can be the best in: metrics that are there after every evaluation, the last where the
+    #: environment says ``is_success``.
     evaluation_metrics: tuple[str, ...] = (
-        "eval/mean_reward", "eval/std_reward", "eval/mean_ep_length", "rollout/ep_rew_mean",
+        "eval/mean_reward", "eval/std_reward", "eval/mean_ep_length", "rollout/ep_rew_mean", "eval/success_rate",
     )  # fmt: skip
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None

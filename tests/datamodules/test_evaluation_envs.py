@@ -1,12 +1,18 @@
 """Environments of evaluation: made with settings of their own, and kept between evaluations."""
 
+import os
+
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.envs import vector
+from datamodules.envs.vector import make_vector_env
+from datamodules.evaluation import run_episodes
 from rl_modules import PPO, SAC
 from rl_modules.common.errors import UsageError
+from tests.ranks import on_ranks
 from tests.training import fit
 
 SMALL = {"n_envs": 2, "n_steps": 32, "total_timesteps": 256, "n_eval_episodes": 2, "n_test_episodes": 3,
@@ -104,3 +110,65 @@ def test_a_mistake_is_reported_before_training(arguments, sentence):
     data = RolloutDataModule("CartPole-v1", eval_freq=0, **SMALL, **arguments)
     with pytest.raises(UsageError, match=sentence):
         data.setup("fit")
+
+
+class Succeeds(gym.Env):
+    """Episodes of one step, which succeed where the action is 1; ``says``: which of them say so."""
+
+    observation_space, action_space = gym.spaces.Discrete(1), gym.spaces.Discrete(2)
+
+    def __init__(self, says: str = "all") -> None:
+        self.says = says
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        told = self.says == "all" or (self.says == "success" and action)
+        return 0, 1.0, True, False, {"is_success": bool(action)} if told else {}
+
+
+class Alternates:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def predict(self, observation, state=None, episode_start=None, deterministic=False):
+        self.asked += 1
+        return np.array([self.asked % 2, 1])[: len(observation)], state
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_success_is_that_of_the_episodes(mode):
+    envs = make_vector_env(Succeeds, 2, autoreset_mode=mode)
+    got = run_episodes(Alternates(), envs, [4, 5], n_episodes=8)
+    own = got["success"].reshape(4, 2)
+    assert own[:, 1].tolist() == [1.0] * 4
+    assert own[:, 0].tolist() == ([1.0, 1.0, 1.0, 1.0] if mode == "next_step" else [1.0, 0.0, 1.0, 0.0])
+
+
+def test_an_episode_that_does_not_say_so_is_no_success_and_nothing_is_made_up():
+    told = run_episodes(Alternates(), make_vector_env(lambda: Succeeds("success"), 1), [4], n_episodes=4)
+    assert told["success"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    silent = run_episodes(Alternates(), make_vector_env(lambda: Succeeds("none"), 1), [4], n_episodes=4)
+    assert "success" not in silent
+
+
+def test_the_success_rate_is_logged():
+    data = RolloutDataModule(Succeeds, n_envs=2, n_steps=8, total_timesteps=32, eval_freq=16, n_eval_episodes=4,
+                             n_test_episodes=3)  # fmt: skip
+    trainer = fit(PPO(), data)
+    assert trainer.callback_metrics["eval/success_rate"] in (0.0, 1.0)
+    assert "test/success_rate" in trainer.test(trainer.model, datamodule=data, verbose=False)[0]
+
+
+def test_ranks_of_which_one_knows_of_success_do_not_wait_for_each_other(tmp_path):
+    def evaluate():
+        says = "all" if os.environ["RANK"] == "0" else "none"
+        data = RolloutDataModule(lambda: Succeeds(says), n_envs=2, n_steps=8, total_timesteps=64, eval_freq=32,
+                                 n_eval_episodes=4)  # fmt: skip
+        trainer = fit(PPO(), data, devices=2, strategy="ddp")
+        return float(trainer.callback_metrics["eval/success_rate"])
+
+    one, two = on_ranks(evaluate, tmp_path)
+    assert one == two and one in (0.0, 0.5)
