@@ -58,7 +58,8 @@ class NatureCNN(nn.Module):
             image = image.unsqueeze(1)
         elif self.image_ndim == 4:
             image = image.flatten(1, 2)
-        if len(image) >= SMALLEST and is_fast(self.head[0].weight) and not self._has_hooks():
+        last: Any = self.head[0]
+        if len(image) >= SMALLEST and is_fast(last.weight) and not self._has_hooks():
             return self._with_channels_last(image)
         return self.head(self.convolutions(image.to(next(self.head.parameters()).dtype) / self.scale))
 
