@@ -26,6 +26,7 @@ class ConfigRecord(SaveConfigCallback):
         for name, value in (("ckpt_path", None), ("resume", False)):
             if name in recorded:
                 recorded[name] = value
+        recorded.pop("weights_only", None)  # always true
         super().__init__(parser, recorded, **arguments, save_to_log_dir=False)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

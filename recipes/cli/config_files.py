@@ -1,5 +1,6 @@
 """Reads config files before the parser does, so that a mistake is reported with its file and line."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import yaml
 
 from rl_modules.common.errors import UsageError
 
+#: Keys of the first level that only ``fit`` reads.
+OF_FIT = ("checkpoint", "record_every", "resume")
 #: What a value is called in a message.
 _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value"}
 
@@ -35,6 +38,48 @@ def check(path: Path) -> set[str]:
         if key.value in ("model", "data"):
             _check_class(path, key.value, value)
     return {key.value for key, _ in root.value}
+
+
+def for_evaluation(args: Sequence[str], folder: Path) -> list[str]:
+    """A command line whose config files have no keys that only ``fit`` reads.
+
+    A training run records its whole config (``config.yaml`` in its folder), and evaluations of it take that file.
+
+    Args:
+        args: the words after the command; each config is the path of a file.
+        folder: where copies of files without the keys are written.
+    """
+    found: list[str] = []
+    pending = iter(args)
+    for arg in pending:
+        name, equals, value = arg.partition("=")
+        if name != "--config":
+            found.append(arg)
+            continue
+        path = Path(value if equals else next(pending))
+        text = _without(path, OF_FIT)
+        if text is not None:
+            path = folder / f"{len(found)}_{path.name}"
+            path.write_text(text, encoding="utf-8")
+        found += ["--config", str(path)]
+    return found
+
+
+def _without(path: Path, keys: Sequence[str]) -> str | None:
+    """The text of a YAML mapping without keys of its first level; None where it has none of them."""
+    root = _tree(path)
+    pairs = root.value
+    if not any(key.value in keys for key, _ in pairs):
+        return None
+    if root.flow_style:  # all in braces, perhaps on one line
+        kept = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_dump({key: value for key, value in kept.items() if key not in keys})
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    ends = [*(key.start_mark.line for key, _ in pairs[1:]), len(lines)]
+    for (key, _), end in reversed(list(zip(pairs, ends, strict=True))):
+        if key.value in keys:
+            del lines[key.start_mark.line : end]
+    return "".join(lines)
 
 
 def _tree(path: Path) -> Any:

@@ -1,6 +1,7 @@
 """Lightning's CLI with this project's defaults. Imported only when a run starts, because it imports Lightning."""
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
-from recipes.cli import resume, runs, summary, trainer_settings
+from recipes.cli import config_files, resume, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes
 from recipes.cli.parser import RLParser, add_arguments
 from recipes.cli.sentences import unknown_monitor, which_class
@@ -40,6 +41,9 @@ class RLCLI(LightningCLI):
         # Lightning's subcommands are methods of the Trainer; `record` takes the arguments of `predict`.
         self.records = command == "record"
         self.command = command = "predict" if self.records else command
+        self._folder = tempfile.TemporaryDirectory()
+        if command != "fit":
+            args = config_files.for_evaluation(args, Path(self._folder.name))
         RLParser.chosen = chosen_classes(args)
         args = accept_whole_floats(args, RLParser.chosen.values())
         language.hide_transformers_bars()
@@ -192,7 +196,11 @@ class RLCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         # A checkpoint is untrusted data: no code in it may run.
-        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if arguments.get("weights_only") is False:
+            raise UsageError("weights_only=False would run whatever code a checkpoint holds, and this project's hold "
+                             "none; leave it out")  # fmt: skip
+        return {**arguments, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
         if not self.records:

@@ -12,7 +12,7 @@ from rl_modules.common.foreign_names import MEANT
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
 ALONE = ("seed_everything", "ckpt_path", "threads", "resume", "record_every", "print_config", "config", "help",
-         "output", "episodes")  # fmt: skip
+         "output", "episodes", "weights_only")  # fmt: skip
 #: What the shell completes after a dash.
 COMMON = (
     "--config", "--model", "--data", "--resume", "--ckpt_path", "--seed_everything", "--print_config", "--help",

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes import configs
-from recipes.cli import main
+from recipes.cli import config_files, main
 
 SMALL = [
     "--data.total_timesteps=1024",
@@ -122,6 +122,40 @@ def test_validate_and_predict_evaluate_a_checkpoint(rl, trained):
     assert rows["csv"] == rows["jsonl"]
     assert [set(row) for row in rows["csv"]] == [{"episode", "return", "length", "seed"}] * 3
     assert all(row["return"] == row["length"] for row in rows["csv"])
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_the_config_that_a_run_recorded_is_a_config(rl, trained, command):
+    """It holds every argument of ``fit``, those of checkpoints among them, which evaluations do not have."""
+    recorded = trained / "config.yaml"
+    assert "checkpoint:" in recorded.read_text("utf-8")
+    checkpoint = [] if command == "fit" else ["--ckpt_path", str(trained / "checkpoints/last.ckpt")]
+    code, out, err = rl(command, "--config", str(recorded), *checkpoint)
+    assert not code, err
+    assert {"fit": "last checkpoint", "predict": "written to episodes.csv"}.get(command, "mean_reward") in out
+
+
+def test_a_printed_config_is_a_config(rl, capsys):
+    code, out, err = rl("fit", "--config", "ppo/cartpole.yaml", *SMALL, "--print_config")
+    assert not code, err
+    Path("printed.yaml").write_text(out, encoding="utf-8")
+    code, out, err = rl("fit", "--config", "printed.yaml")
+    assert not code, err
+    code, out, err = rl("fit", "--config", "printed.yaml", "--weights_only=false")
+    assert code == 1 and "weights_only=False would run whatever code a checkpoint holds" in err
+
+
+def test_keys_of_fit_are_left_out_for_an_evaluation_and_the_rest_stays_as_written(tmp_path):
+    block = "# first\nmodel: PPO\ncheckpoint:\n  keep_all: true\n\nresume: true\ndata:\n  init_args: {seed: 1e-3}\n"
+    for text, expected in (
+        (block, "# first\nmodel: PPO\ndata:\n  init_args: {seed: 1e-3}\n"),
+        ("{model: PPO, record_every: 5}", "model: PPO\n"),
+        ("model: PPO\n", "model: PPO\n"),
+    ):
+        Path("a.yaml").write_text(text, encoding="utf-8")
+        found = config_files.for_evaluation(["--config=a.yaml", "--model.gamma", "1"], tmp_path)
+        assert Path(found[1]).read_text("utf-8") == expected
+        assert found[2:] == ["--model.gamma", "1"]
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
