@@ -145,7 +145,8 @@ def _lines(path: str | Path) -> Iterator[bytes]:
         with Path(path).open("rb") as file:
             yield from file
     except OSError as error:
-        raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file") from error
+        raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file, or first run the "
+                         "stage that writes it (the config's header says how)") from error  # fmt: skip
 
 
 def describe_dataset(dataset: Any) -> str:

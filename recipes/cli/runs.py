@@ -70,11 +70,28 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
         given, resumed = _resolve(config, command, given or "last")
     config["ckpt_path"] = None if given is None else str(given)
     if given is None:
+        if command == "fit" and resumed is None:
+            _require_free_folder(config)
         return None, resumed
     if not Path(given).exists():
         raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
                          f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
     return resume.read(Path(given)), resumed
+
+
+def _require_free_folder(config: Any) -> None:
+    """Refuses a new run in a folder that is named by its version and holds a run's checkpoints already.
+
+    Raises:
+        UsageError: names the folder.
+    """
+    logger = config["trainer"]["logger"]
+    if not str(getattr(logger, "class_path", "")).endswith(("TensorBoardLogger", "CSVLogger")):
+        return
+    folder = _run_folder(config) if logger.init_args.get("version") is not None else None
+    if folder is not None and (folder / "checkpoints" / "last.ckpt").exists():
+        raise UsageError(f"{folder} holds a run, which a new one would overwrite; continue it with --resume, or give "
+                         "another trainer.logger.init_args.version (null: the next number)")  # fmt: skip
 
 
 def _take_requeued_folder(config: Any, arguments: list[str]) -> None:

@@ -135,6 +135,20 @@ def test_the_config_that_a_run_recorded_is_a_config(rl, trained, command):
     assert {"fit": "last checkpoint", "predict": "written to episodes.csv"}.get(command, "mean_reward") in out
 
 
+def test_a_new_run_does_not_overwrite_a_named_one(rl):
+    named = ["--config", "ppo/cartpole.yaml", *SMALL, "--trainer.logger.init_args.version=mine"]
+    code, _, err = rl("fit", *named)
+    assert not code, err
+    last = next(Path("logs").glob("*/mine/checkpoints/last.ckpt"))
+    before = last.read_bytes()
+    for again in (named, ["--config", str(last.parents[1] / "config.yaml")]):
+        code, _, err = rl("fit", *again)
+        assert code == 1 and "mine holds a run, which a new one would overwrite; continue it with --resume" in err
+    assert last.read_bytes() == before
+    code, out, err = rl("fit", *named, "--resume", "--data.total_timesteps", "1536")
+    assert not code and "resuming from" in out, err
+
+
 def test_a_printed_config_is_a_config(rl, capsys):
     code, out, err = rl("fit", "--config", "ppo/cartpole.yaml", *SMALL, "--print_config")
     assert not code, err
