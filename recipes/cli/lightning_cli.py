@@ -3,6 +3,7 @@
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class RLCLI(LightningCLI):
         if command != "fit":
             args = config_files.for_evaluation(args, Path(self._folder.name))
         RLParser.chosen = chosen_classes(args)
+        words = [word for arg in args for word in arg.split("=", 1)]
+        RLParser.checkpoint = next((path for name, path in pairwise(words) if name == "--ckpt_path"), None)
         args = accept_whole_floats(args, RLParser.chosen.values())
         language.hide_transformers_bars()
         self.started_s = time.monotonic()
@@ -94,7 +97,8 @@ class RLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.command]
         if config.get("model") is None or config.get("data") is None:
-            raise UsageError(which_class("model" if config.get("model") is None else "data"))
+            missing = "model" if config.get("model") is None else "data"
+            raise UsageError(which_class(missing, config.get("ckpt_path")))
         if config["threads"] < 1:
             raise UsageError(f"threads={config['threads']} must be at least 1")
         torch.set_num_threads(config["threads"])

@@ -13,8 +13,8 @@ from rl_modules.common.errors import UsageError
 class ParserError(UsageError):
     """A parser's own error, as a sentence. Parsers of classes are nested: the outer one adds the group."""
 
-    def __init__(self, text: str, group: str, chosen: dict[str, type]) -> None:
-        super().__init__(one_sentence(text, chosen, group))
+    def __init__(self, text: str, group: str, chosen: dict[str, type], checkpoint: str | None = None) -> None:
+        super().__init__(one_sentence(text, chosen, group, checkpoint))
         self.text, self.group = text, group
 
 
@@ -23,6 +23,8 @@ class RLParser(LightningArgumentParser):
 
     #: The run's classes, ``model`` and ``data``, whose options a misspelled one is compared with.
     chosen: ClassVar[dict[str, type]] = {}
+    #: What ``--ckpt_path`` gives.
+    checkpoint: ClassVar[str | None] = None
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
         """Raises the parser's message as a UsageError; an error of a class's own is raised as it is."""
@@ -35,7 +37,7 @@ class RLParser(LightningArgumentParser):
             cause = cause.__cause__ or cause.__context__
         found = re.search(r'Parser key "(?:\w+\.)*?(model|data|trainer|checkpoint)\b', message)
         group = found.group(1) if found else inner.group if inner else ""
-        raise ParserError(inner.text if inner else message, group, self.chosen) from ex
+        raise ParserError(inner.text if inner else message, group, self.chosen, self.checkpoint) from ex
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Argparse's help, with the names of classes in place of their representations."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from recipes.cli.options import GROUPS, refuse_word, unknown_option
@@ -37,18 +38,21 @@ def unknown_monitor(message: str, known: Iterable[str]) -> str | None:
     return f"a callback's monitor={name!r} is no metric of this run{shown}"
 
 
-def one_sentence(message: str, chosen: Mapping[str, type] | None = None, group: str = "") -> str:
+def one_sentence(
+    message: str, chosen: Mapping[str, type] | None = None, group: str = "", checkpoint: str | None = None
+) -> str:
     """Returns a parser's message as one sentence that names the argument, its value and what would be right.
 
     Args:
         message: the parser's.
         chosen: the run's classes by group.
         group: ``model``, ``data`` or ``trainer``, where the message is about an argument of a class.
+        checkpoint: the path that ``--ckpt_path`` gives.
     """
     text = " ".join(message.split())
     chosen = dict(chosen or {})
     if missing := re.search(r"arguments are required: (?:\w+\.)?(model|data)\b", text):
-        return which_class(missing.group(1))
+        return which_class(missing.group(1), checkpoint)
     key, value = _key_and_value(text)
     if key is not None and group and key.partition(".")[0] not in GROUPS:
         key = f"{group}.{key}"
@@ -74,8 +78,17 @@ def one_sentence(message: str, chosen: Mapping[str, type] | None = None, group: 
     return f"{key}={value!r} can't be used; it must be {wanted}" if wanted else f"{key}={value!r} can't be used: {text}"
 
 
-def which_class(what: str) -> str:
-    """Returns the sentence for a command line that names no model, or no data."""
+def which_class(what: str, checkpoint: str | None = None) -> str:
+    """Returns the sentence for a command line that names no model, or no data.
+
+    Args:
+        what: ``model`` or ``data``.
+        checkpoint: its path, if one is given: the run's own config may be there.
+    """
+    # Only named, not taken: a config names classes to import, which a checkpoint from elsewhere must not do by itself.
+    own = None if checkpoint is None else Path(checkpoint).parent.parent / "config.yaml"
+    if own is not None and own.is_file():
+        return f"no {what} is given; the settings of the checkpoint's run are in its config: add --config {own}"
     return f"no {what} is given; name one with --config (`rl list` shows the installed ones) or --{what} CLASS"
 
 

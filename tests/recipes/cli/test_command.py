@@ -135,6 +135,13 @@ def test_the_config_that_a_run_recorded_is_a_config(rl, trained, command):
     assert {"fit": "last checkpoint", "predict": "written to episodes.csv"}.get(command, "mean_reward") in out
 
 
+def test_a_checkpoint_without_its_config_is_told_where_that_is(rl, trained):
+    code, _, err = rl("test", "--ckpt_path", str(trained / "checkpoints/last.ckpt"))
+    assert code == 1
+    says = "no model is given; the settings of the checkpoint's run are in its config: add --config"
+    assert f"{says} {trained / 'config.yaml'}" in err
+
+
 def test_a_new_run_does_not_overwrite_a_named_one(rl):
     named = ["--config", "ppo/cartpole.yaml", *SMALL, "--trainer.logger.init_args.version=mine"]
     code, _, err = rl("fit", *named)
