@@ -59,7 +59,7 @@ class NatureCNN(nn.Module):
         elif self.image_ndim == 4:
             image = image.flatten(1, 2)
         last: Any = self.head[0]
-        if len(image) >= SMALLEST and is_fast(last.weight) and not self._has_hooks():
+        if is_fast(last.weight) and len(image) >= SMALLEST and not self._has_hooks():
             return self._with_channels_last(image)
         return self.head(self.convolutions(image.to(next(self.head.parameters()).dtype) / self.scale))
 
