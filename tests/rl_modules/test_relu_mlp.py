@@ -104,6 +104,22 @@ def test_gradients_can_be_differentiated_again(k: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
 
 
+@needs_onednn
+@pytest.mark.parametrize("rows", [16, 256, 300])
+@pytest.mark.parametrize("sizes", [(40, 200), (4, 256), (256, 1), (128, 128)])
+def test_layers_on_inputs_of_their_own_equal_torchs(rows: int, sizes: tuple[int, int]) -> None:
+    x = randn(1, 2, rows, sizes[0]).requires_grad_()
+    [weight], [bias] = parallel(list(sizes), 2)
+    ours, expected = relu_mlp.parallel_linear(x, weight, bias), torch.baddbmm(bias, x, weight)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    direction = randn(2, *ours.shape)
+    inputs = [x, weight, bias]
+    found = torch.autograd.grad(ours, inputs, direction)
+    for one, other, of in zip(found, torch.autograd.grad(expected, inputs, direction), inputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert one.stride() == of.stride() or one.numel() == max(one.shape)
+
+
 def test_inputs_that_torchs_layers_take() -> None:
     assert not relu_mlp.is_fast(randn(1, 50, 7).double())
     assert not relu_mlp.is_fast(randn(1, 8, 7))
