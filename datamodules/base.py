@@ -337,10 +337,6 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
                 from datamodules.tensor_collector import TensorCollector
 
                 kind = TensorCollector
-        if kind is not Collector and (self.norm_obs or self.norm_reward):
-            name = "norm_obs" if self.norm_obs else "norm_reward"
-            raise UsageError(f"{name}=True normalises NumPy arrays, and {self.env_name} returns tensors; normalise in "
-                             f"the environment, and leave {name} out")  # fmt: skip
         return kind(
             envs,
             streams=[stream_seed(self.seed, self._rank, "train", i) for i in range(self.n_envs)],

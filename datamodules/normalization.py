@@ -33,10 +33,13 @@ class RunningMeanStd:
         if len(batch) == 0:
             return
         batch = batch.astype(np.float64)
-        mean, var = batch.mean(0), batch.var(0)
-        self._merge(mean, var, len(batch))
+        self.merge(batch.mean(0), batch.var(0), len(batch))
+
+    def merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
+        """Merge ``count`` samples of this mean and (biased) variance, [*shape] each."""
+        self._merge(mean, var, count)
         if self._own is not None:
-            self._own._merge(mean, var, len(batch))
+            self._own._merge(mean, var, count)
 
     def _merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
         if count == 0:

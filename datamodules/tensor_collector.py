@@ -10,6 +10,7 @@ from datamodules.collector import Collector
 from datamodules.envs.guard import raise_in_one_sentence, require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.episode_statistics import successes
+from datamodules.tensor_normalization import TensorNormalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves, tree_map
@@ -18,8 +19,9 @@ from rl_modules.common.spaces import tree_leaves, tree_map
 class TensorCollector(Collector):
     """Rollouts of environments that take and return torch tensors, without a way through NumPy.
 
-    Rewards and ends go to the host once per rollout, for the statistics of episodes. Arguments as for
-    :class:`~datamodules.collector.Collector`; there are no normalisers.
+    Rewards and ends go to the host once per rollout, for the statistics of episodes, and so do the statistics of
+    observations and returns, which stay as they are during a rollout. Arguments as for
+    :class:`~datamodules.collector.Collector`.
 
     A vector that resets in the same step must put the final observations into ``info["final_obs"]``: a batch of them,
     [N, …], whose rows count where an episode ended.
@@ -36,6 +38,7 @@ class TensorCollector(Collector):
             self.generator = torch.Generator(device).manual_seed(self.generator_seed)
         if self._observation is None:
             self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+        self._raw = self._observation
         envs, n = self.envs, self.envs.num_envs
         on = tree_leaves(self._observation)[0].device
         observations, successors = (
@@ -46,13 +49,14 @@ class TensorCollector(Collector):
         terminated, truncated = (torch.empty((n_steps, n), dtype=torch.bool, device=device) for _ in range(2))
         valid = torch.ones_like(terminated)
         starts, resets_next = (torch.from_numpy(x).to(on) for x in (self.episode_start, self._resets_next))
+        normalizers = TensorNormalizers(self.normalizers, device)
         acted: list[dict[str, Tensor]] = []
         infos: list[dict[str, Tensor]] = []
         if self.memory is not None:
             self.memory.begin_rollout()
         for t in range(n_steps):
             tree_map(lambda buffer, x, t=t: buffer[t].copy_(x), observations, self._observation)
-            observed = tree_map(lambda buffer, t=t: buffer[t], observations)
+            observed = normalizers.observation(tree_map(lambda buffer, t=t: buffer[t], observations))
             if self.memory is None:
                 acted.append(act(observed, self.generator))
             else:
@@ -81,10 +85,13 @@ class TensorCollector(Collector):
             )  # fmt: skip
         tree_map(lambda buffer, x: buffer[n_steps].copy_(x), observations, self._observation)
         self.episode_start, self._resets_next = (x.cpu().numpy().copy() for x in (starts, resets_next))
-        self._remember(reward, terminated | truncated, valid, infos)
+        self._raw = self._observation
+        done = terminated | truncated
+        self._remember(reward, done, valid, infos)
         self._require_finite(observations, successors, reward)
-        if self.sign_reward:
-            reward = reward.sign()
+        reward = reward.sign() if self.sign_reward else normalizers.reward(reward, done, valid)
+        normalizers.update(tree_map(lambda x: x[:-1], observations), valid)
+        observations, successors = normalizers.observation(observations), normalizers.observation(successors)
         rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
         rollout.update(
             observation=tree_map(lambda x: x[:-1], observations), next_observation=successors, reward=reward,

@@ -13,6 +13,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.tensors import AsArrays, rows_of
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
+from datamodules.normalizers import Normalizers
 from datamodules.tensor_collector import TensorCollector
 from rl_modules import A2C, PPO, SAC, TRPO, RecurrentPPO
 from rl_modules.common.errors import UsageError
@@ -170,7 +172,8 @@ def test_nothing_passes_through_numpy_on_a_device(mode: str, monkeypatch: pytest
     made = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda *device: made())  # the device has none of its own
     with fake_device():
-        collector = TensorCollector(OfTensors(vector(mode), DEVICE), [5, 6, 7], 9, "walk")
+        normalizers = Normalizers(ObservationNormalizer(SPACES["Box"]), RewardNormalizer(3, gamma=0.9))
+        collector = TensorCollector(OfTensors(vector(mode), DEVICE), [5, 6, 7], 9, "walk", normalizers)
         rollout = collector.collect(on_device, 12, DEVICE)
         assert all(x.device == DEVICE for x in tree_leaves(dict(rollout)))
         state = collector.state_dict()
@@ -229,11 +232,74 @@ def test_a_vector_that_was_given_trains_without_evaluation() -> None:
     assert type(data.collector) is TensorCollector
 
 
-@pytest.mark.parametrize("name", ["norm_obs", "norm_reward"])
-def test_normalisation_is_refused(name: str) -> None:
-    data = RolloutDataModule(same_step, n_steps=16, total_timesteps=128, eval_freq=0, **{name: True})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=f"{name}=True normalises NumPy arrays, and .*same_step returns tensors"):
-        fit(PPO(), data)
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("observation", ["Box", "Discrete", "Dict"])
+def test_a_rollout_is_normalised_by_the_statistics_before_it(observation: str, mode: str) -> None:
+    """Worked from the raw rollout: normalised values, and the statistics that a merge in NumPy has."""
+    if observation == "Discrete":
+        of_observations = None
+    else:
+        of_observations = ObservationNormalizer(SPACES[observation], clip=1.5)
+    normalizers = Normalizers(of_observations, RewardNormalizer(3, gamma=0.9, clip=1.2))
+    raw = TensorCollector(OfTensors(vector(mode, observation)), [5, 6, 7], 9, "walk")
+    collector = TensorCollector(OfTensors(vector(mode, observation)), [5, 6, 7], 9, "walk", normalizers)
+    by_hand = {"obs": RunningMeanStd((3,) if observation == "Box" else (2,)), "return": RunningMeanStd(())}
+    returns, cpu = np.zeros(3), torch.device("cpu")
+
+    def act(observation: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"action": torch.randint(0, 2, (3,), generator=generator)}
+
+    def floats(tree: Any) -> np.ndarray:
+        return (tree["a"] if isinstance(tree, dict) else tree).numpy()
+
+    for _ in range(3):
+        expected, found = raw.collect(act, 12, cpu), collector.collect(act, 12, cpu)
+        if of_observations is not None:
+            for name in ("observation", "next_observation"):
+                scaled = (floats(expected[name]) - by_hand["obs"].mean) / by_hand["obs"].scale()
+                np.testing.assert_allclose(floats(found[name]), np.clip(scaled, -1.5, 1.5), rtol=1e-4, atol=1e-5)
+            by_hand["obs"].update(floats(expected["observation"])[expected["valid"].numpy()])
+            running = of_observations.parts()[0]
+            np.testing.assert_allclose(running.mean, by_hand["obs"].mean, rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(running.var, by_hand["obs"].var, rtol=1e-6)
+            assert running.count == pytest.approx(by_hand["obs"].count)
+        else:
+            assert torch.equal(found["observation"], expected["observation"])
+        scaled = expected["reward"].numpy() / by_hand["return"].scale()
+        np.testing.assert_allclose(found["reward"].numpy(), np.clip(scaled, -1.2, 1.2), rtol=1e-5)
+        seen = []
+        for t in range(12):
+            valid = expected["valid"][t].numpy()
+            returns = np.where(valid, returns * 0.9 + expected["reward"][t].numpy(), returns)
+            seen += list(returns[valid])
+            returns[(expected["terminated"] | expected["truncated"])[t].numpy()] = 0.0
+        by_hand["return"].update(np.array(seen))
+        assert normalizers.of_rewards is not None
+        np.testing.assert_allclose(normalizers.of_rewards.running.var, by_hand["return"].var, rtol=1e-4)
+        np.testing.assert_allclose(normalizers.of_rewards.returns, returns, rtol=1e-5, atol=1e-6)
+
+
+def test_the_policy_sees_what_it_learns_from_and_is_evaluated_with() -> None:
+    seen = []
+
+    class Watched(PPO):
+        def act(self, observation: Any, *args: Any, **arguments: Any) -> Any:
+            if self.trainer.training:
+                seen.append(observation.clone())
+            return super().act(observation, *args, **arguments)
+
+        def prepare(self, rollout: Any) -> Any:
+            assert torch.equal(rollout["observation"], torch.stack(seen[:16]))
+            seen.clear()
+            return super().prepare(rollout)
+
+    data = RolloutDataModule(same_step, n_steps=16, total_timesteps=256, eval_freq=128, n_eval_episodes=2,
+                             norm_obs=True, norm_reward=True, rollouts_per_epoch=1)  # fmt: skip
+    model = Watched()
+    trainer = fit(model, data)
+    assert "eval/mean_reward" in trainer.callback_metrics
+    mean, std, _ = model.observation_statistics
+    assert mean.shape == (4,) and (std != 1).all()
 
 
 def test_an_end_without_its_final_observation_is_refused() -> None:
