@@ -1,5 +1,6 @@
 """What every control datamodule shares: environments, seeds, evaluation, counters, metrics."""
 
+import inspect
 import os
 import time
 from collections.abc import Iterator
@@ -217,6 +218,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             space_to_dict(self.observation_space)
             observation_arrays(self.observation_space, self.observation_space.sample())
             if isinstance(self._example, VectorEnv):
+                self._check_vector(self._example)
                 self.n_envs = self._example.num_envs
             elif self._evaluates_elsewhere:
                 self._make_vector(1, "sync", "same_step").close()  # a mistake is reported before training
@@ -226,6 +228,21 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             self._started_s = time.monotonic()
             self.begin_run()
             self._schedule_evaluation()
+
+    def _check_vector(self, envs: VectorEnv) -> None:
+        """Raises for arguments of single environments, which a vector of the user's would ignore."""
+        given: Any = self.hparams
+        for name, usual in (("vectorization_mode", "sync"), ("autoreset_mode", "same_step")):
+            if given[name] != usual:
+                raise UsageError(f"{name}={given[name]!r} is for single environments; {self.env_name} is a vector, "
+                                 "which brings its own")  # fmt: skip
+        if isinstance(self.env_id, VectorEnv) and self.env_kwargs:
+            raise UsageError(f"env_kwargs={self.env_kwargs} are for a callable that makes the environments; "
+                             f"{self.env_name} was given as a vector")  # fmt: skip
+        parameter = inspect.signature(type(self).__init__).parameters.get("n_envs")
+        if parameter is not None and given.n_envs not in (parameter.default, envs.num_envs):
+            raise UsageError(f"n_envs={given.n_envs}, and {self.env_name} is a vector of {envs.num_envs}; leave n_envs "
+                             "out")  # fmt: skip
 
     def begin_run(self) -> None:
         """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.

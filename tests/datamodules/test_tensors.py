@@ -302,6 +302,19 @@ def test_the_policy_sees_what_it_learns_from_and_is_evaluated_with() -> None:
     assert mean.shape == (4,) and (std != 1).all()
 
 
+@pytest.mark.parametrize(("arguments", "says"), [
+    ({"vectorization_mode": "async"}, "vectorization_mode='async' is for single environments; .*same_step is a vector"),
+    ({"autoreset_mode": "next_step"}, "autoreset_mode='next_step' is for single environments"),
+    ({"n_envs": 3}, "n_envs=3, and .*same_step is a vector of 4; leave n_envs out"),
+])  # fmt: skip
+def test_arguments_that_a_vector_would_ignore_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        fit(PPO(), RolloutDataModule(same_step, n_steps=16, total_timesteps=128, eval_freq=0, **arguments))
+    with pytest.raises(UsageError, match="env_kwargs={'a': 1} are for a callable that makes the environments"):
+        fit(PPO(), RolloutDataModule(same_step(), n_steps=16, total_timesteps=128, eval_freq=0, env_kwargs={"a": 1}))
+    fit(PPO(), RolloutDataModule(same_step, n_envs=4, n_steps=16, total_timesteps=128, eval_freq=0))
+
+
 def test_an_end_without_its_final_observation_is_refused() -> None:
     collector = TensorCollector(OfTensors(vector(), final_obs=False), [5, 6, 7], 9, "walk")
     with pytest.raises(UsageError, match=r"walk resets in the step in which an episode ends.*no final_obs"):
