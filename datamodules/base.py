@@ -230,19 +230,23 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             self._schedule_evaluation()
 
     def _check_vector(self, envs: VectorEnv) -> None:
-        """Raises for arguments of single environments, which a vector of the user's would ignore."""
+        """Says which arguments of single environments a vector of the user's does not follow.
+
+        Raises:
+            UsageError: ``env_kwargs`` for a vector that is made already.
+        """
         given: Any = self.hparams
-        for name, usual in (("vectorization_mode", "sync"), ("autoreset_mode", "same_step")):
-            if given[name] != usual:
-                raise UsageError(f"{name}={given[name]!r} is for single environments; {self.env_name} is a vector, "
-                                 "which brings its own")  # fmt: skip
         if isinstance(self.env_id, VectorEnv) and self.env_kwargs:
             raise UsageError(f"env_kwargs={self.env_kwargs} are for a callable that makes the environments; "
                              f"{self.env_name} was given as a vector")  # fmt: skip
         parameter = inspect.signature(type(self).__init__).parameters.get("n_envs")
+        usual = {"vectorization_mode": "sync", "autoreset_mode": "same_step"}
+        other = [f"{name}={given[name]}" for name, value in usual.items() if given[name] != value]
         if parameter is not None and given.n_envs not in (parameter.default, envs.num_envs):
-            raise UsageError(f"n_envs={given.n_envs}, and {self.env_name} is a vector of {envs.num_envs}; leave n_envs "
-                             "out")  # fmt: skip
+            other.append(f"n_envs={given.n_envs}")
+        if other:
+            rank_zero_warn(f"{self.env_name} is a vector of {envs.num_envs} environments, which brings its own number "
+                           f"and way of stepping: {', '.join(other)} does not apply")  # fmt: skip
 
     def begin_run(self) -> None:
         """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.
