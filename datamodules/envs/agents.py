@@ -42,8 +42,8 @@ class AgentsVector(VectorEnv):
             final = [infos[i].get("terminal_observation") for i in range(self.num_envs)]
             alone = [i for i in np.flatnonzero(done) if final[i] is None]
             if alone:
-                raise UsageError(f"agent {alone[0]} ended while its game goes on, as black_death=True allows: what "
-                                 "follows is no experience; end the episodes of all agents together")  # fmt: skip
+                raise UsageError(f"agent {alone[0]} ended before its game did (black_death=True), and the rows after "
+                                 "that are no transitions; end the episodes of all agents together")  # fmt: skip
             info["final_obs"] = final
             info["_is_success"] = np.array(["is_success" in one for one in infos])
             if info["_is_success"].any():

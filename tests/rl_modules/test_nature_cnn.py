@@ -73,3 +73,10 @@ def test_hooks_small_batches_and_other_precisions_take_the_plain_layers(monkeypa
     network.convolutions[2].register_forward_hook(lambda *_: seen.append(1))
     network(images)
     assert seen == [1]
+    other, _ = made(IMAGES["stacked frames"])
+    other.convolutions[4].register_full_backward_hook(lambda *_: seen.append(2))
+    other(images).sum().backward()
+    assert seen == [1, 2]
+    replaced, _ = made(IMAGES["stacked frames"])
+    replaced.convolutions[1] = torch.nn.Tanh()
+    replaced(images)
