@@ -11,6 +11,7 @@ from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.encoders import build_encoder, encoding_width
 from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.state_dependent_noise import StateDependentGaussian
 
 
 class ActorCritic(nn.Module):
@@ -41,7 +42,6 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self.action_space = action_space
-        self.use_sde = use_sde
         self.encoder = build_encoder(observation_space)
         width = encoding_width(self.encoder)
         if net_arch is None:
@@ -83,17 +83,25 @@ class ActorCritic(nn.Module):
         else:
             latents = [call(tower, features) for tower in self.towers]  # type: ignore[attr-defined]
         numbers = full_precision(call(self.policy_head, latents[0]))
-        policy: Distribution
-        if self.use_sde and self.log_std is not None:
-            from rl_modules.state_dependent_noise import StateDependentGaussian
-
-            # As in Stable-Baselines3, the noise does not train the features.
-            policy = StateDependentGaussian(numbers, self.log_std, full_precision(latents[0]).detach())
-        else:
-            policy = make_distribution(self.action_space, numbers, self.log_std)
+        policy = make_policy(self.action_space, numbers, self.log_std, latents[0])
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
         return policy, full_precision(call(self.value_head, latents[1]).squeeze(-1))
+
+
+def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | None, latent: Tensor) -> Distribution:
+    """The action distribution of a policy head.
+
+    Args:
+        action_space: space of one action.
+        numbers: what the head returned, [B, parameters].
+        log_std: of Box actions, [A]; of the matrices of state-dependent noise, [H, A]; None for other actions.
+        latent: what the head read, [B, H]; only state-dependent noise uses it.
+    """
+    if log_std is not None and log_std.ndim == 2:
+        # As in Stable-Baselines3, the noise does not train the features.
+        return StateDependentGaussian(numbers, log_std, full_precision(latent).detach())
+    return make_distribution(action_space, numbers, log_std)
 
 
 class ValueNetwork(nn.Module):

@@ -15,9 +15,10 @@ from rl_modules.common.contract import Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import is_image, tree_leaves, tree_map
-from rl_modules.distributions import Distribution, make_distribution, parameter_count
+from rl_modules.distributions import Distribution, parameter_count
 from rl_modules.encoders import build_encoder
 from rl_modules.layers import full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.networks import make_policy
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -37,6 +38,7 @@ class RecurrentActorCritic(nn.Module):
         activation_fn: ``tanh``, ``relu``, …
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation of everything but the memory.
+        use_sde: state-dependent noise, for Box actions: log standard deviations per feature and action.
 
     The state of a memory is one tensor [B, K, H]: the layers' hidden states, an LSTM's cells, then the critic's.
     """
@@ -54,6 +56,7 @@ class RecurrentActorCritic(nn.Module):
         activation_fn: str = "tanh",
         log_std_init: float = 0.0,
         ortho_init: bool = True,
+        use_sde: bool = False,
     ) -> None:
         super().__init__()
         self.action_space = action_space
@@ -76,7 +79,8 @@ class RecurrentActorCritic(nn.Module):
         self.value_head = nn.Linear([hidden_size, *vf][-1], 1)
         self.log_std: nn.Parameter | None = None
         if isinstance(action_space, spaces.Box):
-            self.log_std = nn.Parameter(torch.full((parameter_count(action_space),), float(log_std_init)))
+            shape = ([hidden_size, *pi][-1],) * use_sde + (parameter_count(action_space),)
+            self.log_std = nn.Parameter(torch.full(shape, float(log_std_init)))
         if ortho_init:
             for part in (self.encoder, self.policy_tower, self.value_tower):
                 orthogonal(part)
@@ -106,9 +110,10 @@ class RecurrentActorCritic(nn.Module):
         features = features.to(self.policy_head.weight.dtype).unflatten(0, (batch, length))
         memory, after = self.unroll(features.transpose(0, 1), state, starts)
         policy_latent, value_latent = (x.transpose(0, 1).flatten(0, 1) for x in memory)
-        parameters = full_precision(self.policy_head(self.policy_tower(policy_latent)))
+        latent = self.policy_tower(policy_latent)
+        parameters = full_precision(self.policy_head(latent))
         value = full_precision(self.value_head(self.value_tower(value_latent)).squeeze(-1))
-        return make_distribution(self.action_space, parameters, self.log_std), value, after
+        return make_policy(self.action_space, parameters, self.log_std, latent), value, after
 
     def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """What the policy and the critic read of their memories, [L, B, H] each, and the state after the last step.
@@ -189,7 +194,7 @@ class RecurrentMixin(ActorCriticModule):
         hp: Any = self.hparams
         return RecurrentActorCritic(
             self.observation_space, self.action_space, hp.rnn, hp.lstm_hidden_size, hp.n_lstm_layers, hp.shared_lstm,
-            hp.enable_critic_lstm, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init,
+            hp.enable_critic_lstm, hp.net_arch, hp.activation_fn, hp.log_std_init, hp.ortho_init, hp.use_sde,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- acting
@@ -314,4 +319,5 @@ class RecurrentMixin(ActorCriticModule):
     def _evaluate(self, observation: Any, state: Tensor, starts: Tensor | None) -> tuple[Distribution, Tensor, Tensor]:
         observation, mask = split_mask(observation)
         policy, value, after = self.network(observation, state, starts)
+        policy = self.exploring(policy)
         return (policy if mask is None else policy.masked(mask.flatten(0, 1))), value, after

@@ -55,8 +55,11 @@ class RecurrentPPO(RecurrentMixin, PPO):
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
+        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
+            environment turns the policy's last features into noise. ``log_std_init`` is that of its entries.
+        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per rollout.
+        features_extractor: module class or callable that turns an observation into ``features_dim`` numbers: an
+            import path, or class_path with init_args; None: by the space.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class RecurrentPPO(RecurrentMixin, PPO):
         observation_space: dict[str, Any] | None = None,
         action_space: dict[str, Any] | None = None,
         init_from: str | None = None,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
         features_extractor: Custom | None = None,
     ) -> None:
         super().__init__(

@@ -12,7 +12,7 @@ from rl_modules.common.contract import Rollout
 from tests.training import mean_return
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["docs/ppo_in_one_page.md", "docs/architecture.md", "docs/resume.md", "docs/metrics.md"]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_page_quotes_the_whole_file():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_modules import A2C, PPO, SAC, TQC, TRPO, CrossQ
+from rl_modules import A2C, PPO, SAC, TQC, TRPO, CrossQ, RecurrentA2C, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions.gaussian import DiagGaussian
@@ -112,7 +112,28 @@ def test_the_rollouts_noise_is_a_function_of_the_state():
     assert isinstance(policy, DiagGaussian)
 
 
-@pytest.mark.parametrize("name", ["PPO", "A2C", "TRPO", "SAC"])
+@pytest.mark.parametrize("cls", [RecurrentPPO, RecurrentA2C])
+def test_the_noise_of_a_recurrent_policy_is_a_function_of_its_features(cls):
+    """The same features and matrices give the same noise; the density along a sequence is that of acting."""
+    model = cls(use_sde=True, lstm_hidden_size=8, net_arch=[6], log_std_init=-1.0, **SPACES)
+    model.configure_model()
+    assert model.network.log_std.shape == (6, 1)
+    observations, generator = torch.randn(3, 5, 3), torch.Generator().manual_seed(0)
+    act, other, state, log_probs, actions = model.rollout_act(), model.rollout_act(), None, [], []
+    for t in range(5):
+        acted = act(observations[:, t], generator, state=state)
+        again = act(observations[:, t], generator, state=state)
+        assert torch.equal(acted["action"], again["action"])
+        assert not torch.equal(acted["action"], other(observations[:, t], generator, state=state)["action"])
+        state = acted["next_state"]
+        actions.append(acted["action"])
+        log_probs.append(acted["log_prob"])
+    policy, _, _ = model.network(observations, model.initial_state(3))
+    together = policy.log_prob(torch.stack(actions, 1).flatten(0, 1)).unflatten(0, (3, 5))
+    torch.testing.assert_close(together, torch.stack(log_probs, 1))
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "TRPO", "SAC", "RecurrentPPO", "RecurrentA2C"])
 def test_a_run_resumes_exactly(name, tmp_path):
     sde = {"use_sde": True, "sde_sample_freq": 4, "log_std_init": -2.0}
     case = CASE[name]
@@ -125,7 +146,7 @@ def test_a_run_resumes_exactly(name, tmp_path):
     assert_resumes_exactly(lambda: case.make_model(**sde), data, tmp_path, epochs=3)
 
 
-@pytest.mark.parametrize("cls", [PPO, A2C, TRPO, SAC, TQC, CrossQ])
+@pytest.mark.parametrize("cls", [PPO, A2C, TRPO, SAC, TQC, CrossQ, RecurrentPPO, RecurrentA2C])
 def test_a_checkpoint_loads_alone(cls, tmp_path):
     model = cls(use_sde=True, net_arch=[8])
     data = CASE["SAC"].make_data() if issubclass(cls, SAC) else rollouts("Pendulum-v1", n_envs=2, total_timesteps=64)
