@@ -62,7 +62,10 @@ class Memory:
     def _current(self, starts: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
         fresh = self.learner.initial_state(len(starts))
         begins = torch.as_tensor(starts).clone().to(fresh.device)
-        return (fresh if self.state is None else torch.where(begins[:, None, None], fresh, self.state)), begins
+        if self.state is None:
+            return fresh, begins
+        # A resumed run may compute in another precision than the checkpoint's.
+        return torch.where(begins[:, None, None], fresh, self.state.to(fresh.dtype)), begins
 
     @staticmethod
     def _call(act: Any, observation: Any, generator: torch.Generator, state: Tensor) -> dict[str, Tensor]:

@@ -221,4 +221,4 @@ class MetricsMixin(L.LightningModule):
         self._sums.load_state_dict(state["sums"], self.device)
         self._latest = dict(state["latest"])
         norm = state.get("grad_norm")
-        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float32, device=self.device)
+        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from recipes.cli import main
-from rl_modules import A2C, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ
+from rl_modules import A2C, DQN, PPO, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from tests.recipes.callbacks.test_checkpoints import ppo_data, replay, whole
-from tests.training import fit
+from tests.training import assert_resumes_exactly, fit, rollouts
 
 
 class Watch(L.Callback):
@@ -96,6 +96,26 @@ def test_autocast_is_on_while_acting() -> None:
 
     fit(Noting(), ppo_data(total_timesteps=32), precision="bf16-mixed")
     assert seen and all(seen)
+
+
+IN_FLOAT64 = {"a2c of a Box": (A2C, lambda: rollouts("Pendulum-v1", n_envs=2, n_steps=8)),
+              "recurrent": (lambda: RecurrentPPO(lstm_hidden_size=8), lambda: rollouts("Pendulum-v1", n_envs=2)),
+              "trpo of a Box": (lambda: TRPO(batch_size=16), lambda: rollouts("Pendulum-v1", n_envs=2)),
+              "sac with gSDE": (lambda: SAC(net_arch=[8], use_sde=True), CASES["sac"][1]),
+              "dqn": CASES["dqn"], "td3": CASES["td3"], "crossq": CASES["crossq"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_FLOAT64)
+def test_float64_is_kept_by_resuming_and_loading(case: str, tmp_path: Path) -> None:
+    make_model, make_data = IN_FLOAT64[case]
+    assert_resumes_exactly(make_model, make_data, tmp_path, epochs=2, precision="64-true")
+    loaded = type(make_model()).load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in saved.values() if value.is_floating_point()} == {torch.float64}
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(saved), rtol=0, atol=0)
+    # A Trainer that computes in 32 bits asks for weights of 32 bits.
+    narrow = fit(make_model(), make_data(), ckpt_path=tmp_path / "part.ckpt", max_epochs=2).lightning_module
+    assert {value.dtype for value in narrow.state_dict().values() if value.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="16-mixed needs a CUDA device, and there is none here")
