@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 
-from rl_modules.common.checkpoint_file import read_checkpoint
+from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
@@ -39,20 +39,11 @@ class CheckpointMixin(MetricsMixin):
         self._load_statistics(checkpoint)
         if not self.is_built:
             self.configure_model()
-        # A Trainer of another precision has its own; without one, weights stay what they are.
-        if self._trainer is None or self._trainer.precision == "64-true":
-            self._widen(checkpoint["state_dict"])
+        widen(self, checkpoint.get("state_dict", {}))
         if self.is_fitting:
             self.load_metrics_state(checkpoint["unlogged"])
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
-
-    def _widen(self, state_dict: dict[str, Any]) -> None:
-        """Make the tensors 64 bits wide that are so in the checkpoint: copied into 32 bits, they would be rounded."""
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            saved = state_dict.get(name)
-            if saved is not None and saved.dtype == torch.float64 and tensor.is_floating_point():
-                tensor.data = tensor.data.double()
 
     def load_initial_weights(self, path: str) -> None:
         """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.

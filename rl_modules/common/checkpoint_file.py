@@ -79,3 +79,21 @@ class LoadsCheckpoints:
             detail = " ".join(str(error).split())[:300]
             raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
                              f"hyperparameters describe: {detail}") from error  # fmt: skip
+
+
+def widen(module: Any, state_dict: dict[str, Any]) -> None:
+    """Makes the tensors 64 bits wide that are so in the checkpoint: copied into 32 bits, they would be rounded.
+
+    A Trainer of another precision than 64-true computes in its own, and nothing changes.
+
+    Args:
+        module: a LightningModule about to load the weights.
+        state_dict: the checkpoint's weights by their names.
+    """
+    trainer = module._trainer
+    if trainer is not None and trainer.precision != "64-true":
+        return
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        saved = state_dict.get(name)
+        if saved is not None and saved.dtype == torch.float64 and tensor.is_floating_point():
+            tensor.data = tensor.data.double()

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from transformers.trainer_utils import SchedulerType
 
 from rl_modules.common.calls import CheckedCall
-from rl_modules.common.checkpoint_file import LoadsCheckpoints
+from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.ranges import check_ranges
 from rl_modules.language.frozen_weights import (
@@ -484,6 +484,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}
         self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
+        widen(self, checkpoint.get("state_dict", {}))
         self.num_tokens = checkpoint["num_tokens"]
         self._gradients = checkpoint["gradients"]
         self.regular_metrics = dict(checkpoint.get("latest", {}))

@@ -21,7 +21,7 @@ from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
 from tests.marks import quick
 from tests.ranks import on_ranks
-from tests.training import fit
+from tests.training import assert_equal_checkpoints, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -278,3 +278,22 @@ def test_sharded_weights_have_the_precision_of_whole_ones(precision: str, model:
     """Masters of trained weights are float32 on every rank; frozen ones are converted before they are split."""
     for rank in on_ranks(lambda: train_sharded(folder, precision, **model), tmp_path):
         assert rank == {"steps": 2, "finite": True, "trained": ["torch.float32"], "frozen": [frozen]}
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "reward model"])
+def test_float64_is_kept_by_resuming_and_loading(name: str, folder: Path, tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "part.ckpt")
+
+    def run(**arguments: Any) -> L.Trainer:
+        return fit(*case(name, folder), max_steps=2, precision="64-true", **arguments)
+
+    run(callbacks=[Save()]).save_checkpoint(tmp_path / "whole.ckpt")
+    run(ckpt_path=tmp_path / "part.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in saved.values() if value.is_floating_point()} == {torch.float64}
+    loaded = type(case(name, folder)[0]).load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in saved.items())
