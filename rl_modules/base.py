@@ -167,6 +167,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._sums.clear()
         self._latest = {}
         self._scheduled_at = -1
+        self._gradients = {}
         self.grad_norm = None
 
     def _take_spaces(self, source: ExperienceSource) -> None:
@@ -305,6 +306,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         torch.set_flush_denormal(False)
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
         self.on_train_epoch_start()
         self._scheduled_at = self.source.num_timesteps

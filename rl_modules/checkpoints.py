@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 
+from rl_modules.common.accumulation import accumulated_gradients, averaged
 from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
@@ -24,6 +25,8 @@ class CheckpointMixin(MetricsMixin):
         self.observation_statistics: Statistics = None
         #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
         self.normalizer_state: dict[str, Any] | None = None
+        # Of the step in whose middle the loaded checkpoint was written, until training goes on.
+        self._gradients: dict[str, torch.Tensor] = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["algorithm"] = type(self).__name__
@@ -31,6 +34,8 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
         checkpoint["normalizer_state"] = self.normalizer_state
         checkpoint["unlogged"] = self.metrics_state()
+        accumulates = self.is_fitting and self.automatic_optimization
+        checkpoint["gradients"] = averaged(self, accumulated_gradients(self)) if accumulates else {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._check_algorithm(checkpoint)
@@ -42,8 +47,15 @@ class CheckpointMixin(MetricsMixin):
         widen(self, checkpoint.get("state_dict", {}))
         if self.is_fitting:
             self.load_metrics_state(checkpoint["unlogged"])
+            self._gradients = checkpoint.get("gradients", {})
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
+
+    def on_train_start(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)
+        self._gradients = {}
 
     def load_initial_weights(self, path: str) -> None:
         """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
+from rl_modules.common.accumulation import accumulated_gradients, averaged
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -449,12 +450,10 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
         if self._trainer is None or not self._fitting:
             return {}
-        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
-            return {}
-        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        gradients = accumulated_gradients(self)
         if is_sharded(self.model):  # and averaged already
             return whole(gradients)
-        return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
+        return averaged(self, gradients)
 
     def on_train_start(self) -> None:
         self.began_with = self.num_tokens

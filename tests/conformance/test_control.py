@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from rl_modules.common.errors import UsageError
 from tests.conformance.control import CASES, Case
-from tests.training import fit
+from tests.training import assert_equal_checkpoints, fit
 
 #: Algorithms that differ from another one in the loss or the cell: their cases run among the slow tests.
 VARIANTS = ("QRDQN", "C51", "DDPG", "TQC", "CrossQ", "RecurrentA2C")
@@ -391,6 +391,25 @@ def test_precisions(case: Case, precision: str) -> None:
     assert {value.dtype for value in model.state_dict().values() if value.is_floating_point()} == {expected}
     action, _ = model.predict(data.setup("test") or data.observation_space.sample())
     assert np.shape(action) == data.action_space.shape
+
+
+@over(case for case in CASES if case.has_gradient and not case.is_manual and not case.label)
+def test_a_checkpoint_within_an_accumulated_step_resumes_exactly(case: Case, tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == 3:
+                trainer.save_checkpoint(tmp_path / "part.ckpt")
+
+    def run(**arguments: Any) -> L.Trainer:
+        # Epochs of two minibatches or more, three of which make a step: the fourth is the first of the second step.
+        whole = case.name in ("A2C", "RecurrentA2C", "REINFORCE")
+        data = case.make_data(total_timesteps=400, rollouts_per_epoch=6 if whole or case.replays else 1)
+        return fit(case.make_model(), data, max_epochs=2, accumulate_grad_batches=3, **arguments)
+
+    run(callbacks=[Save()]).save_checkpoint(tmp_path / "whole.ckpt")
+    assert torch.load(tmp_path / "part.ckpt", weights_only=True)["gradients"]
+    run(ckpt_path=tmp_path / "part.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
 @each
