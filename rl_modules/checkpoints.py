@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from gymnasium import spaces
 
-from rl_modules.common.accumulation import accumulated_gradients, averaged
+from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
 from rl_modules.metrics import MetricsMixin
+from rl_modules.ranks import of_other_ranks, of_this_rank
 
 
 class CheckpointMixin(MetricsMixin):
@@ -33,9 +34,13 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
         checkpoint["normalizer_state"] = self.normalizer_state
-        checkpoint["unlogged"] = self.metrics_state()
         accumulates = self.is_fitting and self.automatic_optimization
-        checkpoint["gradients"] = averaged(self, accumulated_gradients(self)) if accumulates else {}
+        gradients = accumulated_gradients(self) if accumulates else {}
+        checkpoint["unlogged"] = self.metrics_state()
+        checkpoint["gradients"] = {name: gradient.cpu().clone() for name, gradient in gradients.items()}
+        # Lightning saves what the first rank has.
+        own = {name: checkpoint[name] for name in ("unlogged", "gradients")}
+        checkpoint["other_ranks"] = of_other_ranks(own, self._trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._check_algorithm(checkpoint)
@@ -46,8 +51,9 @@ class CheckpointMixin(MetricsMixin):
             self.configure_model()
         widen(self, checkpoint.get("state_dict", {}))
         if self.is_fitting:
-            self.load_metrics_state(checkpoint["unlogged"])
-            self._gradients = checkpoint.get("gradients", {})
+            own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
+            self.load_metrics_state(own["unlogged"])
+            self._gradients = own.get("gradients", {})
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 

@@ -59,7 +59,7 @@ class MetricSums:
         self._numbers.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        rows = [{"names": list(names), "values": torch.stack(rows)} for names, rows in self._rows.items()]
+        rows = [{"names": list(names), "values": torch.stack(rows).cpu()} for names, rows in self._rows.items()]
         return {"rows": rows, "numbers": {name: list(sums) for name, sums in self._numbers.items()}}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Statistics over the transitions of all ranks."""
 
+from typing import Any
+
 import torch
 from lightning import Trainer
 from torch import Tensor, distributed
@@ -46,3 +48,29 @@ def largest(n: int, device: torch.device) -> int:
     count = torch.tensor(n, dtype=torch.int64, device=device)
     distributed.all_reduce(count, distributed.ReduceOp.MAX)
     return int(count)
+
+
+def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
+    """What the ranks after the first have, on the first, which writes the checkpoint; empty on the others.
+
+    Args:
+        own: of this rank; tensors on the CPU.
+        trainer: of the run; its ranks call this together.
+    """
+    if trainer is None or is_alone(trainer):
+        return []
+    gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
+    distributed.gather_object(own, gathered, dst=0)
+    return [] if gathered is None else gathered[1:]
+
+
+def of_this_rank(first: Any, others: list[Any], trainer: Trainer | None) -> Any:
+    """This rank's part of a checkpoint.
+
+    Args:
+        first: the first rank's part.
+        others: what :func:`of_other_ranks` returned.
+        trainer: of the run that loads it; its ranks may be more than the checkpoint's, which then have the first's.
+    """
+    rank = 0 if trainer is None else trainer.global_rank
+    return others[rank - 1] if 0 < rank <= len(others) else first

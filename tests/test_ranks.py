@@ -1,6 +1,7 @@
 """Two processes with N environments each learn what one process with 2N environments learns."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
-from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer
 from datamodules.normalizers import Normalizers
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
-from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, TD3, TQC, TRPO, CrossQ
+from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, SFT, TD3, TQC, TRPO, CrossQ
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
@@ -325,6 +327,59 @@ def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) 
     assert not torch.equal(ranks[0]["collector"]["observation"], ranks[1]["collector"]["observation"])
     with pytest.raises(UsageError, match="written by 2 ranks, this run has 1; resume with as many"):
         run(tmp_path, tmp_path / "half/end.ckpt", world_size=1)
+
+
+class SaveAt(L.Callback):
+    """Writes a checkpoint after a number of minibatches."""
+
+    def __init__(self, path: Path, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+class Points(DummyLogger):
+    """Keeps the last point of every curve but the clock's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, float] = {}
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.last.update({name: value for name, value in metrics.items() if not re.search("time|fps|per_s", name)})
+
+
+def sft() -> tuple[Any, Any]:
+    model = SFT(model_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                              "num_attention_heads": 2}, logging_steps=4)  # fmt: skip
+    return model, InstructionDataModule("addition", n_train=64, batch_size=8, eval_steps=0)
+
+
+def ppo() -> tuple[Any, Any]:
+    return PPO(), RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, batch_size=16, n_epochs=4, eval_freq=0,
+                                    total_timesteps=64)  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "micro"), [(sft, 1), (ppo, 1), (ppo, 2)], ids=["sft", "ppo", "ppo, accumulated"])
+def test_a_point_of_a_resumed_curve_is_over_all_ranks(
+    make: Callable[..., tuple[Any, Any]], micro: int, tmp_path: Path
+) -> None:
+    """The checkpoint is from between two points, or from within a step: what each rank has added up is in it."""
+
+    def train(**arguments: Any) -> dict[str, float]:
+        points = Points()
+        fit(*make(), max_steps=8 // micro, devices=2, logger=points, accumulate_grad_batches=micro,
+                      **arguments)  # fmt: skip
+        return points.last
+
+    def both() -> list[dict[str, float]]:
+        return [train(callbacks=[SaveAt(tmp_path / "part.ckpt", 7)]), train(ckpt_path=tmp_path / "part.ckpt")]
+
+    (whole, resumed), _ = on_ranks(both, tmp_path)
+    assert "train/loss" in resumed
+    assert {name: whole[name] for name in resumed} == resumed
 
 
 TINY = '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'

@@ -15,9 +15,3 @@ def accumulated_gradients(module: Any) -> dict[str, Tensor]:
     if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def averaged(module: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies of gradients, as means over all ranks."""
-    reduce = module.trainer.strategy.reduce
-    return {name: reduce(gradient.clone(), reduce_op="mean") for name, gradient in gradients.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from rl_modules.common.accumulation import accumulated_gradients, averaged
+from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -53,6 +53,7 @@ from rl_modules.language.sharding import (
 )
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.ranks import of_other_ranks, of_this_rank
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -445,6 +446,8 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         checkpoint["latest"] = dict(self.regular_metrics)
         sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
         checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
+        # Lightning saves what the first rank has.
+        checkpoint["other_ranks"] = of_other_ranks({"unlogged": checkpoint["unlogged"]}, self._trainer)
 
     def _gradients_so_far(self) -> dict[str, Tensor]:
         """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
@@ -453,7 +456,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         gradients = accumulated_gradients(self)
         if is_sharded(self.model):  # and averaged already
             return whole(gradients)
-        return averaged(self, gradients)
+        return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
 
     def on_train_start(self) -> None:
         self.began_with = self.num_tokens
@@ -488,7 +491,7 @@ class LanguageModule(CheckedCall, LoadsCheckpoints, LanguageMetrics):
         self._gradients = checkpoint["gradients"]
         self.regular_metrics = dict(checkpoint.get("latest", {}))
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
-        unlogged = checkpoint["unlogged"]
+        unlogged = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]
         if self._trainer is not None and self._fitting:
