@@ -34,13 +34,21 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
         checkpoint["normalizer_state"] = self.normalizer_state
+        own = self.rank_state()
+        # Lightning saves what the first rank has.
+        checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
+
+    def rank_state(self) -> dict[str, Any]:
+        """Returns what a run needs to resume and differs between ranks, on the CPU; algorithms extend it."""
         accumulates = self.is_fitting and self.automatic_optimization
         gradients = accumulated_gradients(self) if accumulates else {}
-        checkpoint["unlogged"] = self.metrics_state()
-        checkpoint["gradients"] = {name: gradient.cpu().clone() for name, gradient in gradients.items()}
-        # Lightning saves what the first rank has.
-        own = {name: checkpoint[name] for name in ("unlogged", "gradients")}
-        checkpoint["other_ranks"] = of_other_ranks(own, self._trainer)
+        gradients = {name: gradient.cpu().clone() for name, gradient in gradients.items()}
+        return {"unlogged": self.metrics_state(), "gradients": gradients}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`rank_state` returned."""
+        self.load_metrics_state(state["unlogged"])
+        self._gradients = state.get("gradients", {})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._check_algorithm(checkpoint)
@@ -51,9 +59,7 @@ class CheckpointMixin(MetricsMixin):
             self.configure_model()
         widen(self, checkpoint.get("state_dict", {}))
         if self.is_fitting:
-            own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
-            self.load_metrics_state(own["unlogged"])
-            self._gradients = own.get("gradients", {})
+            self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 

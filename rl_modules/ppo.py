@@ -122,11 +122,14 @@ class PPO(ActorCriticModule):
         self.stops_early = target_kl is not None and not self.penalizes
         self.kl_coef = float(kl_coef)
         self.kl_exceeded = False
+        # Transitions so far when β was last set.
+        self._adapted_at = 0
 
     def begin_run(self) -> None:
         super().begin_run()
         self.kl_coef = float(self.hparams["kl_coef"])
         self.kl_exceeded = False
+        self._adapted_at = 0
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions, their log-probabilities and the values of the states, each [N]."""
@@ -203,12 +206,12 @@ class PPO(ActorCriticModule):
         return distribution_from(self.action_space, batch["policy_parameters"]).kl(policy)
 
     @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.penalizes:
-            return
+    def adapt_penalty(self) -> None:
+        """Sets β anew after a rollout's last minibatch, once, from the policy's KL to that before the rollout."""
         source = cast(RolloutSource, self.source)
-        if not source.rollout_is_used_up:
+        if not self.penalizes or not source.rollout_is_used_up or self._adapted_at == source.num_timesteps:
             return
+        self._adapted_at = source.num_timesteps
         with self.trainer.precision_plugin.forward_context():
             policy, _ = self.policy_and_value(source.rollout["observation"])
         # Every rank must come to the same β.
@@ -216,6 +219,9 @@ class PPO(ActorCriticModule):
         kl = float(self.trainer.strategy.reduce(per_state.mean() * self.rank_weight(len(per_state)), reduce_op="mean"))
         self.record_now(kl_coef=self.kl_coef, kl=kl)
         self.kl_coef = F.adapt_kl_coefficient(self.kl_coef, kl, self.target_kl)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.adapt_penalty()
 
     # ---------------------------------------------------------------- early stop on KL
 
@@ -261,13 +267,18 @@ class PPO(ActorCriticModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.is_fitting:
+            # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
+            self.adapt_penalty()
         super().on_save_checkpoint(checkpoint)
+        checkpoint["adapted_at"] = self._adapted_at
         checkpoint["kl_exceeded"] = self.kl_exceeded
         checkpoint["kl_coef"] = self.kl_coef
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.kl_exceeded = checkpoint["kl_exceeded"]
+        self._adapted_at = checkpoint.get("adapted_at", 0)
         # A new value of the argument kl_coef overrides the checkpoint's β.
         if checkpoint["hyper_parameters"]["kl_coef"] == self.hparams["kl_coef"]:
             self.kl_coef = checkpoint["kl_coef"]

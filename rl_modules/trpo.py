@@ -336,14 +336,20 @@ class TRPO(ActorCriticModule):
             return order.split(self.batch_size)
         return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))
 
+    def rank_state(self) -> dict[str, Any]:
+        # A rollout with reset rows has fewer transitions on one rank than on another, and takes fewer numbers.
+        return {**super().rank_state(), "shuffler": self.shuffler.get_state()}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        super().load_rank_state(state)
+        self.shuffler.set_state(state["shuffler"].cpu())
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["shuffler"] = self.shuffler.get_state()
         checkpoint["rejected_updates"] = self.rejected_updates
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.shuffler.set_state(checkpoint["shuffler"].cpu())
         self.rejected_updates = checkpoint["rejected_updates"]
 
 

@@ -25,7 +25,7 @@ from recipes.callbacks.signals import Stopped
 from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, SFT, TD3, TQC, TRPO, CrossQ
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
-from tests.training import assert_equal_checkpoints, fit
+from tests.training import assert_equal_checkpoints, fit, rollouts
 
 T, N = 8, 6
 
@@ -329,6 +329,26 @@ def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) 
         run(tmp_path, tmp_path / "half/end.ckpt", world_size=1)
 
 
+def test_two_ranks_of_trpo_resume_exactly_where_their_rollouts_differ_in_size(tmp_path: Path) -> None:
+    """Reset rows are no transitions: the critic's minibatches are drawn from another number of them on each rank."""
+
+    def train(max_epochs: int, **arguments: Any) -> L.Trainer:
+        data = rollouts("CartPole-v1", n_envs=2, n_steps=16, autoreset_mode="next_step")
+        model = TRPO(n_critic_updates=2, batch_size=8, target_kl=0.1)
+        return fit(model, data, max_epochs=max_epochs, devices=2, strategy="ddp", **arguments)
+
+    def both() -> list[int]:
+        train(4).save_checkpoint(tmp_path / "whole.ckpt")
+        train(2).save_checkpoint(tmp_path / "part.ckpt")
+        train(4, ckpt_path=tmp_path / "part.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+        return []
+
+    on_ranks(both, tmp_path / "ranks")
+    part = torch.load(tmp_path / "part.ckpt", weights_only=True)
+    assert not torch.equal(part["shuffler"], part["other_ranks"][0]["shuffler"])
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
 class SaveAt(L.Callback):
     """Writes a checkpoint after a number of minibatches."""
 
@@ -371,7 +391,7 @@ def test_a_point_of_a_resumed_curve_is_over_all_ranks(
     def train(**arguments: Any) -> dict[str, float]:
         points = Points()
         fit(*make(), max_steps=8 // micro, devices=2, logger=points, accumulate_grad_batches=micro,
-                      **arguments)  # fmt: skip
+            **arguments)  # fmt: skip
         return points.last
 
     def both() -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rl_modules import PPO
 from rl_modules import functional as F
@@ -13,7 +14,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.distributions import distribution_from, make_distribution, parameter_count
 from tests import envs
-from tests.training import assert_resumes_exactly, fit, rollouts
+from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
 
 ACTIONS = {
     "Discrete": spaces.Discrete(3),
@@ -150,6 +151,21 @@ def test_resumes_bit_for_bit(make_env: Any, tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: PPO(policy_objective="penalty", target_kl=1e-3), lambda: rollouts(make_env, **MINIBATCHES), tmp_path
     )
+
+
+def test_resumes_from_every_minibatch_of_a_model_checkpoint(tmp_path: Path) -> None:
+    """A callback writes before the module sets β at the end of a rollout's last minibatch."""
+
+    def run(**arguments: Any) -> L.Trainer:
+        data = rollouts("CartPole-v1", **MINIBATCHES, rollouts_per_epoch=2)
+        return fit(PPO(policy_objective="penalty", target_kl=1e-3), data, max_epochs=1, **arguments)
+
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run(callbacks=[every], enable_checkpointing=True).save_checkpoint(tmp_path / "whole.ckpt")
+    steps = range(10, 16)  # the first rollout's last is 12
+    for step in steps:
+        run(ckpt_path=tmp_path / f"step={step}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
 def test_coefficient_is_in_the_checkpoint(tmp_path: Path) -> None:
