@@ -15,11 +15,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
-from datamodules.envs.agents import as_vector
-from datamodules.envs.masks import ActionMasks, mask_source
+from datamodules.environments import Environments
 from datamodules.envs.tensors import AsArrays, returns_tensors
-from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId, environment_name, make_env, make_vector_env
-from datamodules.evaluation import KeptEnvs, has_time_limit, run_episodes
+from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
+from datamodules.evaluation import has_time_limit, run_episodes
 from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
@@ -31,7 +30,6 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, space_brief, space_to_dict
 
 Batch = dict[str, Any]
 
@@ -145,31 +143,27 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         stats_window_size: int = 100,
     ) -> None:
         super().__init__()
-        env_id = as_vector(env_id)
-        self.env_id = env_id
-        self.env_name = environment_name(env_id)
         self.save_hyperparameters(ignore=["env_id"], logger=False)
         make_plain(self.hparams)
         check_ranges(self.hparams)
-        self.hparams["env_id"] = self.env_name
-        self.n_envs = env_id.num_envs if isinstance(env_id, VectorEnv) else at_least("n_envs", n_envs)
-        self.total_timesteps = at_least("total_timesteps", total_timesteps)
-        self.seed = at_least("seed", seed, 0)
-        self.vectorization_mode = vectorization_mode
-        self.autoreset_mode = autoreset_mode
-        self.env_kwargs = self.hparams["env_kwargs"]
         for name in ("env_kwargs", "eval_env_kwargs"):
             if not isinstance(self.hparams[name], dict | None):
                 raise UsageError(f"{name}={self.hparams[name]!r} must be a dict of the environment's arguments")
-        self.wrappers = wrappers or []
-        #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
-        self.has_engine = vectorization_mode in ("vector_entry_point", "envpool")
-        engine_kwargs = self.has_engine and eval_env_kwargs is not None
-        self.eval_env_kwargs = {**({} if engine_kwargs else self.env_kwargs or {}), **(eval_env_kwargs or {})}
-        self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
-        self._eval_envs = KeptEnvs()
+        self.seed = at_least("seed", seed, 0)
+        self.vectorization_mode = vectorization_mode
+        self.autoreset_mode = autoreset_mode
+        self.environments = Environments(
+            env_id, self.hparams["env_kwargs"], wrappers, self.hparams["eval_env_kwargs"], eval_wrappers,
+            vectorization_mode, autoreset_mode, action_masks, self.seed,
+        )  # fmt: skip
+        self.env_id, self.env_name = self.environments.env_id, self.environments.name
+        self.env_kwargs, self.wrappers = self.environments.env_kwargs, self.environments.wrappers
+        self.eval_env_kwargs = self.environments.eval_env_kwargs
+        self.eval_wrappers = self.environments.eval_wrappers
+        self.hparams["env_id"] = self.env_name
+        self.n_envs = at_least("n_envs", self.env_id.num_envs if isinstance(self.env_id, VectorEnv) else n_envs)
+        self.total_timesteps = at_least("total_timesteps", total_timesteps)
         self.action_masks = action_masks
-        self._mask_source: str | None = None
         self.norm_obs = norm_obs
         self.norm_reward = norm_reward
         self.norm_gamma = None if norm_gamma is None else unit_interval("norm_gamma", norm_gamma)
@@ -193,7 +187,6 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
                 raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}")
         self.num_timesteps = 0
         self._collector: Collector | None = None
-        self._example: Any = None
         self._started_s = time.monotonic()
         self._started_at = 0
 
@@ -202,26 +195,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
-        if self._example is None:
-            settings = (self.env_kwargs, self.wrappers)
-            # An engine's environments are preprocessed by itself: those of evaluation show what the policy sees.
-            settings = (self.eval_env_kwargs, self.eval_wrappers) if self.has_engine else settings
-            self._example = make_env(self.env_id, *settings)
-            for name in ("observation_space", "action_space"):
-                if not isinstance(getattr(self, name, None), gym.Space):
-                    raise UsageError(f"the environment {self.env_name} has no {name}; set it to a space of "
-                                     "gymnasium.spaces")  # fmt: skip
-            if self.action_masks and not isinstance(self._example, VectorEnv):
-                self._mask_source = mask_source(self._example)
-                if self._mask_source is not None:
-                    self._example = ActionMasks(self._example, self._mask_source)
-            space_to_dict(self.observation_space)
-            observation_arrays(self.observation_space, self.observation_space.sample())
-            if isinstance(self._example, VectorEnv):
-                self._check_vector(self._example)
-                self.n_envs = self._example.num_envs
-            elif self._evaluates_elsewhere:
-                self._make_vector(1, "sync", "same_step").close()  # a mistake is reported before training
+        if not self.environments.is_open:
+            self.environments.open()
+            if self.environments.makes_vector:
+                self._check_vector(self.example_env)
+                self.n_envs = self.example_env.num_envs
         if stage == "fit":
             self._collector = self._make_collector()
             self.num_timesteps = self._started_at = 0
@@ -236,7 +214,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             UsageError: ``env_kwargs`` for a vector that is made already.
         """
         given: Any = self.hparams
-        if isinstance(self.env_id, VectorEnv) and self.env_kwargs:
+        if self.environments.is_one_vector and self.env_kwargs:
             raise UsageError(f"env_kwargs={self.env_kwargs} are for a callable that makes the environments; "
                              f"{self.env_name} was given as a vector")  # fmt: skip
         parameter = inspect.signature(type(self).__init__).parameters.get("n_envs")
@@ -261,13 +239,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         torch.set_flush_denormal(False)
 
     def teardown(self, stage: str) -> None:
-        if stage == "fit" and self._collector is not None and not isinstance(self.env_id, VectorEnv):
+        if stage == "fit" and self._collector is not None and not self.environments.is_one_vector:
             self._collector.close()
-        if self._example is not None:
-            if self._example is not self.env_id and not getattr(self._example, "closed", False):
-                self._example.close()
-            self._example = None
-        self._eval_envs.close()
+        self.environments.close()
 
     @property
     def has_learner(self) -> bool:
@@ -291,30 +265,21 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     @property
     def example_env(self) -> Any:
         """One environment, or the vector; available between ``setup`` and ``teardown``."""
-        if self._example is None:
-            raise RuntimeError("the environment is made by setup, which comes first")
-        return self._example
+        return self.environments.example
 
     @property
     def observation_space(self) -> gym.Space:
         """The space of one observation; available after ``setup``."""
-        env = self.example_env
-        return env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
+        return self.environments.observation_space
 
     @property
     def action_space(self) -> gym.Space:
         """The space of one action; available after ``setup``."""
-        env = self.example_env
-        return env.single_action_space if isinstance(env, VectorEnv) else env.action_space
+        return self.environments.action_space
 
     def transition_model(self) -> Any:
         """The environment's transition table as tensors; None if the environment has none."""
-        from datamodules.envs.model import transition_model  # only tables need it
-
-        env = self.example_env
-        return (
-            None if isinstance(env, VectorEnv) else transition_model(env.env if isinstance(env, ActionMasks) else env)
-        )
+        return self.environments.transition_model()
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -349,9 +314,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if self._world_size > 1:
             for part in normalizers.parts():
                 part.track_own()
-        envs = self._make_vector(self.n_envs, self.vectorization_mode, self.autoreset_mode, for_training=True)
+        envs = self.environments.for_training(self.n_envs)
         kind: type[Collector] = Collector
-        if isinstance(self.example_env, VectorEnv) and returns_tensors(envs, self.seed):
+        if self.environments.makes_vector and returns_tensors(envs, self.seed):
             if self.kind == "replay":
                 envs = AsArrays(envs)
             else:
@@ -368,43 +333,6 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             stats_window_size=self.hparams["stats_window_size"],
             returns_raw=self.kind == "replay",
         )
-
-    def _make_vector(
-        self, n_envs: int, vectorization_mode: str, autoreset_mode: str, for_training: bool = False
-    ) -> VectorEnv:
-        if isinstance(self.example_env, VectorEnv):
-            if for_training:
-                return self.example_env
-            made = make_env(self.env_id, self.eval_env_kwargs)
-            if made is self.example_env:
-                raise UsageError(f"{self.env_name} was given as one vector, in which training steps: it can't be "
-                                 "evaluated meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
-            return AsArrays(made) if returns_tensors(made, self.seed) else made
-        env_kwargs, wrappers = self.env_kwargs, self.wrappers
-        if not for_training:
-            env_kwargs, wrappers = self.eval_env_kwargs, self.eval_wrappers
-        envs = make_vector_env(
-            self.env_id, n_envs, vectorization_mode, autoreset_mode, env_kwargs, wrappers, self._mask_source
-        )
-        if (not for_training and self._evaluates_elsewhere) or (for_training and self.has_engine):
-            self._require_spaces(envs)
-        return envs
-
-    @property
-    def _evaluates_elsewhere(self) -> bool:
-        """Whether the environments of evaluation are made differently from those of training."""
-        return bool(self.hparams["eval_env_kwargs"]) or self.hparams["eval_wrappers"] is not None
-
-    def _require_spaces(self, envs: VectorEnv) -> None:
-        """Raises where the environments of evaluation have other spaces than those of training, bounds aside."""
-        for name in ("observation_space", "action_space"):
-            there, here = getattr(envs, f"single_{name}"), getattr(self, name)
-            if space_brief(there) != space_brief(here):
-                if self.has_engine:
-                    here, there = there, here
-                raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} "
-                                 f"{space_brief(there)}, in training it is {space_brief(here)}; the policy needs the "
-                                 "same")  # fmt: skip
 
     def before_collecting(self) -> None:
         """Copies the statistics of an earlier run into the normalisers; called before each collection."""
@@ -463,7 +391,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return
-        if self.eval_freq and isinstance(self.env_id, VectorEnv):
+        if self.eval_freq and self.environments.is_one_vector:
             rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
                            "give a callable that makes it, or eval_freq=0")  # fmt: skip
         given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
@@ -477,7 +405,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if fitting and (not self.eval_freq or isinstance(self.env_id, VectorEnv)):
+        if fitting and (not self.eval_freq or self.environments.is_one_vector):
             return []
         return self._episodes("eval", self.n_eval_episodes)
 
@@ -491,8 +419,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         """One batch of whole episodes, played on demand: what :func:`run_episodes` returns."""
 
         def play() -> Iterator[Batch]:
-            wanted = min(n_episodes, 50)
-            envs = self._eval_envs.get(wanted, lambda: self._make_vector(wanted, "sync", "same_step"))
+            envs = self.environments.for_evaluation(min(n_episodes, 50))
             streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(envs.num_envs)]
             yield run_episodes(self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps)
 

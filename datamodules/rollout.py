@@ -155,7 +155,7 @@ class RolloutDataModule(ControlDataModule):
 
     def _check_memory(self, size: int) -> None:
         """Raises for a rollout that memory can't hold: observations and their successors, as they are stored."""
-        if self._example is None:
+        if not self.environments.is_open:
             return
         arrays = observation_arrays(self.observation_space, self.observation_space.sample())
         needed = 2 * size * sum(np.asarray(leaf).nbytes for leaf in tree_leaves(arrays))

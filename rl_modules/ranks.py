@@ -51,7 +51,7 @@ def largest(n: int, device: torch.device) -> int:
 
 
 def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
-    """What the ranks after the first have, on the first, which writes the checkpoint; empty on the others.
+    """What the ranks after the first have, for the checkpoint; empty for one process.
 
     Args:
         own: of this rank; tensors on the CPU.
@@ -59,9 +59,9 @@ def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
     """
     if trainer is None or is_alone(trainer):
         return []
-    gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
-    distributed.gather_object(own, gathered, dst=0)
-    return [] if gathered is None else gathered[1:]
+    gathered: list[Any] = [None] * trainer.world_size
+    distributed.all_gather_object(gathered, own)
+    return gathered[1:]
 
 
 def of_this_rank(first: Any, others: list[Any], trainer: Trainer | None) -> Any:

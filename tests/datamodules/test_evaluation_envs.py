@@ -95,7 +95,7 @@ def test_they_are_closed_with_the_run():
 
     data = RolloutDataModule(lambda: Closes(gym.make("CartPole-v1")), eval_freq=64, **SMALL)
     fit(PPO(), data)
-    assert data._eval_envs._kept == {}
+    assert data.environments._kept._kept == {}
     assert len(closed) >= 4
 
 

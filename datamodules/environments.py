@@ -1,0 +1,189 @@
+"""The environments of a run: one to look at, those in which training steps, and those of evaluation."""
+
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import VectorEnv
+
+from datamodules.envs.agents import as_vector
+from datamodules.envs.masks import ActionMasks, mask_source
+from datamodules.envs.tensors import AsArrays, returns_tensors
+from datamodules.envs.vector import EnvId, environment_name, make_env, make_vector_env
+from datamodules.evaluation import KeptEnvs
+from rl_modules.common.errors import UsageError
+from rl_modules.common.spaces import observation_arrays, space_brief, space_to_dict
+
+Wrappers = list[str | dict[str, Any]]
+
+
+class Environments:
+    """Makes the environments of a run, and keeps those of evaluation from one evaluation to the next.
+
+    Args:
+        env_id: as :class:`~datamodules.base.ControlDataModule` takes it, like the other arguments.
+        env_kwargs: keyword arguments of the environment.
+        wrappers: wrappers around each environment.
+        eval_env_kwargs: keyword arguments for evaluation, over those of ``env_kwargs``; where an engine steps in
+            training, instead of them.
+        eval_wrappers: wrappers for evaluation, instead of ``wrappers``; None: the same.
+        vectorization_mode: how the environments of training step together.
+        autoreset_mode: when they begin their next episode.
+        action_masks: restrict actions to those that the environment allows.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        env_id: EnvId,
+        env_kwargs: dict[str, Any] | None,
+        wrappers: Wrappers | None,
+        eval_env_kwargs: dict[str, Any] | None,
+        eval_wrappers: Wrappers | None,
+        vectorization_mode: str,
+        autoreset_mode: str,
+        action_masks: bool,
+        seed: int,
+    ) -> None:
+        self.env_id = as_vector(env_id)
+        self.name = environment_name(self.env_id)
+        self.vectorization_mode, self.autoreset_mode = vectorization_mode, autoreset_mode
+        self.action_masks = action_masks
+        self.seed = seed
+        #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
+        self.has_engine = vectorization_mode in ("vector_entry_point", "envpool")
+        self.env_kwargs, self.wrappers = env_kwargs, wrappers or []
+        inherited = {} if self.has_engine and eval_env_kwargs is not None else env_kwargs or {}
+        self.eval_env_kwargs = {**inherited, **(eval_env_kwargs or {})}
+        self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
+        #: Whether the environments of evaluation are made differently from those of training.
+        self.evaluates_elsewhere = bool(eval_env_kwargs) or eval_wrappers is not None
+        self._kept = KeptEnvs()
+        self._example: Any = None
+        self._mask_source: str | None = None
+
+    # ---------------------------------------------------------------- one to look at
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an environment to look at."""
+        return self._example is not None
+
+    @property
+    def is_one_vector(self) -> bool:
+        """Whether the user gave a vector itself, which can't be made again for evaluation."""
+        return isinstance(self.env_id, VectorEnv)
+
+    @property
+    def example(self) -> Any:
+        """One environment, or the vector; available between :meth:`open` and :meth:`close`."""
+        if self._example is None:
+            raise RuntimeError("the environment is made by setup, which comes first")
+        return self._example
+
+    @property
+    def observation_space(self) -> gym.Space:
+        """The space of one observation."""
+        return self.example.single_observation_space if self.makes_vector else self.example.observation_space
+
+    @property
+    def action_space(self) -> gym.Space:
+        """The space of one action."""
+        return self.example.single_action_space if self.makes_vector else self.example.action_space
+
+    @property
+    def makes_vector(self) -> bool:
+        """Whether ``env_id`` is a vector, or a callable that makes one."""
+        return isinstance(self.example, VectorEnv)
+
+    def open(self) -> None:
+        """Makes the environment to look at.
+
+        Raises:
+            UsageError: it can't be made, has no spaces or some that no policy can read, or evaluation's differ.
+        """
+        settings = (self.env_kwargs, self.wrappers)
+        # An engine's environments are preprocessed by itself: those of evaluation show what the policy sees.
+        settings = (self.eval_env_kwargs, self.eval_wrappers) if self.has_engine else settings
+        self._example = make_env(self.env_id, *settings)
+        for name in ("observation_space", "action_space"):
+            if not isinstance(getattr(self, name, None), gym.Space):
+                raise UsageError(f"the environment {self.name} has no {name}; set it to a space of gymnasium.spaces")
+        if self.action_masks and not self.makes_vector:
+            self._mask_source = mask_source(self._example)
+            if self._mask_source is not None:
+                self._example = ActionMasks(self._example, self._mask_source)
+        space_to_dict(self.observation_space)
+        observation_arrays(self.observation_space, self.observation_space.sample())
+        if self.evaluates_elsewhere and not self.makes_vector:
+            self._make_for_evaluation(1).close()  # a mistake is reported before training
+
+    def close(self) -> None:
+        """Closes what was made here; a vector that the user gave stays open."""
+        if self._example is not None:
+            if self._example is not self.env_id and not getattr(self._example, "closed", False):
+                self._example.close()
+            self._example = None
+        self._kept.close()
+
+    def transition_model(self) -> Any:
+        """The environment's transition table as tensors; None if the environment has none."""
+        from datamodules.envs.model import transition_model  # only tables need it
+
+        if self.makes_vector:
+            return None
+        return transition_model(self.example.env if isinstance(self.example, ActionMasks) else self.example)
+
+    # ---------------------------------------------------------------- vectors
+
+    def for_training(self, n_envs: int) -> VectorEnv:
+        """The vector in which training steps, of ``n_envs`` environments or, if the user makes it, of its own number.
+
+        Raises:
+            UsageError: it can't be made, or an engine's spaces differ from evaluation's.
+        """
+        if self.makes_vector:
+            return self.example
+        envs = make_vector_env(self.env_id, n_envs, self.vectorization_mode, self.autoreset_mode, self.env_kwargs,
+                               self.wrappers, self._mask_source)  # fmt: skip
+        if self.has_engine:
+            self._require_spaces(spaces_of(envs), self._spaces)
+        return envs
+
+    def for_evaluation(self, n_envs: int) -> VectorEnv:
+        """The vector of an evaluation; the same for the same number until :meth:`close`.
+
+        Raises:
+            UsageError: it can't be made, or has other spaces than that of training.
+        """
+        return self._kept.get(n_envs, lambda: self._make_for_evaluation(n_envs))
+
+    def _make_for_evaluation(self, n_envs: int) -> VectorEnv:
+        if self.makes_vector:
+            made = make_env(self.env_id, self.eval_env_kwargs)
+            if made is self.example:
+                raise UsageError(f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
+                                 "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
+            return AsArrays(made) if returns_tensors(made, self.seed) else made
+        envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs, self.eval_wrappers,
+                               self._mask_source)  # fmt: skip
+        if self.evaluates_elsewhere:
+            self._require_spaces(self._spaces, spaces_of(envs))
+        return envs
+
+    @property
+    def _spaces(self) -> dict[str, gym.Space]:
+        return {"observation_space": self.observation_space, "action_space": self.action_space}
+
+    @staticmethod
+    def _require_spaces(trained: dict[str, gym.Space], evaluated: dict[str, gym.Space]) -> None:
+        """Raises where training and evaluation have other spaces, bounds aside."""
+        for name, space in trained.items():
+            here, there = space_brief(space), space_brief(evaluated[name])
+            if here != there:
+                raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} {there}, in "
+                                 f"training it is {here}; the policy needs the same")  # fmt: skip
+
+
+def spaces_of(envs: VectorEnv) -> dict[str, gym.Space]:
+    """The spaces of one of a vector's environments by name."""
+    return {"observation_space": envs.single_observation_space, "action_space": envs.single_action_space}
