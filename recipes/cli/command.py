@@ -8,15 +8,11 @@ import sys
 from recipes import configs
 from recipes.callbacks.signals import Stopped
 from recipes.cli import completion, config_files, information
-from recipes.cli.help_text import COMMAND_HELP, HELP
+from recipes.cli.help_text import COMMAND_HELP, COMMANDS, HELP, OTHERS
 from recipes.cli.options import refuse_keys
 from recipes.cli.terminal import quiet, show
 from recipes.cli.user_modules import add_working_directory
 from rl_modules.common.errors import UsageError, did_you_mean
-
-COMMANDS = ("fit", "validate", "test", "predict", "record")
-#: Commands that start no run.
-OTHERS = ("sweep", "export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
 
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:

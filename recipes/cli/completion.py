@@ -1,5 +1,6 @@
 """``rl completion bash``: shell completion of commands, configs and common options."""
 
+from recipes.cli.help_text import COMMANDS, OTHERS
 from recipes.cli.options import COMMON
 from rl_modules.common.errors import UsageError
 
@@ -40,7 +41,6 @@ def script(words: list[str]) -> str:
                          f"got {' '.join(map(repr, words)) or 'none'}")  # fmt: skip
     import datamodules
     import rl_modules
-    from recipes.cli.command import COMMANDS, OTHERS
 
     text = _BASH.format(
         commands=" ".join([*COMMANDS, *OTHERS]),

@@ -1,5 +1,9 @@
 """The texts that ``rl --help`` and ``rl COMMAND --help`` print."""
 
+COMMANDS = ("fit", "validate", "test", "predict", "record")
+#: Commands that start no run.
+OTHERS = ("sweep", "export", "serve", "replay", "verify", "list", "copy", "doctor", "completion")
+
 HELP = """\
 usage: rl <command> [options]
 
