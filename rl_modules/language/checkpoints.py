@@ -1,0 +1,107 @@
+"""Checkpoints of the language algorithms: plain data, exact resume, frozen weights by their path and digest."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rl_modules.common.accumulation import accumulated_gradients
+from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
+from rl_modules.common.errors import UsageError
+from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
+from rl_modules.language.metric_names import monitors
+from rl_modules.language.metrics import LanguageMetrics
+from rl_modules.language.sharding import is_sharded, share, whole
+from rl_modules.ranks import of_other_ranks, of_this_rank
+
+
+class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
+    """What a checkpoint holds besides weights and optimizer, and the checks before one is loaded."""
+
+    #: The model that is trained.
+    model: Any
+    #: ``num_tokens`` when this process began to train.
+    began_with: int
+    # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
+    _sources: Sources
+    _left_out: set[str]
+    # Of the step in whose middle the loaded checkpoint was written, until training goes on.
+    _gradients: dict[str, Tensor]
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
+        directory.
+        """
+        if missing := self._left_out - state_dict.keys():
+            own = self.state_dict()
+            state_dict = {**state_dict, **{name: own[name] for name in missing}}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Loads a checkpoint's weights into the model built from its description."""
+        sources = self.hparams["description"]["frozen"]
+        self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
+        self.load_state_dict(state_dict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for prefix in self.hparams["description"]["frozen"]:
+            for name in frozen_parameters(self, prefix):
+                del checkpoint["state_dict"][name]
+        checkpoint["algorithm"] = type(self).__name__
+        checkpoint["num_tokens"] = self.num_tokens
+        checkpoint["gradients"] = self._gradients_so_far()
+        watched = {} if self._trainer is None else monitors(self.trainer)
+        checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
+        checkpoint["latest"] = dict(self.regular_metrics)
+        sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
+        checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
+        # Lightning saves what the first rank has.
+        checkpoint["other_ranks"] = of_other_ranks({"unlogged": checkpoint["unlogged"]}, self._trainer)
+
+    def _gradients_so_far(self) -> dict[str, Tensor]:
+        """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
+        if self._trainer is None or not self._fitting:
+            return {}
+        gradients = accumulated_gradients(self)
+        if is_sharded(self.model):  # and averaged already
+            return whole(gradients)
+        return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
+
+    def on_train_start(self) -> None:
+        self.began_with = self.num_tokens
+        self._throughput.restart(self.num_tokens)
+        if self.latest_metrics:
+            self._hand_to_callbacks(self.latest_metrics)
+        # A checkpoint's are on the CPU.
+        self._sums = {name: value.to(self.device) for name, value in self._sums.items()}
+        self._weights = {name: value.to(self.device) for name, value in self._weights.items()}
+        if self._sums and self._trainer is not None:
+            self.write_due_metrics()  # a ModelCheckpoint saves a step before its point is written
+        for name, parameter in self.named_parameters():
+            if name in self._gradients:
+                parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
+        self._gradients = {}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        algorithm, here = checkpoint.get("algorithm"), type(self).__name__
+        if algorithm != here:
+            raise UsageError(f"the checkpoint holds {algorithm or 'no language algorithm'}, not {here}; load it with "
+                             "that class")  # fmt: skip
+        description = checkpoint.get("hyper_parameters", {}).get("description") or {}
+        saved = description.get("frozen", {})
+        require_same_weights(self._sources, saved, self.hparams)
+        # What the checkpoint holds may differ from what the path has by now, and is written on.
+        own = self.hparams["description"]
+        kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
+        self.hparams["description"] = {**own, "frozen": kept}
+        self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
+        widen(self, checkpoint.get("state_dict", {}))
+        self.num_tokens = checkpoint["num_tokens"]
+        self._gradients = checkpoint["gradients"]
+        self.regular_metrics = dict(checkpoint.get("latest", {}))
+        self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
+        unlogged = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)["unlogged"]
+        self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
+        self._logged_at = unlogged["at"]
+        if self._trainer is not None and self._fitting:
+            # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
+            self.trainer.num_sanity_val_steps = 0
