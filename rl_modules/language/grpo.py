@@ -9,7 +9,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import load_advantages
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
+from rl_modules.language.judged import JudgedPolicy, Rollout, length_metrics, moments, require_room
 from rl_modules.language.sampling.correction import check_correction, correction_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
@@ -190,12 +190,11 @@ class GRPO(JudgedPolicy):
         self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
         self.forward_rows = hp.local_rollout_forward_batch_size
         self.completions_steps = hp.completions_steps
-        self._table_due_at = 0
         self._synced_at = 0
 
     def reset_run(self) -> None:
         super().reset_run()
-        self._table_due_at = self._synced_at = 0
+        self._synced_at = 0
 
     @property
     def wants_reference(self) -> bool:
@@ -472,10 +471,7 @@ class GRPO(JudgedPolicy):
         metrics = {
             "frac_reward_zero_std": (centred == 0).all(1).float().mean(),
             "entropy": spread_sum.sum() / length.sum(),
-            "completions/mean_length": length.mean(),
-            "completions/min_length": length.min(),
-            "completions/max_length": length.max(),
-            "completions/clipped_ratio": 1 - finished.mean(),
+            **length_metrics(length, finished),
         }
         if "missing" in rollout:
             metrics["dynamic_sampling/missing"] = rollout["missing"]
@@ -491,9 +487,7 @@ class GRPO(JudgedPolicy):
         names = [f"rewards/{name}" for name in rollout["reward_names"]]
         self.record_rewards(names, table[:, len(columns) :], rollout)
         self.num_tokens += int((length + prompt_length).sum())
-        step = self.trainer.global_step
-        if self.completions_steps and step >= self._table_due_at:
-            self._table_due_at = step - step % self.completions_steps + self.completions_steps
+        if self.table_is_due():
             self.write_completions(rollout, fields["advantage"], length)
 
     def write_completions(self, rollout: Rollout, advantage: Tensor, length: Tensor) -> None:
@@ -570,8 +564,8 @@ class GRPO(JudgedPolicy):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["table_due_at"], checkpoint["synced_at"] = self._table_due_at, self._synced_at
+        checkpoint["synced_at"] = self._synced_at
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._table_due_at, self._synced_at = checkpoint["table_due_at"], checkpoint["synced_at"]
+        self._synced_at = checkpoint["synced_at"]

@@ -36,6 +36,8 @@ class JudgedPolicy(LanguagePolicy):
     forward_rows: int
     #: One per reward function, the reward model's last; None: all 1.
     reward_weights: list[float] | None = None
+    #: Optimizer steps between two tables of completions; 0: none.
+    completions_steps = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,6 +45,8 @@ class JudgedPolicy(LanguagePolicy):
         self.reward_model: Any = None
         #: The reward model's tokenizer where it is another than the policy's: texts are then encoded again.
         self.reward_tokenizer: Any = None
+        # Optimizer step from which the next table of completions is due.
+        self._table_due_at = 0
 
     #: What is monitored where no reward function says which completions are right.
     score_metric = "eval/rewards/reward_model"
@@ -238,6 +242,28 @@ class JudgedPolicy(LanguagePolicy):
         for name, count in rollout.get("failed", {}).items():
             self.record(**{f"rewards/{name}/failed": count * self._world_size})
 
+    def table_is_due(self) -> bool:
+        """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""
+        step = self.trainer.global_step
+        if not self.completions_steps or step < self._table_due_at:
+            return False
+        self._table_due_at = step - step % self.completions_steps + self.completions_steps
+        return True
+
+    # ---------------------------------------------------------------- the run
+
+    def reset_run(self) -> None:
+        super().reset_run()
+        self._table_due_at = 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["table_due_at"] = self._table_due_at
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._table_due_at = checkpoint.get("table_due_at", 0)
+
     # ---------------------------------------------------------------- helpers
 
     @property
@@ -312,3 +338,18 @@ def require_room(name: str, model: Any, tokens: Tensor) -> None:
     if tokens.shape[1] > longest:
         raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
                          "lower max_completion_length")  # fmt: skip
+
+
+def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
+    """Metrics of the completions' lengths by name.
+
+    Args:
+        length: in tokens, [B].
+        finished: 1 where a completion ended by itself, 0 where it was truncated, [B].
+    """
+    return {
+        "completions/mean_length": length.mean(),
+        "completions/min_length": length.min(),
+        "completions/max_length": length.max(),
+        "completions/clipped_ratio": 1 - finished.mean(),
+    }

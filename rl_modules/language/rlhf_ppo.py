@@ -9,7 +9,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, require_room
+from rl_modules.language.judged import JudgedPolicy, Rollout, length_metrics, require_room
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.scoring import (
     Extent,
@@ -158,13 +158,11 @@ class RLHFPPO(JudgedPolicy):
         self.completions_steps = hp.completions_steps
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
-        self._table_due_at = 0
 
     def reset_run(self) -> None:
         """Clears the state of a run and resets β to its hyperparameter."""
         super().reset_run()
         self.beta = self.hparams["beta"]
-        self._table_due_at = 0
 
     def setup(self, stage: str) -> None:
         functions = getattr(self.trainer.datamodule, "rewards", ())  # type: ignore[attr-defined]
@@ -392,10 +390,7 @@ class RLHFPPO(JudgedPolicy):
             "objective/scores": score.mean(),
             "val/num_eos_tokens": finished.sum(),
             "val/explained_variance": explained.nan_to_num(),
-            "completions/mean_length": length.mean(),
-            "completions/min_length": length.min(),
-            "completions/max_length": length.max(),
-            "completions/clipped_ratio": 1 - finished.mean(),
+            **length_metrics(length, finished),
             "beta": self.beta,
         }
         self.record(**metrics)
@@ -404,9 +399,7 @@ class RLHFPPO(JudgedPolicy):
         self.num_tokens += int((length + prompt_length).sum())
         if self.target_kl is not None:
             self.beta = F.proportional_kl_coefficient(self.beta, kl.mean(), self.target_kl, self.kl_gain)
-        step = self.trainer.global_step
-        if self.completions_steps and step >= self._table_due_at:
-            self._table_due_at = step - step % self.completions_steps + self.completions_steps
+        if self.table_is_due():
             self.write_completions(rollout, earned, summed[0])
 
     def write_completions(self, rollout: Rollout, score: Tensor, kl: Tensor) -> None:
@@ -457,8 +450,8 @@ class RLHFPPO(JudgedPolicy):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["beta"], checkpoint["table_due_at"] = self.beta, self._table_due_at
+        checkpoint["beta"] = self.beta
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.beta, self._table_due_at = checkpoint["beta"], checkpoint["table_due_at"]
+        self.beta = checkpoint["beta"]
