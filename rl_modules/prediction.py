@@ -1,20 +1,30 @@
 """From an observation as the environment returns it to what a policy's network takes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
+from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask
 from rl_modules.common.spaces import normalize, observation_arrays, require_observation, tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    from rl_modules.base import ControlModule
+
+class Observes(Protocol):
+    """What an algorithm knows of its observations."""
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    #: What observations are normalised with; None: nothing.
+    observation_statistics: Statistics
+
+    @property
+    def device(self) -> torch.device: ...
 
 
-def policy_input(module: "ControlModule", observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
+def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
     """One observation or a batch of them as tensors on the module's device, normalised and with their masks.
 
     Args:
