@@ -36,6 +36,8 @@ SHARED_PAGES = {**dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular
 #: Chosen while looking at runs of seeds 0 to 5; such rows report seeds from 100.
 BY_HAND = "by hand, on seeds 0 to 5"
 FROM_1000 = "by hand, on seeds from 1000"
+#: The same after runs of seeds 0 to 4 with other settings; such rows report seeds from 100.
+AGAIN = "by hand, on seeds 0 to 4 and from 1000"
 #: Chosen anew after runs of seeds up to 106 fell short; such rows report seeds from 200.
 ANEW = "by hand, on seeds up to 106 and from 1000"
 
@@ -57,7 +59,7 @@ class Row:
     @property
     def first_seed(self) -> int:
         """The first reported seed."""
-        return {BY_HAND: 100, ANEW: 200}.get(self.chosen, 0)
+        return {BY_HAND: 100, AGAIN: 100, ANEW: 200}.get(self.chosen, 0)
 
     @property
     def algorithm(self) -> str:
@@ -99,7 +101,7 @@ ROWS = {
         Row("dqn/bit_flipping", -7, chosen=BY_HAND),
         Row("qrdqn/cartpole", 490),
         Row("qrdqn/acrobot", -75),
-        Row("qrdqn/mountaincar", -106),
+        Row("qrdqn/mountaincar", -106, chosen=AGAIN),
         Row("c51/cartpole", 490, chosen=FROM_1000),
         Row("c51/lunarlander_rainbow", 154),
         Row("pqn/cartpole", 490, chosen=FROM_1000),
