@@ -1,4 +1,4 @@
-"""Statistics over the transitions of all ranks."""
+"""Statistics over the transitions of all ranks, and what each rank adds to a checkpoint."""
 
 from typing import Any
 
