@@ -166,7 +166,9 @@ def test_a_printed_config_is_a_config(rl, capsys):
     assert code == 1 and "weights_only=False would run whatever code a checkpoint holds" in err
 
 
-def test_keys_of_fit_are_left_out_for_an_evaluation_and_the_rest_stays_as_written(tmp_path):
+def test_keys_of_fit_are_left_out_for_an_evaluation_and_the_rest_stays_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewritten").mkdir()
     block = "# first\nmodel: PPO\ncheckpoint:\n  keep_all: true\n\nresume: true\ndata:\n  init_args: {seed: 1e-3}\n"
     for text, expected in (
         (block, "# first\nmodel: PPO\ndata:\n  init_args: {seed: 1e-3}\n"),
@@ -174,7 +176,7 @@ def test_keys_of_fit_are_left_out_for_an_evaluation_and_the_rest_stays_as_writte
         ("model: PPO\n", "model: PPO\n"),
     ):
         Path("a.yaml").write_text(text, encoding="utf-8")
-        found = config_files.for_evaluation(["--config=a.yaml", "--model.gamma", "1"], tmp_path)
+        found = config_files.for_evaluation(["--config=a.yaml", "--model.gamma", "1"], tmp_path / "rewritten")
         assert Path(found[1]).read_text("utf-8") == expected
         assert found[2:] == ["--model.gamma", "1"]
 
