@@ -65,6 +65,12 @@ class EnvironmentArguments(TypedDict, total=False):
     stats_window_size: int
 
 
+def _of_environments(name: str) -> Any:
+    """An attribute that is kept by :class:`~datamodules.environments.Environments`, also where a subclass sets it."""
+    return property(lambda self: getattr(self.environments, name),
+                    lambda self, value: setattr(self.environments, name, value))  # fmt: skip
+
+
 class ControlDataModule(CheckedCall, L.LightningDataModule):
     """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage.
 
@@ -112,6 +118,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
     kind = "rollouts"
+    env_id = _of_environments("env_id")
+    env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
+    eval_env_kwargs, eval_wrappers = _of_environments("eval_env_kwargs"), _of_environments("eval_wrappers")
+    vectorization_mode, autoreset_mode = _of_environments("vectorization_mode"), _of_environments("autoreset_mode")
+    action_masks = _of_environments("action_masks")
     called_elsewhere = "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer"
 
     def __init__(
@@ -150,20 +161,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             if not isinstance(self.hparams[name], dict | None):
                 raise UsageError(f"{name}={self.hparams[name]!r} must be a dict of the environment's arguments")
         self.seed = at_least("seed", seed, 0)
-        self.vectorization_mode = vectorization_mode
-        self.autoreset_mode = autoreset_mode
         self.environments = Environments(
             env_id, self.hparams["env_kwargs"], wrappers, self.hparams["eval_env_kwargs"], eval_wrappers,
             vectorization_mode, autoreset_mode, action_masks, self.seed,
         )  # fmt: skip
-        self.env_id, self.env_name = self.environments.env_id, self.environments.name
-        self.env_kwargs, self.wrappers = self.environments.env_kwargs, self.environments.wrappers
-        self.eval_env_kwargs = self.environments.eval_env_kwargs
-        self.eval_wrappers = self.environments.eval_wrappers
+        self.env_name = self.environments.name
         self.hparams["env_id"] = self.env_name
         self.n_envs = at_least("n_envs", self.env_id.num_envs if isinstance(self.env_id, VectorEnv) else n_envs)
         self.total_timesteps = at_least("total_timesteps", total_timesteps)
-        self.action_masks = action_masks
         self.norm_obs = norm_obs
         self.norm_reward = norm_reward
         self.norm_gamma = None if norm_gamma is None else unit_interval("norm_gamma", norm_gamma)

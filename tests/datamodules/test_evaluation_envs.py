@@ -172,3 +172,16 @@ def test_ranks_of_which_one_knows_of_success_do_not_wait_for_each_other(tmp_path
 
     one, two = on_ranks(evaluate, tmp_path)
     assert one == two and one in (0.0, 0.5)
+
+
+def test_a_subclass_may_set_the_environments_arguments():
+    class Short(RolloutDataModule):
+        def __init__(self, **arguments):
+            super().__init__("Pendulum-v1", **arguments)
+            self.env_kwargs = {"max_episode_steps": 4}
+
+    data = Short(n_envs=1)
+    data.setup("test")
+    assert data.example_env.spec.max_episode_steps == 4
+    assert data.environments.for_training(1).envs[0].spec.max_episode_steps == 4
+    data.teardown("test")
