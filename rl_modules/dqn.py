@@ -189,12 +189,7 @@ class DQN(ControlModule):
         kept: dict[str, Any] = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
-        reward = sample["reward"]
-        if reward.shape[1] == 1:
-            kept.update(reward=reward[:, 0], discount=torch.full_like(reward[:, 0], self.gamma))
-        else:
-            discounts = torch.pow(self.gamma, torch.arange(reward.shape[1], device=reward.device))
-            kept.update(reward=(reward * discounts).sum(1), discount=torch.pow(self.gamma, sample["n_steps"]))
+        kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)
         prepared = {**kept, "next_q": self.next_q(sample["next_observation"])}
         if not self.uses_double:
             # Only Double DQN's target changes with every step of the network.

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules import action_noise as noises
+from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
 from rl_modules.common.checks import at_least, unit_interval
@@ -226,13 +227,8 @@ class OffPolicyActorCritic(ControlModule):
         """
         kept: dict[str, Any] = {k: x for k, x in sample.items() if k != "n_steps"}
         kept["action"] = self.network.bounds.from_box(sample["action"])
-        reward = sample["reward"]
-        if reward.shape[1] == 1:
-            kept.update(reward=reward[:, 0], discount=torch.full_like(reward[:, 0], self.gamma))
-        else:
-            discounts = torch.pow(self.gamma, torch.arange(reward.shape[1], device=reward.device))
-            kept.update(reward=(reward * discounts).sum(1), discount=torch.pow(self.gamma, sample["n_steps"]))
-        kept["noise"] = self._noise(len(reward)).to(reward.device)
+        kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)
+        kept["noise"] = self._noise(len(kept["reward"])).to(kept["reward"].device)
         return kept
 
     @property

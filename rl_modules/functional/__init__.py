@@ -30,6 +30,7 @@ _EXPORTS = {
     "masked_mean": "rl_modules.functional.reductions",
     "masked_whiten": "rl_modules.functional.reductions",
     "n_step_returns": "rl_modules.functional.returns",
+    "n_step_rewards": "rl_modules.functional.returns",
     "odds_ratio_loss": "rl_modules.functional.direct_preferences",
     "pass_at_k": "rl_modules.functional.evaluation",
     "policy_evaluation": "rl_modules.functional.dynamic_programming",
@@ -77,6 +78,7 @@ __all__ = [
     "masked_mean",
     "masked_whiten",
     "n_step_returns",
+    "n_step_rewards",
     "odds_ratio_loss",
     "pass_at_k",
     "policy_evaluation",
@@ -153,6 +155,7 @@ if TYPE_CHECKING:
         discounted_returns,
         gae,
         n_step_returns,
+        n_step_rewards,
     )
     from rl_modules.functional.rlhf import (
         proportional_kl_coefficient,

@@ -14,6 +14,7 @@ from .helpers import coins, randn, random_rollout
 SIGNATURES = {
     "discounted_returns": "(reward, next_value, terminated, truncated, gamma)",
     "n_step_returns": "(reward, next_value, terminated, truncated, gamma, n)",
+    "n_step_rewards": "(reward, n_steps, gamma)",
     "gae": "(reward, value, next_value, terminated, truncated, gamma, gae_lambda)",
     "dqn_target": "(reward, terminated, next_q_target, gamma, next_q_online=None)",
     "td_loss": "(prediction, target, loss='mse', weight=None)",
@@ -121,6 +122,7 @@ def cases():
     back = (rollout["reward"], rollout["next_value"], *ends)
     yield "discounted_returns", lambda r, n, a, b: f.discounted_returns(r, n, a, b, 0.9), back
     yield "n_step_returns", lambda r, n, a, b: f.n_step_returns(r, n, a, b, 0.9, 3), back
+    yield "n_step_rewards", lambda r, n: f.n_step_rewards(r, n, 0.9)[0], (lp, torch.randint(1, 7, (4,)))
     yield "dqn_target", lambda r, t, q, o: f.dqn_target(r, t, q, 0.9, o), (lp[0], mask[0], logits[0], logits[1])
     for loss in ("mse", "huber"):
         yield f"td_loss {loss}", lambda p, t, w, loss=loss: f.td_loss(p, t, loss, w), (lp, old, adv)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_modules.functional import discounted_returns, gae, n_step_returns
+from rl_modules.functional import discounted_returns, dqn_target, gae, n_step_returns, n_step_rewards
 
 from .helpers import coins, gae_sum, n_step_sum, randn, random_rollout, repeatable, seeds
 
@@ -37,6 +37,38 @@ def test_two_step_returns_of_a_hand_worked_table():
     # Row 1: 1 + .1 (2 + .1 * 100) = 2.2 bootstraps from V(s_3); row 2 runs into the terminal step: 2 + .1 * 3.
     expected = torch.tensor([0.0, 2.2, 2.3, 3.0, 5.5, 15.0, 6.7, 7.0])
     torch.testing.assert_close(n_step_returns(**table(), gamma=0.1, n=2), expected)
+
+
+def test_rewards_of_up_to_three_steps_of_a_hand_worked_table():
+    # 1 + .5·2 + .25·4 over three steps; the second transition's episode ended after two, the third's after one.
+    reward = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 0.0], [-3.0, 0.0, 0.0]])
+    summed, discount = n_step_rewards(reward, torch.tensor([3, 2, 1]), 0.5)
+    torch.testing.assert_close(summed, torch.tensor([3.0, 2.0, -3.0]))
+    torch.testing.assert_close(discount, torch.tensor([0.125, 0.25, 0.5]))
+
+
+@given(seeds, st.integers(1, 6))
+@repeatable
+def test_replayed_rewards_and_a_bootstrap_are_n_step_returns(seed, n):
+    rollout = random_rollout(seed, n, 1)
+    reward, ended = rollout["reward"][:, 0], (rollout["terminated"] | rollout["truncated"])[:, 0]
+    counts = int(ended.nonzero()[0]) + 1 if ended.any() else n
+    row = torch.where(torch.arange(n) < counts, reward, 0.0)[None]
+    summed, discount = n_step_rewards(row, torch.tensor([counts]), 0.9)
+    last = {name: rollout[name][counts - 1] for name in ("terminated", "next_value")}
+    target = dqn_target(summed, last["terminated"], last["next_value"][:, None], discount)
+    expected = n_step_returns(**{k: rollout[k] for k in ("reward", "next_value", "terminated", "truncated")},
+                              gamma=0.9, n=n)[0]  # fmt: skip
+    torch.testing.assert_close(target, expected)
+
+
+def test_rewards_of_a_step_and_discounts_need_their_shapes():
+    with pytest.raises(ValueError, match=r"reward has shape \(4,\)"):
+        n_step_rewards(torch.ones(4), torch.ones(4), 0.9)
+    with pytest.raises(ValueError, match=r"n_steps has shape \(3,\)"):
+        n_step_rewards(torch.ones(4, 2), torch.ones(3), 0.9)
+    with pytest.raises(ValueError, match="gamma"):
+        n_step_rewards(torch.ones(4, 2), torch.ones(4), 1.5)
 
 
 def test_gae_of_a_hand_worked_table():
