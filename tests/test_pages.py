@@ -43,7 +43,7 @@ def test_the_loop_learns_cartpole():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
@@ -53,3 +53,14 @@ def test_the_architecture_page_lists_every_field_of_a_rollout():
     table = "\n".join(line.split("|")[1] for line in section.split("\n## ")[0].splitlines() if line.startswith("| `"))
     assert set(Rollout.__annotations__) - set(re.findall(r"`(\w+)`", table)) == {"log_prob"}  # named as an example
     assert "`log_prob`" in section
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_begin_a_paragraph_and_have_equal_rows(page):
+    # A table that is glued to a sentence is drawn as one line of bars.
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = ["", *re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines()]
+    for above, head, ruler in zip(lines, lines[1:], lines[2:], strict=False):
+        if re.fullmatch(r"\|[\s:|-]*-{3}[\s:|-]*\|", ruler):
+            assert head.startswith("|") and not above.strip(), head
+            assert head.count("|") == ruler.count("|"), head
