@@ -8,19 +8,13 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import load_advantages
-from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, length_metrics, moments, require_room
-from rl_modules.language.sampling.correction import check_correction, correction_of, sampling_metrics
+from rl_modules.language.group_metrics import clip_metrics, generation_metrics, importance_ratio, terminated_lengths
+from rl_modules.language.grpo_arguments import check_arguments
+from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
+from rl_modules.language.sampling.correction import correction_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 from rl_modules.loggers import adapters
-
-_CHOICES = {
-    "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),
-    "scale_rewards": ("group", "batch", "none"),
-    "importance_sampling_level": ("token", "sequence", "sequence_token"),
-    "kl_estimator": ("k1", "k2", "k3"),
-}
 
 
 class GRPO(JudgedPolicy):
@@ -145,38 +139,7 @@ class GRPO(JudgedPolicy):
     ) -> None:
         super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
         hp: Any = self.hparams
-        for name, choices in _CHOICES.items():
-            if hp[name] not in choices:
-                raise UsageError(f"{name}={hp[name]!r} must be one of {', '.join(choices)}")
-        for name in ("beta", "epsilon", "epsilon_high", "entropy_coef", "completions_steps"):
-            if hp[name] is not None and not hp[name] >= 0:
-                raise UsageError(f"{name}={hp[name]} must be at least 0")
-        if loss_type == "cispo" and epsilon_high is None:
-            raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; "
-                             "give one, such as 5")  # fmt: skip
-        if loss_type in ("cispo", "sapo") and delta is not None:
-            raise UsageError(f"delta={delta} does nothing for loss_type={loss_type!r}, which does not clip; set it to "
-                             "null")  # fmt: skip
-        for name in ("temperature", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
-            if hp[name] is not None and not hp[name] > 0:
-                raise UsageError(f"{name}={hp[name]} must be above 0")
-        for name in ("max_completion_length", "local_rollout_forward_batch_size", "ref_model_sync_steps"):
-            if hp[name] < 1:
-                raise UsageError(f"{name}={hp[name]} must be at least 1")
-        for name in ("top_entropy_quantile", "ref_model_mixup_alpha"):
-            if not 0 < hp[name] <= 1:
-                raise UsageError(f"{name}={hp[name]} must lie in (0, 1]")
-        if not beta and (sync_ref_model or ref_model_name_or_path is not None):
-            given = "sync_ref_model=true" if sync_ref_model else f"ref_model_name_or_path={ref_model_name_or_path!r}"
-            raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
-        if sync_ref_model and hp.lora is not None and ref_model_name_or_path is None:
-            raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
-                             "adapters; set one of them only")  # fmt: skip
-        if advantages is not None and scale_rewards != "group":
-            raise UsageError(f"scale_rewards={scale_rewards!r} does nothing with advantages={advantages!r}, which "
-                             "scales by itself; give one of them")  # fmt: skip
-        check_correction(hp)
-        NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
+        check_arguments(hp)
         self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
         self.advantage_function = None if advantages is None else load_advantages(advantages)
@@ -467,21 +430,12 @@ class GRPO(JudgedPolicy):
                    torch.where(mask, spread, 0.0).sum(1)]  # fmt: skip
         table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
         reward, length, finished, prompt_length, spread_sum = table[:, : len(columns)].unbind(1)
-        centred = F.group_advantages(reward, rollout["num_generations"], "none").view(-1, rollout["num_generations"])
-        metrics = {
-            "frac_reward_zero_std": (centred == 0).all(1).float().mean(),
-            "entropy": spread_sum.sum() / length.sum(),
-            **length_metrics(length, finished),
-        }
+        metrics = generation_metrics(reward, length, finished, spread_sum, rollout["num_generations"])
         if "missing" in rollout:
             metrics["dynamic_sampling/missing"] = rollout["missing"]
         self.record(**metrics)
         ended = finished > 0
-        self.record(ended.any().float(), **{
-            "completions/mean_terminated_length": torch.where(ended, length, 0.0).sum() / ended.sum().clamp(min=1),
-            "completions/min_terminated_length": torch.where(ended, length, torch.inf).min(),
-            "completions/max_terminated_length": torch.where(ended, length, 0.0).max(),
-        })  # fmt: skip
+        self.record(ended.any().float(), **terminated_lengths(length, ended))
         n, mean, std = moments(reward)
         self.record((n > 0).float(), reward=mean, reward_std=std)
         names = [f"rewards/{name}" for name in rollout["reward_names"]]
@@ -506,18 +460,12 @@ class GRPO(JudgedPolicy):
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, loss: Tensor, batch: dict[str, Any]) -> None:
         """Records the loss, the fractions of clipped ratios, and the KL to the reference."""
-        mask, advantage = batch["mask"], batch["advantage"]
-        log_ratio = torch.where(mask, log_prob - batch["log_prob"], 0.0)
-        weight, counts = batch["micro_tokens"], mask
-        if self.importance_sampling_level == "sequence_token":
-            log_ratio = F.masked_mean(log_ratio, mask, 1).unsqueeze(1).expand(mask.shape)
-        elif self.importance_sampling_level == "sequence":
-            log_ratio = F.masked_mean(log_ratio, mask, 1).unsqueeze(1)
-            weight, counts = batch["micro_rows"], torch.ones_like(log_ratio, dtype=torch.bool)
-        ratio = log_ratio.exp()
+        mask, advantage, level = batch["mask"], batch["advantage"], self.importance_sampling_level
+        ratio, counts = importance_ratio(log_prob, batch["log_prob"], mask, level)
+        weight = batch["micro_rows"] if level == "sequence" else batch["micro_tokens"]
         if advantage.ndim == 1:
             advantage = advantage.unsqueeze(1)
-        elif self.importance_sampling_level == "sequence":
+        elif level == "sequence":
             advantage = F.masked_mean(advantage, mask, 1).unsqueeze(1)
         share = 1 / torch.as_tensor(weight, device=mask.device).clamp(min=1)
         self.record(loss=loss)
@@ -525,40 +473,17 @@ class GRPO(JudgedPolicy):
             bounded = (counts & (ratio > self.epsilon_high) & (advantage > 0)).sum()
             self.record(weight, cispo_clip_ratio=bounded * share)
         elif self.loss_type != "sapo":
-            self.record_clips(ratio, advantage, counts, weight, share, len(mask) < batch["micro_rows"])
+            above = self.epsilon if self.epsilon_high is None else self.epsilon_high
+            low = counts & (ratio < 1 - self.epsilon) & (advantage < 0)
+            high = counts & (ratio > 1 + above) & (advantage > 0)
+            means, extremes = clip_metrics(low, high, counts, share, len(mask) < batch["micro_rows"])
+            self.record(weight, **means)
+            if self._world_size > 1:
+                extremes = {k: self.trainer.strategy.reduce(x, reduce_op=k[-3:]) for k, x in extremes.items()}
+            self.record(**extremes)
         if self.beta:
             kl = F.kl_estimate(log_prob, batch["ref_log_prob"], self.kl_estimator)
             self.record(mask.sum(), kl=F.masked_mean(kl, mask))
-
-    def record_clips(
-        self, ratio: Tensor, advantage: Tensor, counts: Tensor, weight: Any, share: Tensor, rows_left_out: bool
-    ) -> None:
-        """Records how often the clip of the ratio is active on either side: means, and extremes over completions.
-
-        Args:
-            ratio: ρ, [b, L] or [b, 1].
-            advantage: broadcasts with it.
-            counts: true where a ratio counts.
-            weight: of the means, over the whole micro-batch.
-            share: 1 / weight.
-            rows_left_out: the micro-batch also has skipped rows, whose ratios are not clipped.
-        """
-        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        low = counts & (ratio < 1 - self.epsilon) & (advantage < 0)
-        high = counts & (ratio > 1 + above) & (advantage > 0)
-        means = {"low": low.sum() * share, "high": high.sum() * share}
-        self.record(weight, **{f"clip_ratio/{side}_mean": mean for side, mean in means.items()},
-                    **{"clip_ratio/region_mean": means["low"] + means["high"]})  # fmt: skip
-        counted = counts.any(1)
-        extremes: dict[str, Tensor] = {}
-        for side, clipped in (("low", low), ("high", high)):
-            of_rows = F.masked_mean(clipped.float(), counts, 1)
-            least = torch.where(counted, of_rows, 1.0).min() * (not rows_left_out) * counted.any()
-            extremes |= {f"clip_ratio/{side}_min": least, f"clip_ratio/{side}_max": of_rows.max()}
-        if self._world_size > 1:
-            for name, value in extremes.items():
-                extremes[name] = self.trainer.strategy.reduce(value, reduce_op=name[-3:])
-        self.record(**extremes)
 
     # ---------------------------------------------------------------- checkpoints
 
