@@ -11,17 +11,21 @@ _INF = math.inf
 CLOSED = {
     "gamma": (0, 1), "gae_lambda": (0, 1), "lam": (0, 1), "norm_gamma": (0, 1), "exploration_fraction": (0, 1),
     "exploration_initial_eps": (0, 1), "exploration_final_eps": (0, 1), "label_smoothing": (0, 1),
-    "ref_model_mixup_alpha": (0, 1), "top_entropy_quantile": (0, 1), "min_p": (0, 1),
+    "min_p": (0, 1),
     "ent_coef": (-_INF, _INF), "vf_coef": (0, _INF), "beta": (0, _INF), "log_std_init": (-_INF, _INF),
     "initial_value": (-_INF, _INF), "cg_damping": (0, _INF), "ptx_coef": (0, _INF), "weight_decay": (0, _INF),
     "epsilon": (0, _INF), "epsilon_high": (0, _INF), "repetition_penalty": (0, _INF),
     "prioritized_replay_alpha": (0, _INF), "prioritized_replay_beta0": (0, 1),
+    "cliprange": (0, _INF), "cliprange_value": (0, _INF), "missing_eos_penalty": (0, _INF), "entropy_coef": (0, _INF),
+    "center_rewards_coefficient": (0, _INF), "importance_sampling_clip_min": (0, _INF),
+    "importance_sampling_clip_max": (0, _INF),
 }  # fmt: skip
 #: The same, where the least value itself is excluded.
 OPEN = {
     "max_grad_norm": (0, _INF), "tau": (0, 1), "rms_prop_eps": (0, _INF), "line_search_shrinking_factor": (0, 1),
     "clip_obs": (0, _INF), "clip_reward": (0, _INF), "kl_coef": (0, _INF), "top_p": (0, 1), "eval_top_p": (0, 1),
-    "reward_time_limit_s": (0, _INF), "prioritized_replay_eps": (0, _INF),
+    "reward_time_limit_s": (0, _INF), "prioritized_replay_eps": (0, _INF), "ref_model_mixup_alpha": (0, 1),
+    "top_entropy_quantile": (0, 1), "sapo_temperature_pos": (0, _INF), "sapo_temperature_neg": (0, _INF),
 }  # fmt: skip
 #: Whole numbers with their least value.
 WHOLE = {
@@ -29,12 +33,13 @@ WHOLE = {
     "logging_steps": 1, "warmup_steps": 0, "max_completion_length": 1, "n_train": 1, "ref_model_sync_steps": 1,
     "top_k": 1, "eval_max_completion_length": 1, "n_eval": 0, "batch_size": 1, "eval_steps": 0, "reward_workers": 1,
     "num_generations": 1, "steps_per_generation": 1, "num_iterations": 1, "eval_num_generations": 1,
-    "eval_batch_size": 1, "n_demonstrations": 1,
+    "eval_batch_size": 1, "n_demonstrations": 1, "completions_steps": 0, "local_rollout_forward_batch_size": 1,
 }  # fmt: skip
 #: Names that may be None.
 OPTIONAL = {
     "norm_gamma", "max_grad_norm", "epsilon_high", "min_p", "top_p", "eval_top_p", "reward_time_limit_s", "n_train",
-    "top_k", "eval_max_completion_length", "batch_size", "beta",
+    "top_k", "eval_max_completion_length", "batch_size", "beta", "cliprange_value", "missing_eos_penalty",
+    "importance_sampling_clip_min", "importance_sampling_clip_max",
 }  # fmt: skip
 #: Beginnings of words that stand for a number; an entropy coefficient may be a schedule, whose parser checks it.
 WORDS = {"ent_coef": ("",), "batch_size": ("auto",)}

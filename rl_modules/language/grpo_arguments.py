@@ -1,4 +1,4 @@
-"""Which arguments of GRPO exclude each other or lie out of range."""
+"""Which arguments of GRPO exclude each other."""
 
 from typing import Any
 
@@ -12,14 +12,12 @@ _CHOICES = {
     "importance_sampling_level": ("token", "sequence", "sequence_token"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
-_AT_LEAST_ZERO = ("beta", "epsilon", "epsilon_high", "entropy_coef", "completions_steps")
-_ABOVE_ZERO = ("temperature", "delta", "sapo_temperature_pos", "sapo_temperature_neg")
-_AT_LEAST_ONE = ("max_completion_length", "local_rollout_forward_batch_size", "ref_model_sync_steps")
-_SHARES = ("top_entropy_quantile", "ref_model_mixup_alpha")
 
 
 def check_arguments(hp: Any) -> None:
-    """Refuse values out of range, and arguments that would do nothing beside the others.
+    """Refuse unknown choices, and arguments that would do nothing beside the others.
+
+    Ranges that all modules share are checked by :func:`~rl_modules.common.ranges.check_ranges`.
 
     Args:
         hp: hyperparameters of GRPO.
@@ -30,18 +28,9 @@ def check_arguments(hp: Any) -> None:
     for name, choices in _CHOICES.items():
         if hp[name] not in choices:
             raise UsageError(f"{name}={hp[name]!r} must be one of {', '.join(choices)}")
-    for name in _AT_LEAST_ZERO:
-        if hp[name] is not None and not hp[name] >= 0:
-            raise UsageError(f"{name}={hp[name]} must be at least 0")
-    for name in _ABOVE_ZERO:
+    for name in ("temperature", "delta"):
         if hp[name] is not None and not hp[name] > 0:
             raise UsageError(f"{name}={hp[name]} must be above 0")
-    for name in _AT_LEAST_ONE:
-        if hp[name] < 1:
-            raise UsageError(f"{name}={hp[name]} must be at least 1")
-    for name in _SHARES:
-        if not 0 < hp[name] <= 1:
-            raise UsageError(f"{name}={hp[name]} must lie in (0, 1]")
     _check_loss(hp)
     _check_reference(hp)
     check_correction(hp)

@@ -58,8 +58,6 @@ class PreferencePolicy(JudgedPolicy):
         if reference_free and ref_model_name_or_path is not None:
             raise UsageError(f"ref_model_name_or_path={ref_model_name_or_path!r} is not read with reference_free=true; "
                              "give one of them")  # fmt: skip
-        if max_completion_length < 1:
-            raise UsageError(f"max_completion_length={max_completion_length} must be at least 1")
         self.beta, self.reference_free = beta, reference_free
         self.max_completion_length = max_completion_length
         # Reference log-probabilities by data ("train", "eval") and pair, [n, 2]; NaN: not computed yet.

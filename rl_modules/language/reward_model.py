@@ -50,8 +50,6 @@ class RewardModel(LanguageModule):
         self, model_name_or_path: str | None = None, center_rewards_coefficient: float = 0.0, **base: Any
     ) -> None:
         super().__init__(model_name_or_path, **base)
-        if not 0 <= center_rewards_coefficient < math.inf:
-            raise UsageError(f"center_rewards_coefficient={center_rewards_coefficient} must be at least 0")
         self.center_rewards_coefficient = center_rewards_coefficient
         #: Mean raw score of demonstrations; 0 until :meth:`normalize` has measured it.
         self.reward_offset = 0.0

@@ -124,20 +124,10 @@ class RLHFPPO(JudgedPolicy):
     ) -> None:
         super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
         hp: Any = self.hparams
-        for name in ("gamma", "lam"):
-            if not 0 <= hp[name] <= 1:
-                raise UsageError(f"{name}={hp[name]} must lie in [0, 1]")
-        for name in ("beta", "cliprange", "cliprange_value", "vf_coef", "ptx_coef", "missing_eos_penalty",
-                     "completions_steps"):  # fmt: skip
-            if hp[name] is not None and not hp[name] >= 0:
-                raise UsageError(f"{name}={hp[name]} must be at least 0")
         NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
         for name in ("temperature", "target_kl"):
             if hp[name] is not None and not hp[name] > 0:
                 raise UsageError(f"{name}={hp[name]} must be above 0")
-        for name in ("max_completion_length", "local_rollout_forward_batch_size"):
-            if hp[name] < 1:
-                raise UsageError(f"{name}={hp[name]} must be at least 1")
         if not 0 <= kl_gain < 5:
             raise UsageError(f"kl_gain={kl_gain} must lie in [0, 5)")
         if kl_estimator not in ("k1", "k3"):

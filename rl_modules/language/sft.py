@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.packing import can_pack_texts, packed_inputs
 from rl_modules.language.policy import LanguagePolicy
@@ -45,8 +44,6 @@ class SFT(LanguagePolicy):
 
     def __init__(self, max_completion_length: int = 256, **language: Any) -> None:
         super().__init__(**language)
-        if max_completion_length < 1:
-            raise UsageError(f"max_completion_length={max_completion_length} must be at least 1")
         self.max_completion_length = max_completion_length
         self._drops = False
 

@@ -24,9 +24,6 @@ def check_correction(hparams: Any) -> None:
     low, high = hparams["importance_sampling_clip_min"], hparams["importance_sampling_clip_max"]
     if mode is not None and mode not in MODES:
         raise UsageError(f"{_NAME}={mode!r} must be one of {', '.join(MODES)}")
-    for name, value in (("importance_sampling_clip_min", low), ("importance_sampling_clip_max", high)):
-        if value is not None and not value >= 0:
-            raise UsageError(f"{name}={value} must be at least 0")
     if low is not None and high is not None and low > high:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 

@@ -670,7 +670,7 @@ def test_two_ranks_are_one_with_twice_the_batch(make, tmp_path):
         ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
         ({"lam": -0.1}, r"lam=-0.1 must lie in \[0, 1\]"),
         ({"beta": -1.0}, "beta=-1.0 must be a finite number of at least 0"),
-        ({"cliprange": float("nan")}, "cliprange=nan must be at least 0"),
+        ({"cliprange": float("nan")}, "cliprange=nan must be a finite number of at least 0"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"target_kl": 0.0}, "target_kl=0.0 must be above 0"),
         ({"target_kl": 1.0, "beta": 0.0}, "beta=0 stays 0"),
