@@ -149,7 +149,10 @@ def test_rloo_weights_whole_completions() -> None:
     [
         ({"importance_sampling_correction": "tokens"}, "importance_sampling_correction='tokens' must be one of none"),
         ({"importance_sampling_clip_min": 4.0}, "importance_sampling_clip_min=4.0 must not be above"),
-        ({"importance_sampling_clip_max": -1.0}, "importance_sampling_clip_max=-1.0 must be a finite number of at least 0"),
+        (
+            {"importance_sampling_clip_max": -1.0},
+            "importance_sampling_clip_max=-1.0 must be a finite number of at least 0",
+        ),
         ({"sampler": "vlm"}, "sampler='vlm' must be one of native, vllm, vllm_server; did you mean vllm"),
         ({"sampler": "vllm_server"}, "sampler=vllm_server needs sampler_options"),
         ({"sampler_options": {"addresses": ["a:1"]}}, "is no option of sampler=native"),
