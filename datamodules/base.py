@@ -156,7 +156,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         super().__init__()
         self.save_hyperparameters(ignore=["env_id"], logger=False)
         make_plain(self.hparams)
-        check_ranges(self.hparams)
+        check_ranges(self.hparams, type(self))
         for name in ("env_kwargs", "eval_env_kwargs"):
             if not isinstance(self.hparams[name], dict | None):
                 raise UsageError(f"{name}={self.hparams[name]!r} must be a dict of the environment's arguments")

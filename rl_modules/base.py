@@ -94,7 +94,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
         make_plain(self.hparams)
         networks_to_plain(self.hparams)
-        check_ranges(self.hparams)
+        check_ranges(self.hparams, type(self))
         check_widths(self.hparams.get("net_arch"))
         for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
             if factory is not None and not callable(factory):

@@ -133,7 +133,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         # Functions are code, which a checkpoint must not hold: their names stand for them.
         for settings in (hp, getattr(self, "_hparams_initial", hp)):
             settings["reward_funcs"] = _named_functions(reward_funcs)
-        check_ranges(self.hparams)
+        check_ranges(self.hparams, type(self))
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
             raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")

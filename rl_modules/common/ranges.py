@@ -1,5 +1,7 @@
 """The values that hyperparameters may have, by name: checked in one place for every algorithm and datamodule."""
 
+import functools
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -45,17 +47,20 @@ OPTIONAL = {
 WORDS = {"ent_coef": ("",), "batch_size": ("auto",)}
 
 
-def check_ranges(settings: Mapping[str, Any]) -> None:
+def check_ranges(settings: Mapping[str, Any], owner: type) -> None:
     """Refuses numbers out of their range, and what is no number.
 
     Args:
         settings: hyperparameters by name; names that no table has are skipped.
+        owner: the module or datamodule whose they are. A name that only a subclass from elsewhere declares means there
+            what it likes, and is skipped too.
 
     Raises:
         UsageError: names the argument, its value and the range.
     """
+    declared = _declared_here(owner)
     for name, value in settings.items():
-        if name not in CLOSED and name not in OPEN and name not in WHOLE:
+        if name not in declared or (name not in CLOSED and name not in OPEN and name not in WHOLE):
             continue
         if (value is None and name in OPTIONAL) or (isinstance(value, str) and _is_word(name, value)):
             continue
@@ -67,6 +72,14 @@ def check_ranges(settings: Mapping[str, Any]) -> None:
         number = real_number(name, value)
         if not low <= number <= high or (excluded and number == low) or math.isinf(number):
             raise UsageError(f"{name}={value} must {_range(low, high, excluded)}")
+
+
+@functools.cache
+def _declared_here(owner: type) -> frozenset[str]:
+    """Arguments of the class that it or its bases in these packages declare."""
+    ours = [cls for cls in owner.__mro__ if cls.__module__.partition(".")[0] in ("rl_modules", "datamodules")]
+    constructors = [vars(cls)["__init__"] for cls in ours if "__init__" in vars(cls)]
+    return frozenset(name for constructor in constructors for name in inspect.signature(constructor).parameters)
 
 
 def real_number(name: str, value: Any) -> float:

@@ -131,7 +131,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             parameters.update(dict.fromkeys(objects))
         make_plain(self)
         refuse_objects(self.hparams)
-        check_ranges(self.hparams)
+        check_ranges(self.hparams, type(self))
         hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
