@@ -24,12 +24,13 @@ from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.calls import CheckedCall
-from rl_modules.common.checks import at_least, make_plain, unit_interval
+from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
+from rl_modules.common.storable import make_plain
 
 Batch = dict[str, Any]
 
@@ -154,8 +155,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         stats_window_size: int = 100,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["env_id"], logger=False)
-        make_plain(self.hparams)
+        self.save_hyperparameters(ignore=["env_id", *self.given_networks], logger=False)
+        make_plain(self)
         check_ranges(self.hparams, type(self))
         for name in ("env_kwargs", "eval_env_kwargs"):
             if not isinstance(self.hparams[name], dict | None):

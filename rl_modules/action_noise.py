@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.checks import plain
 from rl_modules.common.errors import UsageError
+from rl_modules.common.storable import plain
 
 Numbers = float | Sequence[float]
 

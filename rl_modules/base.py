@@ -14,7 +14,7 @@ from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints
-from rl_modules.common.checks import at_least, make_plain, plain
+from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import networks_to_plain
@@ -23,6 +23,7 @@ from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
+from rl_modules.common.storable import make_plain, plain
 from rl_modules.encoders import extractor_of
 from rl_modules.foreign_calls import ForeignCalls
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
@@ -91,8 +92,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     ) -> None:
         super().__init__(at_least("log_every", log_every, 1, "epoch"))
         # Callables are code, which a checkpoint must not hold.
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"], logger=False)
-        make_plain(self.hparams)
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *self.given_networks], logger=False)
+        make_plain(self)
         networks_to_plain(self.hparams)
         check_ranges(self.hparams, type(self))
         check_widths(self.hparams.get("net_arch"))

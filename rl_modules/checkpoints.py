@@ -6,10 +6,12 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.common.accumulation import accumulated_gradients
+from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
+from rl_modules.common.storable import make_loadable
 from rl_modules.metrics import MetricsMixin
 from rl_modules.ranks import of_other_ranks, of_this_rank
 
@@ -19,6 +21,7 @@ class CheckpointMixin(MetricsMixin):
 
     observation_space: spaces.Space
     action_space: spaces.Space
+    given_objects: dict[str, str]
 
     def __init__(self, log_every: int) -> None:
         super().__init__(log_every)
@@ -30,6 +33,7 @@ class CheckpointMixin(MetricsMixin):
         self._gradients: dict[str, torch.Tensor] = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)

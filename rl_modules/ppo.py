@@ -280,7 +280,8 @@ class PPO(ActorCriticModule):
         self.kl_exceeded = checkpoint["kl_exceeded"]
         self._adapted_at = checkpoint.get("adapted_at", 0)
         # A new value of the argument kl_coef overrides the checkpoint's β.
-        if checkpoint["hyper_parameters"]["kl_coef"] == self.hparams["kl_coef"]:
+        given = self.hparams["kl_coef"]
+        if checkpoint["hyper_parameters"].get("kl_coef", given) == given:
             self.kl_coef = checkpoint["kl_coef"]
 
 

@@ -21,7 +21,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
-from rl_modules.language.hyperparameters import make_plain
+from rl_modules.common.storable import make_plain
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -123,7 +123,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(logger=False)
+        self.save_hyperparameters(ignore=self.given_networks, logger=False)
         #: The dataset that was given as an object; None: by name. A checkpoint holds a description of it.
         self.dataset_object: Any = None
         if dataset is not None and not isinstance(dataset, str):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.storable import described
 
 #: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.
 NAMES = ("last", "previous", "best")
@@ -95,6 +96,7 @@ def changes(checkpoint: dict[str, Any], model: Any, datamodule: Any) -> list[str
     for key, owner in (("hyper_parameters", model), ("datamodule_hyper_parameters", datamodule)):
         saved = checkpoint.get(key) or {}
         for name, value in owner.hparams.items():
+            value = described(value)  # as the checkpoint has it
             if name in saved and name not in FILLED_IN and not name.startswith("_") and saved[name] != value:
                 lines.append(f"{name}: {saved[name]} → {value}")
     return lines

@@ -1,11 +1,17 @@
-"""Checks of how a class is called: the names of its arguments."""
+"""How a class is called: the names of its arguments, and which of them are a user's own."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import nn
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import in_python
+from rl_modules.common.storable import is_storable, name_of
+
+#: Whose classes are this project's.
+PACKAGES = ("rl_modules", "datamodules")
 
 
 class CheckedCall:
@@ -14,10 +20,23 @@ class CheckedCall:
     Python's own error names the base class to which ``**arguments`` were passed on.
     """
 
+    #: Arguments of a subclass's own that no checkpoint can hold, with the names of the objects given.
+    given_objects: dict[str, str]
+    #: Those of them that are networks, which are no hyperparameters: Lightning would copy their weights.
+    given_networks: list[str]
+    #: Names of all arguments that the caller gave.
+    given_names: list[str]
+
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
         if args or arguments:
             refuse_foreign_call(cls, args, arguments)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        given = given_arguments(cls, args, arguments)
+        own = [name for name in sorted(given) if name not in declared_here(cls) and not is_storable(given[name])]
+        made.__dict__["given_names"] = list(given)
+        made.__dict__["given_objects"] = {name: name_of(given[name]) for name in own}
+        made.__dict__["given_networks"] = [name for name in own if isinstance(given[name], nn.Module)]
+        return made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,6 +68,38 @@ def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> No
                 raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}")
             near = did_you_mean(name, known)
             raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}{f'; {hint}' if hint else ''}")
+
+
+def given_arguments(cls: type, args: tuple, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name."""
+    init: Callable = cls.__init__  # type: ignore[misc]
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {**dict(zip(names, args, strict=False)), **arguments}
+
+
+def declared_here(cls: type) -> frozenset[str]:
+    """Arguments of a module or datamodule that it or its bases in these packages declare."""
+    return _declared(base for base in cls.__mro__ if base.__module__.partition(".")[0] in PACKAGES)
+
+
+def set_by_subclass(module: Any) -> set[str]:
+    """Hyperparameters whose values a constructor of the user's may have chosen, as in ``super().__init__(gamma=0.9,
+    **arguments)``. It chooses them again when a checkpoint is loaded, and would refuse them as arguments.
+    """
+    cls: type = type(module)
+    init: Callable = cls.__init__  # type: ignore[misc]
+    if init.__module__.partition(".")[0] in PACKAGES:
+        return set()
+    taken = {*inspect.signature(init).parameters, *module.given_names}
+    chosen = _declared(base for base in cls.__mro__ if issubclass(base, CheckedCall)) - taken
+    # What was filled in since, such as the spaces, only a checkpoint knows.
+    return {name for name in chosen if module._hparams.get(name) == module._hparams_initial.get(name)}
+
+
+def _declared(classes: Iterable[type]) -> frozenset[str]:
+    constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
+    return frozenset(name for constructor in constructors for name in inspect.signature(constructor).parameters)
 
 
 def three_lines(cls: type) -> str:

@@ -71,6 +71,10 @@ class LoadsCheckpoints:
             if algorithm != cls.__name__:
                 raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
                                  f", not {cls.__name__}; load it with that class")  # fmt: skip
+            for name, given in saved.get("left_out", {}).items():
+                if name not in kwargs:
+                    raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
+                                     f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:

@@ -1,8 +1,4 @@
-"""Checks of constructor arguments, and their conversion to what a checkpoint may hold."""
-
-from typing import Any
-
-import numpy as np
+"""Checks of constructor arguments."""
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.ranges import real_number, whole_number
@@ -26,23 +22,3 @@ def at_least(name: str, value: int, least: int = 1, unit: str = "") -> int:
         UsageError: it is no whole number, or smaller than ``least``.
     """
     return whole_number(name, value, least, unit)
-
-
-def plain(value: Any) -> Any:
-    """A hyperparameter without NumPy in it, which ``weights_only`` loading refuses.
-
-    NumPy scalars become Python numbers and arrays become lists, in nested dictionaries, lists and tuples too.
-    """
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)
-    return value
-
-
-def make_plain(hparams: Any) -> None:
-    """Convert every entry of a module's or datamodule's ``hparams`` by :func:`plain`, in place."""
-    for name, value in list(hparams.items()):
-        hparams[name] = plain(value)

@@ -1,11 +1,10 @@
 """The values that hyperparameters may have, by name: checked in one place for every algorithm and datamodule."""
 
-import functools
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from rl_modules.common.calls import declared_here
 from rl_modules.common.errors import UsageError
 
 #: Least and largest value of a number; ``None`` itself is allowed where ``OPTIONAL`` names the argument.
@@ -58,7 +57,7 @@ def check_ranges(settings: Mapping[str, Any], owner: type) -> None:
     Raises:
         UsageError: names the argument, its value and the range.
     """
-    declared = _declared_here(owner)
+    declared = declared_here(owner)
     for name, value in settings.items():
         if name not in declared or (name not in CLOSED and name not in OPEN and name not in WHOLE):
             continue
@@ -72,14 +71,6 @@ def check_ranges(settings: Mapping[str, Any], owner: type) -> None:
         number = real_number(name, value)
         if not low <= number <= high or (excluded and number == low) or math.isinf(number):
             raise UsageError(f"{name}={value} must {_range(low, high, excluded)}")
-
-
-@functools.cache
-def _declared_here(owner: type) -> frozenset[str]:
-    """Arguments of the class that it or its bases in these packages declare."""
-    ours = [cls for cls in owner.__mro__ if cls.__module__.partition(".")[0] in ("rl_modules", "datamodules")]
-    constructors = [vars(cls)["__init__"] for cls in ours if "__init__" in vars(cls)]
-    return frozenset(name for constructor in constructors for name in inspect.signature(constructor).parameters)
 
 
 def real_number(name: str, value: Any) -> float:

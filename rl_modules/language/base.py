@@ -13,6 +13,7 @@ from transformers.trainer_utils import SchedulerType
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.ranges import check_ranges
+from rl_modules.common.storable import make_plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
 from rl_modules.language.frozen_weights import (
     Sources,
@@ -20,7 +21,6 @@ from rl_modules.language.frozen_weights import (
     describe_sources,
     source_path,
 )
-from rl_modules.language.hyperparameters import make_plain
 from rl_modules.language.model_objects import (
     check_model_object,
     is_name,
@@ -126,7 +126,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         # Callables are code, which a checkpoint must not hold.
         objects = {"model_name_or_path": model_name_or_path, "tokenizer_name_or_path": tokenizer_name_or_path}
         objects = {name: value for name, value in objects.items() if not is_name(value)}
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *objects], logger=False)
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *objects, *self.given_networks], logger=False)
         for parameters in (self._hparams, self._hparams_initial):
             parameters.update(dict.fromkeys(objects))
         make_plain(self)

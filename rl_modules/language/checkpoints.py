@@ -5,8 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from rl_modules.common.accumulation import accumulated_gradients
+from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
+from rl_modules.common.storable import make_loadable
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
 from rl_modules.language.metric_names import monitors
 from rl_modules.language.metrics import LanguageMetrics
@@ -19,6 +21,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
 
     #: The model that is trained.
     model: Any
+    given_objects: dict[str, str]
     #: ``num_tokens`` when this process began to train.
     began_with: int
     # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
@@ -43,6 +46,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self.load_state_dict(state_dict)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
         for prefix in self.hparams["description"]["frozen"]:
             for name in frozen_parameters(self, prefix):
                 del checkpoint["state_dict"][name]

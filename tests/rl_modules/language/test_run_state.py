@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from datamodules import PromptDataModule
 from rl_modules.common.errors import UsageError
+from rl_modules.common.storable import plain
 from rl_modules.language.grpo import GRPO
-from rl_modules.language.hyperparameters import plain
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT

@@ -1,0 +1,92 @@
+"""What a checkpoint may hold: plain data, which loads with ``weights_only=True``."""
+
+import io
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+#: Types that always load.
+_SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+def plain(value: Any) -> Any:
+    """The same value in Python's own types: NumPy's and torch's numbers become numbers, arrays lists, paths strings, in
+    nested dictionaries, lists and tuples too; a tensor with dimensions stays one.
+    """
+    if isinstance(value, np.generic | np.ndarray) or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def make_plain(module: Any) -> None:
+    """Convert the hyperparameters of a module or datamodule by :func:`plain`, right after ``save_hyperparameters``."""
+    for parameters in (module._hparams, module._hparams_initial):
+        for name, value in parameters.items():
+            parameters[name] = plain(value)
+
+
+def is_storable(value: Any) -> bool:
+    """Whether a value loads again from a checkpoint without running code; what :func:`plain` converts does."""
+    if type(value) in _SCALARS or isinstance(value, np.generic | np.ndarray | torch.Tensor | PurePath):
+        return True
+    if type(value) is dict:
+        return all(is_storable(key) and is_storable(item) for key, item in value.items())
+    if type(value) in (list, tuple, set):
+        return all(is_storable(item) for item in value)
+    if callable(value):
+        return False
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # whatever the object's own pickling raises
+        return False
+    return True
+
+
+def described(value: Any) -> Any:
+    """The value, with the names of objects in place of those that a checkpoint can't hold."""
+    if type(value) is dict:
+        return {key: described(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(described(item) for item in value)
+    return value if is_storable(value) else name_of(value)
+
+
+def name_of(value: Any) -> str:
+    """``package.name`` of a function or class, or of an object's class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def make_loadable(checkpoint: dict[str, Any], given: dict[str, str], chosen: set[str]) -> None:
+    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written.
+
+    Args:
+        checkpoint: its module's arguments lose what it can't hold; in those of its datamodule, which whoever resumes
+            builds again, names stand for objects. Callbacks' NumPy numbers become Python's.
+        given: arguments that were objects, with their names: without them ``load_from_checkpoint`` refuses.
+        chosen: arguments that the subclass sets by itself, and so takes from no checkpoint.
+    """
+    parameters = {k: x for k, x in checkpoint.get("hyper_parameters", {}).items() if k not in chosen}
+    checkpoint["hyper_parameters"] = {name: value for name, value in parameters.items() if is_storable(value)}
+    checkpoint["left_out"] = dict(given)
+    if "datamodule_hyper_parameters" in checkpoint:
+        checkpoint["datamodule_hyper_parameters"] = described(checkpoint["datamodule_hyper_parameters"])
+    for name, state in checkpoint.get("callbacks", {}).items():
+        checkpoint["callbacks"][name] = _with_python_numbers(state)
+
+
+def _with_python_numbers(state: Any) -> Any:
+    if type(state) is dict:
+        return {_with_python_numbers(key): _with_python_numbers(item) for key, item in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_with_python_numbers(item) for item in state)
+    return state.item() if isinstance(state, np.generic) else state

@@ -1,0 +1,195 @@
+"""A subclass's own arguments mean what it likes, and may be objects that no checkpoint can hold."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from datamodules import PromptDataModule, RolloutDataModule
+from rl_modules import GRPO, PPO, SAC
+from rl_modules.common.errors import UsageError
+from rl_modules.common.storable import is_storable
+from tests.training import assert_resumes_exactly, fit, rollouts
+
+
+class Tempered(PPO):
+    """Names that other algorithms have, with other values."""
+
+    def __init__(self, beta: str = "auto", tau: float = -1.0, **ppo):
+        super().__init__(**ppo)
+
+
+class Signed(GRPO):
+    def __init__(self, tau: float = -1.0, clip_obs: str = "never", **grpo):
+        super().__init__(**grpo)
+
+
+class Rows(RolloutDataModule):
+    def __init__(self, *args, beta: float = -0.5, **data):
+        super().__init__(*args, **data)
+
+
+class Discounted(PPO):
+    """Redeclares an argument for another default."""
+
+    def __init__(self, gamma: float = 0.9, **ppo):
+        super().__init__(gamma=gamma, **ppo)
+
+
+def test_an_argument_that_only_a_subclass_has_is_its_own():
+    assert Tempered().hparams["beta"] == "auto"
+    assert Tempered(tau=7.0).hparams["tau"] == 7.0
+    assert Signed(model_config={"hidden_size": 16}).hparams["clip_obs"] == "never"
+    assert Rows("CartPole-v1").hparams["beta"] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: Tempered(vf_coef=-1.0), "vf_coef=-1.0 must be a finite number of at least 0"),
+        (lambda: Discounted(gamma=7.0), r"gamma=7.0 must lie in \[0, 1\]"),
+        (lambda: Signed(beta=-1.0), "beta=-1.0 must be a finite number of at least 0"),
+        (lambda: SAC(tau=-1.0), r"tau=-1.0 must lie in \(0, 1\]"),
+        (lambda: Rows("CartPole-v1", clip_obs=-1.0), "clip_obs=-1.0 must be a finite number above 0"),
+    ],
+)
+def test_the_arguments_of_this_project_keep_their_ranges_in_a_subclass(build, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        build()
+
+
+class Shaped(PPO):
+    """An argument of its own that may be anything."""
+
+    def __init__(self, shape=None, bonus=0.0, measure=abs, **ppo):
+        super().__init__(net_arch=[8], **ppo)
+        self.shape, self.bonus, self.measure = shape, bonus, measure
+
+
+class Judged(GRPO):
+    def __init__(self, judge=None, **grpo):
+        super().__init__(**grpo)
+        self.judge = judge
+
+
+class Simulated(RolloutDataModule):
+    def __init__(self, *args, simulator=None, **data):
+        super().__init__(*args, **data)
+
+
+@dataclass
+class Physics:
+    gravity: float = 9.8
+
+
+def make_cartpole(physics=None, callback=None):
+    return gym.make("CartPole-v1")
+
+
+class Best(L.Callback):
+    """A state with NumPy's number, as ``np.mean`` returns it."""
+
+    best = None
+
+    def on_train_end(self, trainer, pl_module):
+        self.best = np.float64(0.5)
+
+    def state_dict(self):
+        return {"best": self.best, "last": [np.int64(3)]}
+
+
+class Small(Shaped):
+    """Chooses arguments of its bases by itself: one new, one as it is by default."""
+
+    def __init__(self, entropy=0.01, **ppo):
+        super().__init__(bonus=0.25, ent_coef=entropy, gamma=0.9, vf_coef=0.5, **ppo)
+
+
+def saved(trainer: L.Trainer, path: Path) -> dict:
+    trainer.save_checkpoint(path)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [abs, lambda x: x, torch.nn.Linear(2, 2), Physics(), Physics],
+    ids=["function", "lambda", "network", "object", "class"],
+)
+def test_an_object_as_argument_costs_no_checkpoint(shape, tmp_path):
+    model = Shaped(shape, bonus=0.5)
+    checkpoint = saved(fit(model, rollouts("CartPole-v1"), max_epochs=1), tmp_path / "last.ckpt")
+    assert "shape" not in checkpoint["hyper_parameters"] and checkpoint["hyper_parameters"]["bonus"] == 0.5
+    with pytest.raises(
+        UsageError, match=r"trained with shape=[\w.]*.*give it again: load_from_checkpoint\(…, shape=…\)"
+    ):
+        Shaped.load_from_checkpoint(tmp_path / "last.ckpt")
+    loaded = Shaped.load_from_checkpoint(tmp_path / "last.ckpt", shape=shape)
+    assert loaded.shape is shape and loaded.bonus == 0.5 and loaded.measure is abs
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_a_subclass_chooses_it_chooses_again_on_loading(tmp_path):
+    model = Small(0.02, gae_lambda=0.8, observation_space=None)
+    checkpoint = saved(fit(model, rollouts("CartPole-v1"), max_epochs=1), tmp_path / "last.ckpt")
+    stored = checkpoint["hyper_parameters"]
+    assert stored["gae_lambda"] == 0.8 and stored["entropy"] == 0.02 and "gamma" not in stored
+    loaded = Small.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert (loaded.gamma, loaded.ent_coef, loaded.bonus, loaded.gae_lambda) == (0.9, 0.02, 0.25, 0.8)
+    assert loaded.hparams == model.hparams
+    assert torch.equal(loaded(torch.ones(3, 4)), model(torch.ones(3, 4)))
+    assert_resumes_exactly(lambda: Small(policy_objective="penalty"), lambda: rollouts("CartPole-v1"), tmp_path, 3)
+
+
+def test_a_run_with_objects_resumes_exactly(tmp_path):
+    def data():
+        return Simulated(make_cartpole, n_envs=2, n_steps=8, batch_size=8, n_epochs=2, total_timesteps=96, eval_freq=0,
+                         env_kwargs={"physics": Physics(), "callback": abs}, simulator=Physics)  # fmt: skip
+
+    assert_resumes_exactly(lambda: Shaped(abs), data, tmp_path, epochs=3)
+
+
+def test_names_stand_for_the_objects_of_a_datamodule(tmp_path):
+    data = Simulated(make_cartpole, n_envs=2, n_steps=8, batch_size=8, eval_freq=0,
+                     env_kwargs={"physics": Physics(), "callback": abs}, simulator=Physics)  # fmt: skip
+    checkpoint = saved(fit(PPO(net_arch=[8]), data, max_epochs=1), tmp_path / "last.ckpt")
+    stored = checkpoint["datamodule_hyper_parameters"]
+    assert stored["env_kwargs"] == {"physics": f"{__name__}.Physics", "callback": "builtins.abs"}
+    assert stored["simulator"] == f"{__name__}.Physics" and stored["n_envs"] == 2
+    assert data.hparams["env_kwargs"]["callback"] is abs
+    assert PPO.load_from_checkpoint(tmp_path / "last.ckpt").is_built
+
+
+def test_a_language_algorithm_takes_objects_too(tmp_path):
+    judge = torch.nn.Linear(2, 2)
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = Judged(judge, model_config=tiny, max_completion_length=4)
+    data = PromptDataModule("addition", n_train=8, n_eval=0, batch_size=8, num_generations=2)
+    checkpoint = saved(fit(model, data, max_steps=1), tmp_path / "last.ckpt")
+    assert checkpoint["left_out"] == {"judge": "torch.nn.modules.linear.Linear"}
+    with pytest.raises(UsageError, match="give it again"):
+        Judged.load_from_checkpoint(tmp_path / "last.ckpt")
+    loaded = Judged.load_from_checkpoint(tmp_path / "last.ckpt", judge=torch.nn.Linear(2, 2))
+    assert torch.equal(loaded.judge.weight, judge.weight)
+
+
+def test_a_callback_s_numpy_number_costs_no_checkpoint(tmp_path):
+    trainer = fit(PPO(net_arch=[8]), rollouts("CartPole-v1"), max_epochs=1, callbacks=[Best()])
+    states = saved(trainer, tmp_path / "last.ckpt")["callbacks"]
+    assert states["Best"] == {"best": 0.5, "last": [3]}
+
+
+@pytest.mark.parametrize(
+    ("value", "loads"),
+    [
+        (None, True), ([1, (2.0, {"a": "b"})], True), (np.float64(1), True), (np.ones(2), True), (Path("a"), True),
+        (torch.ones(2), True), (torch.float32, True), ({1, 2}, True), (1j, True), (abs, False), (Physics, False),
+        ({"a": [Physics()]}, False), (torch.nn.ReLU(), False), (iter([]), False),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_can_hold(value, loads):
+    assert is_storable(value) == loads
