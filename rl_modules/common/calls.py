@@ -8,16 +8,15 @@ from torch import nn
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import in_python
+from rl_modules.common.hooks import PACKAGES, is_ours, keep_hooks
 from rl_modules.common.storable import is_storable, name_of
-
-#: Whose classes are this project's.
-PACKAGES = ("rl_modules", "datamodules")
 
 
 class CheckedCall:
-    """Base of modules and datamodules: an unknown argument is answered by the nearest known name.
+    """Base of modules and datamodules, for what their callers and subclasses do.
 
-    Python's own error names the base class to which ``**arguments`` were passed on.
+    An unknown argument is answered by the nearest known name, where Python's own error names the base class to which
+    ``**arguments`` were passed on. A subclass's hooks come after this project's (:func:`keep_hooks`).
     """
 
     #: Arguments of a subclass's own that no checkpoint can hold, with the names of the objects given.
@@ -40,6 +39,7 @@ class CheckedCall:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        keep_hooks(cls)
         # `inspect.signature` of a class with `__new__` reads that.
         init: Callable = cls.__init__
         parameters = list(inspect.signature(init).parameters.values())[1:]
@@ -80,7 +80,7 @@ def given_arguments(cls: type, args: tuple, arguments: dict[str, Any]) -> dict[s
 
 def declared_here(cls: type) -> frozenset[str]:
     """Arguments of a module or datamodule that it or its bases in these packages declare."""
-    return _declared(base for base in cls.__mro__ if base.__module__.partition(".")[0] in PACKAGES)
+    return _declared(base for base in cls.__mro__ if is_ours(base))
 
 
 def set_by_subclass(module: Any) -> set[str]:

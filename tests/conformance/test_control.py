@@ -655,6 +655,63 @@ def test_a_subclass_of_the_three_pieces_trains() -> None:
     assert not differ(weights(model), weights(model2))
 
 
+def without_super(base: type, hooks: tuple[str, ...], called: list[str]) -> Any:
+    """A subclass of the same name that overrides hooks as in a plain LightningModule."""
+    overridden = {name: lambda self, *args, n=name, **kwargs: called.append(n) for name in hooks}
+    return type(base.__name__, (base,), {"__module__": __name__, **overridden})
+
+
+@each
+def test_hooks_of_a_subclass_need_no_super(case: Case, tmp_path: Path) -> None:
+    import rl_modules
+
+    hooks = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start",
+             "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "on_save_checkpoint",
+             "on_load_checkpoint", "teardown")  # fmt: skip
+    called: list[str] = []
+    model = without_super(getattr(rl_modules, case.name), hooks, called)
+    data = without_super(type(case.make_data()), ("setup", "teardown"), called)
+
+    def make_data() -> Any:
+        plain = case.make_data()
+        return data(case.env_id, **{k: v for k, v in plain.hparams.items() if k not in ("env_id", "total_timesteps")},
+                    total_timesteps=128)  # fmt: skip
+
+    rows, plain_rows = Rows(), Rows()
+    fit(case.make_model(), case.make_data(total_timesteps=128),
+        logger=plain_rows.logger(tmp_path)).save_checkpoint(tmp_path / "plain.ckpt")  # fmt: skip
+    fit(model(**case.model), make_data(), logger=rows.logger(tmp_path)).save_checkpoint(tmp_path / "own.ckpt")
+    assert_equal_checkpoints(tmp_path / "plain.ckpt", tmp_path / "own.ckpt")
+    assert [sorted(metrics) for _, metrics in rows.rows] == [sorted(metrics) for _, metrics in plain_rows.rows]
+    fit(model(**case.model), make_data(), ckpt_path=tmp_path / "own.ckpt")
+    assert set(called) == set(hooks)
+
+
+def test_a_hook_that_calls_super_is_called_once() -> None:
+    from rl_modules import PPO
+
+    calls = []
+
+    class Counts(PPO):
+        def on_train_epoch_end(self) -> None:
+            calls.append("own")
+            super().on_train_epoch_end()
+
+        def write_metrics(self, *args: Any) -> None:
+            calls.append("base")
+            super().write_metrics(*args)
+
+    class Again(Counts):
+        def on_train_epoch_end(self) -> None:
+            calls.append("again")
+
+    fit(Counts(), CASES[0].make_data(), max_epochs=1)
+    assert calls == ["own", "base"]
+    calls.clear()
+    fit(Again(), CASES[0].make_data(), max_epochs=1)
+    assert calls == ["base", "again"]  # what Counts does is its author's, and replaced as in Python
+
+
 def test_a_policy_from_torch_distributions_trains() -> None:
     from rl_modules import PPO
 

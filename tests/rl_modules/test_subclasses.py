@@ -1,4 +1,7 @@
-"""A subclass's own arguments mean what it likes, and may be objects that no checkpoint can hold."""
+"""What subclasses do: arguments of their own, which may be objects that no checkpoint can hold, and hooks.
+
+Hooks of the control algorithms: ``tests/conformance/test_control.py``.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules import PromptDataModule, RolloutDataModule
-from rl_modules import GRPO, PPO, SAC
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule, RolloutDataModule
+from rl_modules import DPO, GRPO, PPO, SAC, SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
-from tests.training import assert_resumes_exactly, fit, rollouts
+from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 
 
 class Tempered(PPO):
@@ -166,8 +171,7 @@ def test_names_stand_for_the_objects_of_a_datamodule(tmp_path):
 
 def test_a_language_algorithm_takes_objects_too(tmp_path):
     judge = torch.nn.Linear(2, 2)
-    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = Judged(judge, model_config=tiny, max_completion_length=4)
+    model = Judged(judge, model_config=TINY, max_completion_length=4)
     data = PromptDataModule("addition", n_train=8, n_eval=0, batch_size=8, num_generations=2)
     checkpoint = saved(fit(model, data, max_steps=1), tmp_path / "last.ckpt")
     assert checkpoint["left_out"] == {"judge": "torch.nn.modules.linear.Linear"}
@@ -175,6 +179,39 @@ def test_a_language_algorithm_takes_objects_too(tmp_path):
         Judged.load_from_checkpoint(tmp_path / "last.ckpt")
     loaded = Judged.load_from_checkpoint(tmp_path / "last.ckpt", judge=torch.nn.Linear(2, 2))
     assert torch.equal(loaded.judge.weight, judge.weight)
+
+
+@pytest.mark.parametrize(
+    ("base", "make_data"),
+    [
+        (SFT, lambda cls: cls("addition", n_train=16, n_eval=4, eval_steps=1, batch_size=4)),
+        (DPO, lambda cls: cls("paths", n_train=16, n_eval=4, eval_steps=1, batch_size=4)),
+        (GRPO, lambda cls: cls("addition", n_train=16, n_eval=4, eval_steps=1, batch_size=4, num_generations=2)),
+    ],
+    ids=["SFT", "DPO", "GRPO"],
+)
+def test_hooks_of_a_language_algorithm_need_no_super(base, make_data, tmp_path):
+    modules = {SFT: InstructionDataModule, DPO: PreferenceDataModule, GRPO: PromptDataModule}
+    hooks = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end",
+             "on_train_epoch_end", "on_train_end", "on_validation_start", "on_validation_end",
+             "on_validation_epoch_end", "on_save_checkpoint", "on_load_checkpoint")  # fmt: skip
+    called = []
+
+    def without_super(cls, names):
+        own = {name: lambda self, *args, n=name, **kwargs: called.append(n) for name in names}
+        return type(cls.__name__, (cls,), {"__module__": __name__, **own})
+
+    arguments = {"model_config": TINY, "logging_steps": 1, "max_completion_length": 4}
+    run = {"max_steps": 2}
+    plain = fit(base(**arguments), make_data(modules[base]), **run)
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    model, data = without_super(base, hooks), without_super(modules[base], ("setup", "teardown"))
+    own = fit(model(**arguments), make_data(data), **run)
+    own.save_checkpoint(tmp_path / "own.ckpt")
+    assert_equal_checkpoints(tmp_path / "plain.ckpt", tmp_path / "own.ckpt")
+    assert own.callback_metrics.keys() == plain.callback_metrics.keys()
+    fit(model(**arguments), make_data(data), ckpt_path=tmp_path / "own.ckpt", max_steps=3)
+    assert set(called) == {*hooks, "teardown"}
 
 
 def test_a_callback_s_numpy_number_costs_no_checkpoint(tmp_path):
