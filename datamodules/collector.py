@@ -11,6 +11,7 @@ from torch import Tensor
 from datamodules.envs import restore
 from datamodules.envs.guard import raise_in_one_sentence, require_finite
 from datamodules.episode_statistics import EpisodeStatistics, successes
+from datamodules.fields import require_acted
 from datamodules.normalizers import Normalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
@@ -114,6 +115,8 @@ class Collector:
                 acted.append(act(observed, self.generator))
             else:
                 acted.append(self.memory.act(act, observed, self.generator, self.episode_start))
+            if t == 0:
+                require_acted(acted[0], n)
             action = to_environment(envs.single_action_space, acted[-1]["action"].cpu().numpy())
             try:
                 raw, raw_reward[t], terminated[t], truncated[t], info = envs.step(action)

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
+from datamodules.fields import require_action, require_rows
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.free_memory import available_bytes
 from datamodules.hindsight import HindsightReplayBuffer, check_hindsight, require_goals
@@ -298,6 +299,7 @@ class ReplayDataModule(ControlDataModule):
             if begin_episodes is not None and self.collector.episode_start.any():
                 begin_episodes(self.collector.episode_start)
             acted = policy_act(tree_map(lambda x: x.to(device), observation), generator)
+            require_action(acted)
             return {"action": acted["action"].cpu()}
 
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
@@ -355,6 +357,7 @@ class ReplayDataModule(ControlDataModule):
         sample = tree_map(lambda x: x.to(module.device), sample)
         with torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
             prepared = module.prepare(sample)
+        require_rows(prepared, (len(index),), "[M]")
         if count == 1:
             self._drawn.append(prepared)
             return

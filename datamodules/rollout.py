@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.envs.vector import EnvId
+from datamodules.fields import require_rows
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.overlap import CollectedAhead, rollout_act
@@ -235,7 +236,8 @@ class RolloutDataModule(ControlDataModule):
                 self._ahead.begin(learner, precision)
             prepared = learner.prepare(rollout)
         # Rows need not be the rollout's own: Monte Carlo control hands over the episodes that have ended.
-        valid = prepared.pop("valid", valid)
+        valid = prepared.pop("valid", valid) if isinstance(prepared, dict) else valid
+        require_rows(prepared, tuple(valid.shape), "[T, N]")
         if self.collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
         return tree_map(lambda x: x[valid], prepared)

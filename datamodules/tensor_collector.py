@@ -10,6 +10,7 @@ from datamodules.collector import Collector
 from datamodules.envs.guard import raise_in_one_sentence, require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.episode_statistics import successes
+from datamodules.fields import require_acted
 from datamodules.tensor_normalization import TensorNormalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.errors import UsageError
@@ -61,6 +62,8 @@ class TensorCollector(Collector):
                 acted.append(act(observed, self.generator))
             else:
                 acted.append(self.memory.act(act, observed, self.generator, starts))
+            if t == 0:
+                require_acted(acted[0], n)
             try:
                 raw, raw_reward, ended, cut, info = envs.step(
                     action_tensors(envs.single_action_space, acted[-1]["action"].to(on))

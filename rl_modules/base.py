@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
@@ -152,6 +153,9 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._check_trainer()
         if self._trainer is not None and getattr(self._trainer, "datamodule", None) is not None:
             self._take_spaces(self.source)
+        if self.is_built and not hasattr(self, "action_space"):
+            raise UsageError(f"{type(self).__name__}.network was set before its spaces were known; set it in "
+                             "build_network, or give the argument network")  # fmt: skip
         if self.is_fitting:
             self.source  # noqa: B018 - raises where the Trainer was given no datamodule
         if not self.is_built:
@@ -160,6 +164,16 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
                 self.load_initial_weights(self.hparams["init_from"])
             self.begin_run()
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights; builds the network first where the spaces were given as arguments.
+
+        Raises:
+            UsageError: the module knows no spaces.
+        """
+        if not self.is_built:
+            self.configure_model()
+        return super().load_state_dict(state_dict, strict, assign)
 
     def begin_run(self) -> None:
         """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded. Algorithms
@@ -367,6 +381,20 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         if self.scheduler_factory is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
+
+    def step_schedulers(self) -> None:
+        """Steps the learning-rate schedulers after an epoch, as Lightning does under automatic optimization.
+
+        Raises:
+            UsageError: a scheduler needs a metric.
+        """
+        for config in self.trainer.lr_scheduler_configs:
+            scheduler: Any = config.scheduler
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "
+                                 "Lightning keeps no monitor then; override step_schedulers, which is called after every "
+                                 "epoch, or take another scheduler")  # fmt: skip
+            scheduler.step()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         # The optimizer's own method does the same inside a profiler's scope, which takes longer than the work.

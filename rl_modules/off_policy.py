@@ -27,7 +27,8 @@ class OffPolicyActorCritic(ControlModule):
     which it calls :meth:`step` once or twice and :meth:`finish_update` at the end.
 
     The buffer holds actions as the environment takes them; the networks see them scaled to [-1, 1]. One optimizer has
-    all parameters. Each :meth:`step` gives it the gradients of some of them, and it leaves the others as they are.
+    all parameters, unless ``configure_optimizers`` is overridden. Each :meth:`step` gives it the gradients of some of
+    them, and it leaves the others as they are.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
@@ -268,8 +269,10 @@ class OffPolicyActorCritic(ControlModule):
             gradients = self._over_ranks(list(gradients))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        # The optimizer itself, not Lightning's wrapper: an update is one step to Lightning, whatever it consists of.
-        self.trainer.optimizers[0].step()
+        # The optimizers themselves, not Lightning's wrappers: an update is one step to Lightning, whatever it consists
+        # of. A subclass may have one for each part; those whose parameters have no gradient change nothing.
+        for optimizer in self.trainer.optimizers:
+            optimizer.step()
         for parameter in parameters:
             parameter.grad = None
 
@@ -311,9 +314,7 @@ class OffPolicyActorCritic(ControlModule):
     def on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.n_updates)
         super().on_train_epoch_end()
-        scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:
-            scheduler.step()
+        self.step_schedulers()
 
     # ---------------------------------------------------------------- optimizer and checkpoints
 

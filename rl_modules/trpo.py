@@ -320,9 +320,7 @@ class TRPO(ActorCriticModule):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:
-            scheduler.step()
+        self.step_schedulers()
 
     def over_ranks(self, x: Tensor) -> Tensor:
         """Returns the mean over the transitions of all ranks from each rank's mean, so that all take the same step."""

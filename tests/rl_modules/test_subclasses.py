@@ -11,9 +11,16 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule, RolloutDataModule
-from rl_modules import DPO, GRPO, PPO, SAC, SFT
+from datamodules import (
+    InstructionDataModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    ReplayDataModule,
+    RolloutDataModule,
+)
+from rl_modules import DPO, DQN, GRPO, PPO, SAC, SFT, TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
@@ -230,3 +237,134 @@ def test_a_callback_s_numpy_number_costs_no_checkpoint(tmp_path):
 )  # fmt: skip
 def test_what_a_checkpoint_can_hold(value, loads):
     assert is_storable(value) == loads
+
+
+# ---------------------------------------------------------------- what a subclass's methods return
+
+
+def replayed(env_id="CartPole-v1", **arguments):
+    defaults = {
+        "n_envs": 2,
+        "buffer_size": 500,
+        "learning_starts": 32,
+        "train_freq": 4,
+        "batch_size": 8,
+        "eval_freq": 0,
+    }
+    return ReplayDataModule(env_id, **{**defaults, "total_timesteps": 96, **arguments})
+
+
+def with_method(base, name, change):
+    """A subclass whose method returns what ``change`` makes of the inherited one's result."""
+
+    def method(self, *args, **kwargs):
+        return change(getattr(base, name)(self, *args, **kwargs))
+
+    return type("Mine", (base,), {name: method, "__module__": __name__})
+
+
+@pytest.mark.parametrize("base", [PPO, DQN])
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("act", lambda acted: acted["action"], r"^act returned a tensor of shape \(2,\); it must return a dictionary"),
+        ("act", lambda acted: None, "^act returned None; it must return a dictionary with the key action"),
+        ("act", lambda acted: {"action": acted["action"][:1]}, r"^act returned action as a .*\(1,\); .* 2 obs"),
+        ("prepare", lambda fields: None, "^prepare returned None; it must return a dictionary"),
+        ("prepare", lambda fields: {**fields, "mine": 3.0}, "^prepare returned mine as float 3.0; it must be a tensor"),
+        ("prepare", lambda fields: {**fields, "mine": torch.ones(5)}, r"^prepare returned mine as .*\(5,\); it must"),
+    ],
+)  # fmt: skip
+def test_what_act_and_prepare_return_is_checked(base, name, change, sentence):
+    data = rollouts("CartPole-v1", n_envs=2) if base is PPO else replayed()
+    with pytest.raises(UsageError, match=sentence):
+        fit(with_method(base, name, change)(), data, max_epochs=1)
+
+
+def test_what_act_stores_needs_a_row_per_observation():
+    mine = with_method(PPO, "act", lambda acted: {**acted, "mine": [1, 2]})
+    with pytest.raises(
+        UsageError, match=r"^act returned mine as list \[1, 2\]; it must be a tensor with a row for each"
+    ):
+        fit(mine(), rollouts("CartPole-v1", n_envs=2), max_epochs=1)
+
+
+def test_a_network_that_is_set_too_early_is_answered():
+    class Early(PPO):
+        def __init__(self):
+            super().__init__()
+            self.network = torch.nn.Linear(4, 2)
+
+    with pytest.raises(
+        UsageError, match=r"Early.network was set before its spaces were known; set it in build_network"
+    ):
+        fit(Early(), rollouts("CartPole-v1"), max_epochs=1)
+
+
+def test_weights_load_into_a_module_that_knows_its_spaces():
+    trained = PPO(net_arch=[8])
+    fit(trained, rollouts("CartPole-v1"), max_epochs=1)
+    spaces = {name: trained.hparams[name] for name in ("observation_space", "action_space")}
+    fresh = PPO(net_arch=[8], **spaces)
+    fresh.load_state_dict(trained.state_dict())
+    assert torch.equal(fresh(torch.ones(3, 4)), trained(torch.ones(3, 4)))
+    with pytest.raises(UsageError, match="PPO knows no spaces"):
+        PPO(net_arch=[8]).load_state_dict(trained.state_dict())
+
+
+# ---------------------------------------------------------------- optimizers of one's own
+
+
+class TwoOptimizers(SAC):
+    """One optimizer for the policy, one for the rest; together they do what one does."""
+
+    def configure_optimizers(self):
+        policy = list(self.network.policy.parameters())
+        rest = [p for p in self.trainable_parameters() if not any(p is q for q in policy)]
+        made = [self.default_optimizer(policy), self.default_optimizer(rest)]
+        return made, [StepLR(optimizer, 1, 0.5) for optimizer in made]
+
+
+class OneOptimizer(SAC):
+    def configure_optimizers(self):
+        made = self.default_optimizer(self.trainable_parameters())
+        return [made], [StepLR(made, 1, 0.5)]
+
+
+def test_an_optimizer_for_each_part_learns_what_one_learns():
+    weights = []
+    for cls in (OneOptimizer, TwoOptimizers):
+        model = cls(net_arch=[16])
+        trainer = fit(model, replayed("Pendulum-v1", rollouts_per_epoch=4))
+        assert {o.param_groups[0]["lr"] for o in trainer.optimizers} == {3e-4 * 0.5**trainer.current_epoch}
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class Plateau(SAC):
+    def configure_optimizers(self):
+        made = self.default_optimizer(self.trainable_parameters())
+        return [made], [ReduceLROnPlateau(made, "max", factor=0.5, patience=0)]
+
+
+class PlateauTRPO(TRPO):
+    configure_optimizers = Plateau.configure_optimizers
+
+
+@pytest.mark.parametrize(
+    ("cls", "make_data"),
+    [
+        (Plateau, lambda: replayed("Pendulum-v1", rollouts_per_epoch=2)),
+        (PlateauTRPO, lambda: rollouts("CartPole-v1", n_envs=2)),
+    ],
+)
+def test_a_scheduler_that_needs_a_metric_asks_for_it(cls, make_data):
+    with pytest.raises(UsageError, match="ReduceLROnPlateau needs a metric, .* override step_schedulers"):
+        fit(cls(net_arch=[16]), make_data(), max_epochs=1)
+
+    def step_schedulers(self):
+        self.trainer.lr_scheduler_configs[0].scheduler.step(self.trainer.callback_metrics["rollout/ep_rew_mean"])
+
+    monitoring = type("Monitoring", (cls,), {"step_schedulers": step_schedulers, "__module__": __name__})
+    trainer = fit(monitoring(net_arch=[16]), make_data(), max_epochs=3)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
