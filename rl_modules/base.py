@@ -392,8 +392,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             scheduler: Any = config.scheduler
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "
-                                 "Lightning keeps no monitor then; override step_schedulers, which is called after every "
-                                 "epoch, or take another scheduler")  # fmt: skip
+                                 "Lightning keeps no monitor then; override step_schedulers, which is called after "
+                                 "every epoch, or take another scheduler")  # fmt: skip
             scheduler.step()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:

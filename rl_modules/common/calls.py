@@ -94,7 +94,8 @@ def set_by_subclass(module: Any) -> set[str]:
     taken = {*inspect.signature(init).parameters, *module.given_names}
     chosen = _declared(base for base in cls.__mro__ if issubclass(base, CheckedCall)) - taken
     # What was filled in since, such as the spaces, only a checkpoint knows.
-    return {name for name in chosen if module._hparams.get(name) == module._hparams_initial.get(name)}
+    now, then = module._hparams, module._hparams_initial
+    return {name for name in chosen if repr(now.get(name)) == repr(then.get(name))}
 
 
 def _declared(classes: Iterable[type]) -> frozenset[str]:

@@ -76,10 +76,10 @@ def make_loadable(checkpoint: dict[str, Any], given: dict[str, str], chosen: set
         chosen: arguments that the subclass sets by itself, and so takes from no checkpoint.
     """
     parameters = {k: x for k, x in checkpoint.get("hyper_parameters", {}).items() if k not in chosen}
-    checkpoint["hyper_parameters"] = {name: value for name, value in parameters.items() if is_storable(value)}
+    checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
     checkpoint["left_out"] = dict(given)
     if "datamodule_hyper_parameters" in checkpoint:
-        checkpoint["datamodule_hyper_parameters"] = described(checkpoint["datamodule_hyper_parameters"])
+        checkpoint["datamodule_hyper_parameters"] = plain(described(checkpoint["datamodule_hyper_parameters"]))
     for name, state in checkpoint.get("callbacks", {}).items():
         checkpoint["callbacks"][name] = _with_python_numbers(state)
 

@@ -121,6 +121,14 @@ class Small(Shaped):
         super().__init__(bonus=0.25, ent_coef=entropy, gamma=0.9, vf_coef=0.5, **ppo)
 
 
+class Saves(PPO):
+    """As Lightning's documentation shows it."""
+
+    def __init__(self, share=0.5, weights=None, **ppo):
+        super().__init__(**ppo)
+        self.save_hyperparameters()
+
+
 def saved(trainer: L.Trainer, path: Path) -> dict:
     trainer.save_checkpoint(path)
     return torch.load(path, weights_only=True)
@@ -155,6 +163,14 @@ def test_what_a_subclass_chooses_it_chooses_again_on_loading(tmp_path):
     assert loaded.hparams == model.hparams
     assert torch.equal(loaded(torch.ones(3, 4)), model(torch.ones(3, 4)))
     assert_resumes_exactly(lambda: Small(policy_objective="penalty"), lambda: rollouts("CartPole-v1"), tmp_path, 3)
+
+
+def test_a_subclass_may_save_its_hyperparameters_itself(tmp_path):
+    model = Saves(np.float32(0.25), weights=torch.ones(2), net_arch=[8])
+    checkpoint = saved(fit(model, rollouts("CartPole-v1"), max_epochs=1), tmp_path / "last.ckpt")
+    assert checkpoint["hyper_parameters"]["share"] == 0.25
+    loaded = Saves.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert torch.equal(loaded.hparams["weights"], torch.ones(2)) and loaded.hparams["net_arch"] == [8]
 
 
 def test_a_run_with_objects_resumes_exactly(tmp_path):
