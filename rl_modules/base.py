@@ -403,8 +403,12 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 parameter.grad = None
 
     def trainable_parameters(self) -> Iterable:
-        """Returns the parameters to optimize; algorithms with a target network exclude it."""
-        return self.parameters()
+        """Returns the parameters to optimize: the network's, then those of a subclass's own parts; a target network
+        follows by itself.
+        """
+        network, target = list(self.network.parameters()), getattr(self, "target_network", None)
+        apart = {id(p) for p in [*network, *(() if target is None else target.parameters())]}
+        return [*network, *(p for p in self.parameters() if id(p) not in apart)]
 
     def configure_gradient_clipping(
         self,

@@ -288,10 +288,6 @@ class DQN(ControlModule):
         """Returns Adam at 1e-4, as in Stable-Baselines3's DQN."""
         return self.adam(parameters, lr=1e-4, eps=1e-8)
 
-    def trainable_parameters(self) -> Iterable:
-        """Returns the network's parameters, without the target network."""
-        return self.network.parameters()
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["exploration_rate"] = self.exploration_rate

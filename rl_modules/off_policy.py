@@ -322,10 +322,6 @@ class OffPolicyActorCritic(ControlModule):
         """Adam, as Stable-Baselines3's."""
         return self.adam(parameters, lr=self.default_learning_rate, eps=1e-8)
 
-    def trainable_parameters(self) -> Iterable:
-        """The network's parameters; the target networks follow by themselves."""
-        return self.network.parameters()
-
     def __getstate__(self) -> dict[str, Any]:
         # A generator can't be pickled: its state travels.
         state = None if self._generator is None else self._generator.get_state()

@@ -226,11 +226,6 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         """Returns |δ| per transition for prioritised replay, [B]: the mean over critics."""
         return (q[..., 0] - target).abs().mean(0)
 
-    def trainable_parameters(self) -> Sequence[Tensor]:
-        """Returns the parameters of policy, critics and log α."""
-        learned = [] if self.log_ent_coef is None else [self.log_ent_coef]
-        return [*super().trainable_parameters(), *learned]
-
 
 def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
     """Returns the initial value of α, and whether it is learned.

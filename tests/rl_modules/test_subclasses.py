@@ -357,6 +357,35 @@ def test_an_optimizer_for_each_part_learns_what_one_learns():
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+class Predicts(DQN):
+    """Learns to predict the reward, with a network of its own."""
+
+    def build_network(self):
+        super().build_network()
+        self.predictor = torch.nn.Linear(4, 1)
+
+    def minibatch_loss(self, batch):
+        error = self.predictor(batch["observation"])[:, 0] - batch["reward"]
+        return super().minibatch_loss(batch) + error.square().mean()
+
+
+def test_a_part_of_a_subclass_is_trained_and_the_target_network_is_not():
+    model = Predicts(net_arch=[8], target_update_interval=10**9)
+    fit(model, replayed(total_timesteps=40))
+    start = model.predictor.weight.detach().clone(), model.target_network.state_dict()
+    longer = Predicts(net_arch=[8], target_update_interval=10**9)
+    fit(longer, replayed(total_timesteps=96))
+    assert not torch.equal(longer.predictor.weight, start[0])
+    assert all(torch.equal(x, start[1][name]) for name, x in longer.target_network.state_dict().items())
+
+
+def test_the_optimizer_has_the_network_first_then_the_rest():
+    model = SAC(net_arch=[8])
+    trainer = fit(model, replayed("Pendulum-v1"))
+    ours = [*model.network.parameters(), model.log_ent_coef]
+    assert all(a is b for a, b in zip(trainer.optimizers[0].param_groups[0]["params"], ours, strict=True))
+
+
 class Plateau(SAC):
     def configure_optimizers(self):
         made = self.default_optimizer(self.trainable_parameters())
