@@ -100,7 +100,7 @@ ROWS = {
         Row("dqn/lunarlander", 154),
         Row("dqn/bit_flipping", -7, chosen=BY_HAND),
         Row("qrdqn/cartpole", 490),
-        Row("qrdqn/acrobot", -75, chosen=AGAIN),
+        Row("qrdqn/acrobot", -75),
         Row("qrdqn/mountaincar", -106, chosen=AGAIN),
         Row("c51/cartpole", 490, chosen=FROM_1000),
         Row("c51/lunarlander_rainbow", 154),
