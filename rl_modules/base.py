@@ -171,7 +171,9 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         Raises:
             UsageError: the module knows no spaces.
         """
-        if not self.is_built:
+        knows_spaces = None not in (self.hparams.get("observation_space"), self.hparams.get("action_space"))
+        # Without `strict` Lightning asks in the process that started ranks, whose module may never have seen a space.
+        if not self.is_built and (strict or knows_spaces):
             self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
 

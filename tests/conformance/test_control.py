@@ -656,9 +656,9 @@ def test_a_subclass_of_the_three_pieces_trains() -> None:
 
 
 def without_super(base: type, hooks: tuple[str, ...], called: list[str]) -> Any:
-    """A subclass of the same name that overrides hooks as in a plain LightningModule."""
+    """A subclass that overrides hooks as in a plain LightningModule."""
     overridden = {name: lambda self, *args, n=name, **kwargs: called.append(n) for name in hooks}
-    return type(base.__name__, (base,), {"__module__": __name__, **overridden})
+    return type("Mine", (base,), {"__module__": __name__, **overridden})
 
 
 @each
@@ -669,21 +669,22 @@ def test_hooks_of_a_subclass_need_no_super(case: Case, tmp_path: Path) -> None:
              "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "on_save_checkpoint",
              "on_load_checkpoint", "teardown")  # fmt: skip
     called: list[str] = []
-    model = without_super(getattr(rl_modules, case.name), hooks, called)
-    data = without_super(type(case.make_data()), ("setup", "teardown"), called)
+    drawn: list[Any] = []
 
-    def make_data() -> Any:
-        plain = case.make_data()
-        return data(case.env_id, **{k: v for k, v in plain.hparams.items() if k not in ("env_id", "total_timesteps")},
-                    total_timesteps=128)  # fmt: skip
+    def run(own: bool, ckpt_path: Path | None = None) -> L.Trainer:
+        model = without_super(getattr(rl_modules, case.name), hooks if own else (), called)
+        data = without_super(type(case.make_data()), ("setup", "teardown") if own else (), called)
+        settings = {k: v for k, v in case.make_data().hparams.items() if k != "env_id"}
+        rows = Rows()
+        drawn.append(rows.rows)
+        return fit(model(**case.model), data(case.env_id, **{**settings, "total_timesteps": 128}),
+                   logger=rows.logger(tmp_path), ckpt_path=ckpt_path)  # fmt: skip
 
-    rows, plain_rows = Rows(), Rows()
-    fit(case.make_model(), case.make_data(total_timesteps=128),
-        logger=plain_rows.logger(tmp_path)).save_checkpoint(tmp_path / "plain.ckpt")  # fmt: skip
-    fit(model(**case.model), make_data(), logger=rows.logger(tmp_path)).save_checkpoint(tmp_path / "own.ckpt")
+    run(own=False).save_checkpoint(tmp_path / "plain.ckpt")
+    run(own=True).save_checkpoint(tmp_path / "own.ckpt")
     assert_equal_checkpoints(tmp_path / "plain.ckpt", tmp_path / "own.ckpt")
-    assert [sorted(metrics) for _, metrics in rows.rows] == [sorted(metrics) for _, metrics in plain_rows.rows]
-    fit(model(**case.model), make_data(), ckpt_path=tmp_path / "own.ckpt")
+    assert [sorted(metrics) for _, metrics in drawn[0]] == [sorted(metrics) for _, metrics in drawn[1]]
+    run(own=True, ckpt_path=tmp_path / "own.ckpt")
     assert set(called) == set(hooks)
 
 

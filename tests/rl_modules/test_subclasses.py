@@ -222,11 +222,11 @@ def test_hooks_of_a_language_algorithm_need_no_super(base, make_data, tmp_path):
 
     def without_super(cls, names):
         own = {name: lambda self, *args, n=name, **kwargs: called.append(n) for name in names}
-        return type(cls.__name__, (cls,), {"__module__": __name__, **own})
+        return type("Mine", (cls,), {"__module__": __name__, **own})
 
     arguments = {"model_config": TINY, "logging_steps": 1, "max_completion_length": 4}
     run = {"max_steps": 2}
-    plain = fit(base(**arguments), make_data(modules[base]), **run)
+    plain = fit(without_super(base, ())(**arguments), make_data(without_super(modules[base], ())), **run)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     model, data = without_super(base, hooks), without_super(modules[base], ("setup", "teardown"))
     own = fit(model(**arguments), make_data(data), **run)
