@@ -20,6 +20,8 @@ from rl_modules.common.extras import install
 #: Package and base class of what each group names.
 PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
+#: Options that name a class.
+_CLASS_OPTIONS = ("--model", "--data", "--model.class_path", "--data.class_path")
 
 
 def chosen_classes(args: Sequence[str]) -> dict[str, type]:
@@ -52,10 +54,64 @@ def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
                 path = node.get("class_path") if isinstance(node, dict) else node
                 if group in PACKAGES and isinstance(path, str):
                     yield group, path
-        elif name in ("--model", "--data", "--model.class_path", "--data.class_path"):
+        elif name in _CLASS_OPTIONS:
             value = value if equals else next(pending, "")
             if value and not value.startswith(("-", "{")):
                 yield name[2:].partition(".")[0], value
+
+
+def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
+    """A command line whose short names are this project's classes, although a module of the user's, imported by now,
+    has one of the same name (``my_ppo.PPO``), between which the parser could not choose.
+
+    Args:
+        args: the words after the command; each config is the path of a file.
+        folder: where copies of the configs that change are written.
+    """
+    shared = {group: _shared_names(group) for group in PACKAGES}
+    if not any(shared.values()):
+        return list(args)
+    found: list[str] = []
+    pending = iter(args)
+    for arg in pending:
+        name, equals, value = arg.partition("=")
+        group = name[2:].partition(".")[0]
+        if name not in ("--config", *_CLASS_OPTIONS):
+            found.append(arg)
+            continue
+        if not equals and (value := next(pending, "")) == "":
+            found.append(arg)  # the parser asks for the value
+            continue
+        if name == "--config":
+            value = _config_with_full_names(Path(value), shared, folder / f"{len(found)}_full.yaml")
+        elif value in shared[group]:
+            value = f"{PACKAGES[group].__name__}.{value}"
+        found += [name, value]
+    return found
+
+
+def _shared_names(group: str) -> set[str]:
+    """Short names that a class of this project and an imported one of the user's have."""
+    package = PACKAGES[group]
+    others = {cls.__name__ for cls in _subclasses(BASES[group]) if cls.__module__.split(".")[0] != package.__name__}
+    return others & set(package.__all__)
+
+
+def _config_with_full_names(path: Path, shared: dict[str, set[str]], copy: Path) -> str:
+    config = yaml.safe_load(path.read_text("utf-8"))
+    changed = False
+    for group, names in shared.items():
+        node = config.get(group)
+        short = node.get("class_path") if isinstance(node, dict) else node
+        if short not in names:
+            continue
+        full = f"{PACKAGES[group].__name__}.{short}"
+        config[group] = {**node, "class_path": full} if isinstance(node, dict) else full
+        changed = True
+    if not changed:
+        return str(path)
+    copy.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "utf-8")
+    return str(copy)
 
 
 def _resolve(group: str, path: str) -> type:

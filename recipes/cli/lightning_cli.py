@@ -20,7 +20,7 @@ from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
 from recipes.cli import config_files, resume, runs, summary, trainer_settings
-from recipes.cli.classes import accepts, chosen_classes
+from recipes.cli.classes import accepts, chosen_classes, with_full_names
 from recipes.cli.parser import RLParser, add_arguments
 from recipes.cli.sentences import unknown_monitor, which_class
 from recipes.cli.whole_numbers import accept_whole_floats
@@ -46,6 +46,7 @@ class RLCLI(LightningCLI):
         if command != "fit":
             args = config_files.for_evaluation(args, Path(self._folder.name))
         RLParser.chosen = chosen_classes(args)
+        args = with_full_names(args, Path(self._folder.name))
         words = [word for arg in args for word in arg.split("=", 1)]
         RLParser.checkpoint = next((path for name, path in pairwise(words) if name == "--ckpt_path"), None)
         args = accept_whole_floats(args, RLParser.chosen.values())
