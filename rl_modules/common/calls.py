@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.foreign_names import in_python
-from rl_modules.common.hooks import PACKAGES, is_ours, keep_hooks
+from rl_modules.common.hooks import is_ours, keep_hooks
 from rl_modules.common.storable import is_storable, name_of
 
 
@@ -89,7 +89,7 @@ def set_by_subclass(module: Any) -> set[str]:
     """
     cls: type = type(module)
     init: Callable = cls.__init__  # type: ignore[misc]
-    if init.__module__.partition(".")[0] in PACKAGES:
+    if is_ours(init):
         return set()
     taken = {*inspect.signature(init).parameters, *module.given_names}
     chosen = _declared(base for base in cls.__mro__ if issubclass(base, CheckedCall)) - taken

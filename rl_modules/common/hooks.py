@@ -10,13 +10,10 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-#: Whose classes are this project's.
-PACKAGES = ("rl_modules", "datamodules")
 
-
-def is_ours(cls: type) -> bool:
-    """Whether a class is this project's."""
-    return cls.__module__.partition(".")[0] in PACKAGES
+def is_ours(defined: Any) -> bool:
+    """Whether a class or function is this project's."""
+    return defined.__module__.partition(".")[0] in ("rl_modules", "datamodules")
 
 
 def keep_hooks(cls: type) -> None:
