@@ -29,7 +29,7 @@ class CheckpointMixin(MetricsMixin):
         self.observation_statistics: Statistics = None
         #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
         self.normalizer_state: dict[str, Any] | None = None
-        # Gradients of the unfinished step in the loaded checkpoint, until training goes on.
+        # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

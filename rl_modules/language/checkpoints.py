@@ -27,7 +27,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
     _sources: Sources
     _left_out: set[str]
-    # Gradients of the unfinished step in the loaded checkpoint, until training goes on.
+    # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
     _gradients: dict[str, Tensor]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
