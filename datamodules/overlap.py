@@ -88,6 +88,7 @@ def rollout_act(learner: Any) -> Act:
 def frozen_copy(learner: Any) -> Any:
     """A copy whose networks are its own and in evaluation mode, and whose other attributes are the learner's."""
     other = copy.copy(learner)
+    other.__dict__["_trainer"] = learner._trainer  # a copy has none
     other.__dict__["_modules"] = {name: copy.deepcopy(part).eval() for name, part in learner._modules.items()}
     other.__dict__["training"] = False
     return other.requires_grad_(False)

@@ -84,7 +84,6 @@ class RolloutDataModule(ControlDataModule):
         self._position = 0
         self._fields: Batch | None = None
         self._order: Tensor | None = None
-        self._shuffler = torch.Generator()
         self.overlap = overlap
         self._ahead = CollectedAhead(self._collect)
 
@@ -95,7 +94,7 @@ class RolloutDataModule(ControlDataModule):
 
             self.collector.memory = Memory(self.learner)
         self._resolve()
-        self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
+        self._shuffler = torch.Generator().manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
         self._position = 0
         self._fields = self._order = None
         self._ahead = CollectedAhead(self._collect)

@@ -19,6 +19,7 @@ from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import networks_to_plain
+from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.ranges import check_ranges, check_widths
@@ -171,9 +172,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         Raises:
             UsageError: the module knows no spaces.
         """
-        knows_spaces = None not in (self.hparams.get("observation_space"), self.hparams.get("action_space"))
-        # Without `strict` Lightning asks in the process that started ranks, whose module may never have seen a space.
-        if not self.is_built and (strict or knows_spaces):
+        # What a rank returned brings the spaces.
+        if not self.is_built and CHECKPOINT not in state_dict:
             self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -311,7 +311,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     def __getstate__(self) -> dict[str, Any]:
         # Generators can't be pickled; the next `predict` makes a new one.
-        return {**self.__dict__, "_predict_generator": None}
+        return {**super().__getstate__(), "_predict_generator": None}
 
     # ---------------------------------------------------------------- hooks of a fit
 

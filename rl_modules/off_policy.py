@@ -324,14 +324,14 @@ class OffPolicyActorCritic(ControlModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # A generator can't be pickled: its state travels.
-        state = None if self._generator is None else self._generator.get_state()
+        state = None if self._generator is None else self._generator.get_state().numpy()
         return {**super().__getstate__(), "_generator": state, "_lists": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if state["_generator"] is not None:
             self._generator = torch.Generator()
-            self._generator.set_state(state["_generator"])
+            self._generator.set_state(torch.tensor(state["_generator"]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -98,7 +98,6 @@ class PromptDataModule(LanguageDataModule):
         self._fields: dict[str, Tensor] | None = None
         self._lengths: RowLengths | None = None  # of the rows of `_fields`, on the host
         self._order = torch.empty(0, dtype=torch.int64)
-        self._shuffler = torch.Generator()
         self._written_at = -1
         self._told_of_lacking = False
 
@@ -118,7 +117,7 @@ class PromptDataModule(LanguageDataModule):
             self._check_async()
             self._ahead.clear()
             self._early, self._states = {}, {}
-            self._shuffler.manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
+            self._shuffler = torch.Generator().manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
             self._fields = self._lengths = None
             self._written_at = -1

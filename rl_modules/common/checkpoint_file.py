@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.launched import ReturnsFromRanks
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
@@ -45,7 +46,7 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
     return checkpoint
 
 
-class LoadsCheckpoints:
+class LoadsCheckpoints(ReturnsFromRanks):
     """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
 
     @classmethod

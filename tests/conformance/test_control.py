@@ -432,11 +432,11 @@ def test_an_interrupted_fit_can_be_followed_by_another(case: Case) -> None:
 def test_the_module_is_copied_and_pickled(case: Case) -> None:
     model, data = case.make_model(), case.make_data()
     fit(model, data)
-    model.trainer = None
     data.setup("test")
     observation = np.stack([data.observation_space.sample() for _ in range(8)])
     expected, _ = model.predict(observation, deterministic=True)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again._trainer is None, "the copy holds the Trainer, and with it the environments"
         np.testing.assert_array_equal(again.predict(observation, deterministic=True)[0], expected)
         fit(again, case.make_data())
     assert not differ(weights(model), weights(copy.deepcopy(model)))

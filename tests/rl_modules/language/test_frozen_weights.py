@@ -2,6 +2,7 @@
 
 import shutil
 
+import lightning as L
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -77,6 +78,24 @@ CASES = {
     "ppo lora": (lambda p: RLHFPPO(p["policy"], p["judge"], lora=LORA, **SAMPLING), ppo_prompts,
                  {"model", "value_model", "reward_offset"}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick(CASES, "sft lora"))
+def test_ranks_return_what_they_trained_and_the_frozen_weights_come_from_their_path(case, paths, tmp_path):
+    make, data, _ = CASES[case]
+    model = make(paths)
+    fit(model, data(), max_epochs=1, devices=2, strategy="ddp_fork", callbacks=[SaveAtEnd(tmp_path / "rank.ckpt")])
+    saved = type(model).load_from_checkpoint(tmp_path / "rank.ckpt").state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, saved[name]), name
+
+
+class SaveAtEnd(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("case", quick(CASES, "sft lora", "grpo moving reference", "ppo lora"))

@@ -117,12 +117,17 @@ def test_two_ranks_take_the_step_of_one_with_twice_the_pairs(make_trainer, data,
     trainer.fit(module, datamodule=data(batch_size=6))
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     two = make_trainer(max_steps=3, devices=2, strategy="ddp_fork", callbacks=[Save(tmp_path / "two.ckpt")])
-    two.fit(model(optimizer=sgd), datamodule=data(batch_size=3, eval_steps=3))
+    returned = model(optimizer=sgd)
+    two.fit(returned, datamodule=data(batch_size=3, eval_steps=3))
     one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("one.ckpt", "two.ckpt"))
     for name, value in one["state_dict"].items():
         torch.testing.assert_close(other["state_dict"][name], value, atol=1e-6, rtol=1e-5)
     assert other["reward_offset"] == pytest.approx(one["reward_offset"], abs=1e-5)
     assert other["num_tokens"] == one["num_tokens"] > 0
+    # The process that started the ranks has what they learned.
+    for name, value in other["state_dict"].items():
+        assert torch.equal(returned.state_dict()[name], value), name
+    assert returned.reward_offset == other["reward_offset"]
 
 
 class Save(L.Callback):

@@ -1,0 +1,62 @@
+"""Training in ranks that a running process started: ``ddp_notebook``, ``ddp_fork`` and ``ddp_spawn``.
+
+Lightning returns a rank's state dict to that process, and loads of it what fits. The process has built no network yet,
+and has no statistics of a normaliser: without them it would evaluate new weights, without a word.
+"""
+
+import multiprocessing
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+
+#: Key of the checkpoint in a returned state dict.
+CHECKPOINT = "checkpoint_of_rank"
+
+
+def is_returning(trainer: Trainer | None) -> bool:
+    """Whether this process is a rank that another process started, and its ``fit`` has ended."""
+    return (
+        trainer is not None
+        and trainer.state.fn == TrainerFn.FITTING
+        and trainer.state.finished
+        and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+        and multiprocessing.parent_process() is not None
+    )
+
+
+class ReturnsFromRanks:
+    """Base of modules whose ranks return a checkpoint in place of their weights, as ``load_from_checkpoint`` needs."""
+
+    _trainer: Any
+    _has_returned = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the weights by name; to the process that started this rank, all that a checkpoint holds."""
+        weights = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if args or kwargs or self._has_returned or not is_returning(self._trainer):
+            return weights
+        self._has_returned = True
+        module: Any = self
+        checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(module.hparams)}
+        module.on_save_checkpoint(checkpoint)
+        return {CHECKPOINT: checkpoint}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights, or what a rank has returned."""
+        if CHECKPOINT not in state_dict:
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        module: Any = self
+        checkpoint = state_dict[CHECKPOINT]
+        for name, value in checkpoint["hyper_parameters"].items():
+            if module.hparams.get(name) is None:  # spaces, or a language model's description
+                module.hparams[name] = value
+        # As `load_from_checkpoint` does, without a Trainer: this is no `fit` of this process.
+        trainer, self._trainer = self._trainer, None
+        try:
+            module.configure_model()
+            module.on_load_checkpoint(checkpoint)
+            return module.load_state_dict(checkpoint["state_dict"])
+        finally:
+            self._trainer = trainer
