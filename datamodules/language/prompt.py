@@ -98,6 +98,7 @@ class PromptDataModule(LanguageDataModule):
         self._fields: dict[str, Tensor] | None = None
         self._lengths: RowLengths | None = None  # of the rows of `_fields`, on the host
         self._order = torch.empty(0, dtype=torch.int64)
+        self._shuffler: torch.Generator | None = None  # a generator can't be pickled; `setup` makes it
         self._written_at = -1
         self._told_of_lacking = False
 
@@ -416,7 +417,7 @@ class PromptDataModule(LanguageDataModule):
         """Returns the position in the stream of prompts and the partly used generation, of every rank."""
         own = {
             "position": self._position,
-            "shuffler": self._shuffler.get_state(),
+            "shuffler": None if self._shuffler is None else self._shuffler.get_state(),
             "order": self._order,
             "written_at": self._written_at,
             "fields": self._half_used(),
@@ -452,7 +453,8 @@ class PromptDataModule(LanguageDataModule):
         self._position, self._written_at = own["position"], own["written_at"]
         self._ahead.load_state_dict(own.get("ahead", []), device)
         self._early, self._states = {}, own.get("trainer_states", {})
-        self._shuffler.set_state(own["shuffler"].cpu())
+        if self._shuffler is not None and own["shuffler"] is not None:  # None: written before any fit
+            self._shuffler.set_state(own["shuffler"].cpu())
         self._order = own["order"].cpu()
         self._fields = None if own["fields"] is None else {k: x.to(device) for k, x in own["fields"].items()}
         self._lengths = None if own["fields"] is None else RowLengths.of(own["fields"])
