@@ -32,22 +32,24 @@ def state_of_rank(states: list[Any], rank: int, world_size: int, n_envs: int) ->
     return states[rank]
 
 
-def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int]) -> int:
+def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
     """Where in its epoch a run resumes, in minibatches.
 
     Args:
         position: of the checkpoint's run.
         saved: its settings that decide an epoch's minibatches; ``length`` is their number.
         layout: this run's.
+        begun: whether the checkpoint holds experience of later epochs already.
 
     Raises:
-        UsageError: the checkpoint is from the middle of an epoch, and the settings differ.
+        UsageError: the settings differ, and the checkpoint is from the middle of an epoch or holds later experience.
     """
     if saved == layout:
         return position
-    if position % saved["length"]:
+    if position % saved["length"] or begun:
         changed = ", ".join(f"{name}={value} (it has {saved[name]})" for name, value in layout.items()
                             if value != saved[name] and name != "length")  # fmt: skip
-        raise UsageError(f"{changed}: the checkpoint is from the middle of an epoch, whose minibatches can't change; "
-                         "resume with the old settings, or from a finished run")  # fmt: skip
+        why = "holds experience of the next epoch" if begun else "is from the middle of an epoch"
+        raise UsageError(f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
+                         "settings, or from a finished run")  # fmt: skip
     return 0

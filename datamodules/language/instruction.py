@@ -291,7 +291,8 @@ class InstructionDataModule(LanguageDataModule):
         here = self.state_dict()
         for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
                                ("micro_batches", "trainer.accumulate_grad_batches")):  # fmt: skip
-            if state_dict[name] != here[name]:
+            # Before the first step any settings resume, as Lightning's batch-size finder does.
+            if state_dict["position"] and state_dict[name] != here[name]:
                 raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
                                  "with as many")  # fmt: skip
         self._position = state_dict["position"]

@@ -16,6 +16,7 @@ from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.language.trainer_state import TrainerState
 from datamodules.loader import LazyLoader
+from datamodules.resume import resumed_position
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.sampling import Completions
@@ -69,15 +70,9 @@ class PromptDataModule(LanguageDataModule):
             if hp[name] < least:
                 raise UsageError(f"{name}={hp[name]} must be at least {least}")
         self.num_generations: int = hp.num_generations
-        self.generation_size: int = self.batch_size * hp.steps_per_generation
-        if self.generation_size % num_generations:
-            raise UsageError(
-                f"num_generations={num_generations} does not divide batch_size*steps_per_generation="
-                f"{self.generation_size}; {num_generations * max(1, round(self.batch_size / num_generations))} is a "
-                "batch_size that fits"
-            )
         self.steps_per_generation: int = hp.steps_per_generation
         self.num_iterations: int = hp.num_iterations
+        self._check_generation_size()
         if dynamic_sampling and num_generations == 1:
             raise UsageError(f"dynamic_sampling={dynamic_sampling} replaces groups whose rewards are all equal, which "
                              "groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
@@ -125,14 +120,26 @@ class PromptDataModule(LanguageDataModule):
             self._told_of_lacking = False
 
     @property
+    def generation_size(self) -> int:
+        """Completions per generation and rank."""
+        return self.batch_size * self.steps_per_generation
+
+    def _check_generation_size(self) -> None:
+        n_each = self.num_generations
+        if self.generation_size % n_each:
+            raise UsageError(f"num_generations={n_each} does not divide batch_size*steps_per_generation="
+                             f"{self.generation_size}; {n_each * max(1, round(self.batch_size / n_each))} is a "
+                             "batch_size that fits")  # fmt: skip
+
+    @property
     def epochs_seen(self) -> float:
         return self.drawn / max(1, len(self.train_records if self.stream is None else self.stream))
 
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
-        steps = self.steps_per_generation * self.num_iterations
-        return LazyLoader(steps * self.learner_trainer.accumulate_grad_batches, self._minibatches)
+        self._check_generation_size()  # again: Lightning's batch-size finder sets the attribute
+        return LazyLoader(self._layout["length"], self._minibatches)
 
     def _minibatches(self) -> Iterator[Batch]:
         """One generation's micro-batches, from where the checkpoint left off."""
@@ -413,10 +420,19 @@ class PromptDataModule(LanguageDataModule):
 
     # ---------------------------------------------------------------- state
 
+    @property
+    def _layout(self) -> dict[str, int]:
+        """The settings that decide a generation's micro-batches; ``length`` is their number."""
+        names = ("batch_size", "num_generations", "steps_per_generation", "num_iterations")
+        n_micro = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        length = self.steps_per_generation * self.num_iterations * n_micro
+        return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream of prompts and the partly used generation, of every rank."""
         own = {
             "position": self._position,
+            "layout": self._layout,
             "shuffler": None if self._shuffler is None else self._shuffler.get_state(),
             "order": self._order,
             "written_at": self._written_at,
@@ -433,14 +449,13 @@ class PromptDataModule(LanguageDataModule):
     def _half_used(self) -> dict[str, Tensor] | None:
         if self._fields is None or self.trainer is None:
             return None
-        length = self.num_iterations * self.steps_per_generation * self.trainer.accumulate_grad_batches
-        return None if self._position >= length else {name: x.cpu() for name, x in self._fields.items()}
+        return None if self._position >= self._layout["length"] else {name: x.cpu() for name, x in self._fields.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`.
 
         Raises:
-            UsageError: the checkpoint has another number of ranks.
+            UsageError: the checkpoint has another number of ranks, or a generation of other settings.
         """
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
@@ -450,8 +465,10 @@ class PromptDataModule(LanguageDataModule):
         own = state_dict["ranks"][self._rank]
         device = self.trainer.strategy.root_device
         self.drawn, self.generation = state_dict["drawn"], state_dict["generation"]
-        self._position, self._written_at = own["position"], own["written_at"]
-        self._ahead.load_state_dict(own.get("ahead", []), device)
+        ahead, layout = own.get("ahead", []), own.get("layout", self._layout)
+        self._position = resumed_position(own["position"], layout, self._layout, begun=bool(ahead))
+        self._written_at = own["written_at"]
+        self._ahead.load_state_dict(ahead, device)
         self._early, self._states = {}, own.get("trainer_states", {})
         if self._shuffler is not None and own["shuffler"] is not None:  # None: written before any fit
             self._shuffler.set_state(own["shuffler"].cpu())

@@ -1,10 +1,12 @@
 """Generations handed out in minibatches: what each row holds, replacement of silent groups, exact resume."""
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 
 from datamodules.language.prompt import PromptDataModule, joined_sequences
 from datamodules.language.rows import groups_of, has_signal, joined
@@ -205,6 +207,46 @@ def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, micro):
         assert (stored is None) == (step % 4 == 0), "half-used generations are in the checkpoint, used ones are not"
         run("resumed.ckpt", part)
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+@pytest.mark.parametrize("changed", [{"batch_size": 16}, {"num_generations": 2}, {"num_iterations": 1},
+                                     {"steps_per_generation": 4}])  # fmt: skip
+def test_settings_change_between_generations_and_not_within_one(tmp_path, changed):
+    def data(**arguments):
+        return addition(**{"steps_per_generation": 2, "num_iterations": 2, **arguments})
+
+    every_step = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(Reinforce(), data(), max_steps=4, callbacks=[every_step], enable_checkpointing=True)
+    name = next(iter(changed))
+    with pytest.raises(UsageError, match=f"{name}={changed[name]} .it has .*middle of an epoch"):
+        fit(Reinforce(), data(**changed), ckpt_path=tmp_path / "step=3.ckpt", max_steps=6)
+    resumed = Reinforce()
+    fit(resumed, data(**changed), ckpt_path=tmp_path / "step=4.ckpt", max_steps=6)
+    assert [len(batch["tokens"]) for batch in resumed.seen] == [changed.get("batch_size", 8)] * 2
+
+
+def test_generations_written_ahead_keep_their_settings(tmp_path):
+    def run(ckpt_path=None, **arguments):
+        model = GRPO(model_config=TINY, max_completion_length=4)
+        return fit(model, addition(async_generations=1, **arguments), ckpt_path=ckpt_path, max_steps=2)
+
+    run().save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(UsageError, match="num_generations=2 .it has 4.*experience of the next epoch"):
+        run(tmp_path / "a.ckpt", num_generations=2)
+
+
+def test_lightnings_batch_size_finder_tries_whole_generations(tmp_path):
+    model, data = Reinforce(), addition(steps_per_generation=2)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    Tuner(trainer).scale_batch_size(model, datamodule=data, init_val=4, max_trials=3, steps_per_trial=2)
+    assert [len(batch["tokens"]) for batch in model.seen] == [4, 4, 8, 8, 16, 16]
+    data.batch_size = 6
+    with pytest.raises(UsageError, match="num_generations=4 does not divide"):
+        addition(batch_size=6, steps_per_generation=1)
+    data.steps_per_generation = 1
+    with pytest.raises(UsageError, match="num_generations=4 does not divide"):
+        fit(Reinforce(), data)
 
 
 def test_joined_sequences_by_hand():

@@ -9,13 +9,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from transformers import GenerationConfig
 
-from datamodules import PromptDataModule
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import plain
+from rl_modules.language.dpo import DPO
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
@@ -137,6 +139,29 @@ def test_a_warm_start_from_a_checkpoint_is_a_new_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_resumed_run_keeps_its_state(micro: int, tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: grpo(logging_steps=3), addition, tmp_path, epochs=3, accumulate_grad_batches=micro)
+
+
+@pytest.mark.parametrize("pair", [
+    (SFT, lambda: InstructionDataModule("addition", batch_size=8, n_train=16, eval_steps=0)),
+    (DPO, lambda: PreferenceDataModule("paths", batch_size=8, n_train=16, eval_steps=0)),
+])  # fmt: skip
+def test_the_batch_size_that_lightning_finds_is_trained_with(pair: Any, tmp_path: Path) -> None:
+    kind, make = pair
+    seen: list[int] = []
+
+    class Mine(kind):  # type: ignore[misc]
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+            seen.append(len(batch["tokens" if kind is SFT else "index"]))
+            return super().training_step(batch, batch_idx)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", default_root_dir=tmp_path, callbacks=[finder], enable_checkpointing=False,
+        **quiet,
+    )  # fmt: skip
+    trainer.fit(Mine(model_config=TINY), datamodule=make())
+    assert seen == [2, 4, 4, 4]
 
 
 def test_unlogged_sums_of_a_checkpoint_follow_the_module_to_its_device() -> None:
