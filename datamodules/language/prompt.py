@@ -139,11 +139,16 @@ class PromptDataModule(LanguageDataModule):
 
     def train_dataloader(self) -> LazyLoader:
         self._check_generation_size()  # again: Lightning's batch-size finder sets the attribute
+        self._n_micro = self.learner_trainer.accumulate_grad_batches
         return LazyLoader(self._layout["length"], self._minibatches)
 
     def _minibatches(self) -> Iterator[Batch]:
         """One generation's micro-batches, from where the checkpoint left off."""
-        n_micro = self.learner_trainer.accumulate_grad_batches
+        n_micro = self._n_micro
+        if (now := self.learner_trainer.accumulate_grad_batches) != n_micro:
+            raise UsageError(f"GradientAccumulationScheduler changed accumulate_grad_batches from {n_micro} to {now} "
+                             f"within the run, but Lightning keeps the number of micro-batches of batch_size="
+                             f"{self.batch_size}; give one number to the Trainer")  # fmt: skip
         per_pass = self.steps_per_generation * n_micro
         length = self.num_iterations * per_pass
         if self._position >= length:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from datamodules.language.prompt import PromptDataModule, joined_sequences
@@ -247,6 +247,11 @@ def test_lightnings_batch_size_finder_tries_whole_generations(tmp_path):
     data.steps_per_generation = 1
     with pytest.raises(UsageError, match="num_generations=4 does not divide"):
         fit(Reinforce(), data)
+
+
+def test_a_schedule_of_accumulation_is_refused():
+    with pytest.raises(UsageError, match="changed accumulate_grad_batches from 1 to 2"):
+        fit(Reinforce(), addition(), max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
 
 
 def test_joined_sequences_by_hand():
