@@ -1,5 +1,6 @@
 """What every language datamodule shares: records, their tokens, the order of training, evaluation."""
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.storable import make_plain
+from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -165,6 +167,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
         self._encoder: TextEncoder | None = None
+        # What the records were encoded with; None: there are none yet.
+        self._encoding: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- records and tokens
 
@@ -172,6 +176,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         hp: Any = self.hparams
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
+        if self._encoding is not None and not _is_same(self._encoding, self.encoding()):
+            self.forget_records()
         if stage == "fit" and hp.streaming:
             self.stream = self.open_stream()
         elif stage == "fit" and not self.train_records:
@@ -179,8 +185,20 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         wants_eval = hp.n_eval and (stage != "fit" or hp.eval_steps)
         if wants_eval and not self.eval_records:
             self.eval_records = self.load_split("test", hp.n_eval)
+        if self.train_records or self.eval_records:
+            self._encoding = self.encoding()
         if stage == "fit":
             self._schedule_evaluation()
+
+    def encoding(self) -> dict[str, Any]:
+        """Returns what the records' token ids depend on in the module: another one may read them otherwise."""
+        return {"tokenizer": self.policy.tokenizer, "max_length": self.policy.max_length}
+
+    def forget_records(self) -> None:
+        """Drops the encoded records, to load them for another module; a subclass drops what it made of them."""
+        self.train_records, self.eval_records = [], []
+        self._permutations = {}
+        self._encoding = None
 
     def open_stream(self) -> RecordStream:
         """The training records, read as they are needed."""
@@ -436,6 +454,13 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     @property
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer is not None else 1
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two modules read texts alike; each module has a tokenizer object of its own."""
+    tokenizers = one["tokenizer"], other["tokenizer"]
+    alike = tokenizers[0] is tokenizers[1] or operator.eq(*map(tokenizer_to_dict, tokenizers))
+    return alike and {**one, "tokenizer": None} == {**other, "tokenizer": None}
 
 
 def _as_text(prompt: str | list[dict[str, Any]]) -> str:

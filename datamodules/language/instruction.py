@@ -87,6 +87,10 @@ class InstructionDataModule(LanguageDataModule):
             self._position = 0
             self._bucket = (-1, [])
 
+    def forget_records(self) -> None:
+        super().forget_records()
+        self.sequences = None
+
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds the token ids of prompts and, for demonstrations, of completions with their EOS."""
         records = super().encode(records)

@@ -119,9 +119,10 @@ class PreferenceDataModule(LanguageDataModule):
         self._position = 0  # micro-batches handed out since the run began
 
     def setup(self, stage: str) -> None:
-        if self.unpaired and self.task is None:
-            # `reshape` takes rows of either form, and refuses others.
-            self.required = self.eval_required = ("prompt",)
+        # For single answers `reshape` takes rows of either form, and refuses others.
+        single = self.unpaired and self.task is None
+        self.required = ("prompt",) if single else type(self).required
+        self.eval_required = ("prompt",) if single else type(self).eval_required
         super().setup(stage)
         self.train_pairs, self.eval_pairs = as_pairs(self.train_records), as_pairs(self.eval_records)
         if stage != "fit":
@@ -166,6 +167,13 @@ class PreferenceDataModule(LanguageDataModule):
         return scores
 
     # ---------------------------------------------------------------- records and tokens
+
+    def encoding(self) -> dict[str, Any]:
+        return {**super().encoding(), "unpaired": self.unpaired}
+
+    def forget_records(self) -> None:
+        super().forget_records()
+        self.demonstration_ids = []
 
     def reshape(self, row: Record, place: str) -> Record:
         """Converts any form of a preference to ``prompt`` and two texts, or ``completion`` and ``label``; checks the

@@ -119,6 +119,10 @@ class PromptDataModule(LanguageDataModule):
             self._written_at = -1
             self._told_of_lacking = False
 
+    def forget_records(self) -> None:
+        super().forget_records()
+        self.demonstrations = None
+
     @property
     def generation_size(self) -> int:
         """Completions per generation and rank."""
