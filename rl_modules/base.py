@@ -184,6 +184,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._sums.clear()
         self._latest = {}
         self._scheduled_at = -1
+        self._rate_applied = self.learning_rate
         self._gradients = {}
         self.grad_norm = None
 
@@ -344,11 +345,16 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     def update_schedules(self, progress_remaining: float) -> None:
         """Sets every scheduled value; called at the start and after new experience was collected."""
-        if self.learning_rate is not None:
-            value = schedule_value(parse_schedule(self.learning_rate, "learning_rate"), progress_remaining)
+        if self.learning_rate is None:
+            return
+        schedule = parse_schedule(self.learning_rate, "learning_rate")
+        # A constant is set once: afterwards `lr_scheduler` or a callback may change the optimizer's rate.
+        is_new = self.learning_rate != self._rate_applied and self.scheduler_factory is None
+        if schedule.decays or is_new:
             for optimizer in self.trainer.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = value
+                    group["lr"] = schedule_value(schedule, progress_remaining)
+        self._rate_applied = self.learning_rate
 
     @property
     def _is_alone(self) -> bool:

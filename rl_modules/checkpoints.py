@@ -29,6 +29,8 @@ class CheckpointMixin(MetricsMixin):
         self.observation_statistics: Statistics = None
         #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
         self.normalizer_state: dict[str, Any] | None = None
+        # The `learning_rate` that the optimizers were last set to.
+        self._rate_applied: float | str | None = None
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
 
@@ -64,6 +66,7 @@ class CheckpointMixin(MetricsMixin):
         widen(self, checkpoint.get("state_dict", {}))
         if self.is_fitting:
             self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
+            self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate")  # in the optimizers' state
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 

@@ -16,6 +16,9 @@ from rl_modules.common.import_path import Custom
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.distributions import Distribution, distribution_from
 
+#: ε = 0 allows no update: a linear schedule's last rollout keeps this.
+LEAST_CLIP_RANGE = 1e-8
+
 
 class PPO(ActorCriticModule):
     """Proximal policy optimization, with the clipped objective or the adaptive KL penalty.
@@ -106,9 +109,11 @@ class PPO(ActorCriticModule):
             observation_space, action_space, init_from,
         )  # fmt: skip
         self.clip_schedule = parse_schedule(clip_range, "clip_range")
-        self.clip_range = self.clip_schedule[0]
+        self.clip_range = max(self.clip_schedule.initial, LEAST_CLIP_RANGE)
         self.clip_vf_schedule = None if clip_range_vf is None else parse_schedule(clip_range_vf, "clip_range_vf")
-        self.clip_range_vf = None if self.clip_vf_schedule is None else self.clip_vf_schedule[0]
+        self.clip_range_vf: float | None = None
+        if self.clip_vf_schedule is not None:
+            self.clip_range_vf = max(self.clip_vf_schedule.initial, LEAST_CLIP_RANGE)
         self.ent_schedule = parse_schedule(ent_coef, "ent_coef")
         self.ent_coef = self.ent_schedule.initial
         self.vf_coef = float(vf_coef)
@@ -192,10 +197,10 @@ class PPO(ActorCriticModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        # ε = 0 allows no update: a linear schedule's last rollout keeps a positive value.
-        self.clip_range = max(schedule_value(self.clip_schedule, progress_remaining), 1e-8)
-        if self.clip_vf_schedule is not None:
-            self.clip_range_vf = max(schedule_value(self.clip_vf_schedule, progress_remaining), 1e-8)
+        if self.clip_schedule.decays:
+            self.clip_range = max(schedule_value(self.clip_schedule, progress_remaining), LEAST_CLIP_RANGE)
+        if self.clip_vf_schedule is not None and self.clip_vf_schedule.decays:
+            self.clip_range_vf = max(schedule_value(self.clip_vf_schedule, progress_remaining), LEAST_CLIP_RANGE)
         if not self.penalizes:
             self.record_now(clip_range=self.clip_range)
 

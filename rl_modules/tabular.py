@@ -260,7 +260,8 @@ class TabularControl(ControlModule):
         self.epsilon = self._exploration_rate(progress_remaining)
         self._latest["rollout/exploration_rate"] = self.epsilon
         if self.step_schedule is not None:
-            self.step_size = schedule_value(self.step_schedule, progress_remaining)
+            if self.step_schedule.decays:
+                self.step_size = schedule_value(self.step_schedule, progress_remaining)
             self.record_now(learning_rate=self.step_size)
 
     def _exploration_rate(self, progress_remaining: float) -> float:

@@ -306,8 +306,9 @@ class TRPO(ActorCriticModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        # A trust region of size 0 allows no step: a linear schedule's last rollout keeps a positive value.
-        self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-3 * self.kl_schedule[0])
+        if self.kl_schedule.decays:
+            # A trust region of size 0 allows no step: a linear schedule's last rollout keeps a positive value.
+            self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-3 * self.kl_schedule.initial)
         self.record_now(target_kl=self.target_kl)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
