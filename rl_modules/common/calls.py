@@ -83,6 +83,13 @@ def declared_here(cls: type) -> frozenset[str]:
     return _declared(base for base in cls.__mro__ if is_ours(base))
 
 
+def default_of(cls: type, name: str) -> Any:
+    """Returns the default of an argument that a class or one of its bases declares."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    declared = (inspect.signature(constructor).parameters.get(name) for constructor in constructors)
+    return next(parameter.default for parameter in declared if parameter is not None)
+
+
 def set_by_subclass(module: Any) -> set[str]:
     """Hyperparameters whose values a constructor of the user's may have chosen, as in ``super().__init__(gamma=0.9,
     **arguments)``. It chooses them again when a checkpoint is loaded, and would refuse them as arguments.

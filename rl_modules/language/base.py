@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from rl_modules.common.calls import CheckedCall
+from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.storable import make_plain
@@ -75,7 +76,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         weight_decay: of AdamW, on matrices (not on biases and norms).
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
-        optimizer: callable from parameters to an optimizer; None: AdamW with the settings above.
+        optimizer: callable from parameters to an optimizer, which has a rate of its own; None: AdamW with the settings
+            above.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
         logging_steps: optimizer steps between two points of the training curves; ≥ 1.
         save_frozen_weights: write weights that are never trained (the base under ``lora``, a reference, a reward model)
@@ -377,6 +379,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
         optimizer = (self.optimizer_factory or self.default_optimizer)(trainable)
+        if self.optimizer_factory is not None and self.learning_rate != default_of(type(self), "learning_rate"):
+            rank_zero_warn(f"learning_rate={self.learning_rate} is AdamW's and has no effect: optimizer="
+                           f"{type(optimizer).__name__} brings its own, {optimizer.param_groups[0]['lr']}")  # fmt: skip
         if self.scheduler_factory is not None:
             scheduler: Any = self.scheduler_factory(optimizer)
         else:

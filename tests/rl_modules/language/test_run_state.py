@@ -164,6 +164,15 @@ def test_the_batch_size_that_lightning_finds_is_trained_with(pair: Any, tmp_path
     assert seen == [2, 4, 4, 4]
 
 
+def test_a_learning_rate_beside_an_optimizer_is_said_to_have_no_effect(recwarn: pytest.WarningsRecorder) -> None:
+    fit(grpo(learning_rate=5e-5, optimizer=torch.optim.Adam), addition(), max_steps=1)
+    sentence = "learning_rate=5e-05 is AdamW's and has no effect: optimizer=Adam brings its own, 0.001"
+    assert [str(w.message) for w in recwarn if "learning_rate" in str(w.message)] == [sentence]
+    recwarn.clear()
+    fit(grpo(learning_rate=1e-6, optimizer=torch.optim.Adam), addition(), max_steps=1)
+    assert not [w for w in recwarn if "learning_rate" in str(w.message)]
+
+
 def test_unlogged_sums_of_a_checkpoint_follow_the_module_to_its_device() -> None:
     """The meta device stands for a GPU: an operation between it and the CPU raises there too."""
     module = grpo()
