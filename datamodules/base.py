@@ -119,6 +119,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
     kind = "rollouts"
+    #: Settings that follow the algorithm where they are not given, see :meth:`resolve`.
+    filled_in: tuple[str, ...] = ()
     env_id = _of_environments("env_id")
     env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
     eval_env_kwargs, eval_wrappers = _of_environments("eval_env_kwargs"), _of_environments("eval_wrappers")
@@ -192,6 +194,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             if value not in known:
                 raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}")
         self.num_timesteps = 0
+        # Settings as :meth:`resolve` left them.
+        self._resolved: dict[str, Any] = {}
         self._collector: Collector | None = None
         self._started_s = time.monotonic()
         self._started_at = 0
@@ -212,6 +216,19 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             self._started_s = time.monotonic()
             self.begin_run()
             self._schedule_evaluation()
+
+    def resolve(self) -> None:
+        """Fills in the settings that were not given by what the algorithm asks for; called at the start of each fit.
+        What was assigned to an attribute since, as in ``data.n_steps = 64``, counts as given.
+        """
+        for name, value in self._resolved.items():
+            if getattr(self, name) != value:
+                self.hparams[name] = getattr(self, name)
+        self._resolve()
+        self._resolved = {name: getattr(self, name) for name in self.filled_in}
+
+    def _resolve(self) -> None:
+        raise UsageError(f"{type(self).__name__} must define _resolve")
 
     def _check_vector(self, envs: VectorEnv) -> None:
         """Says which arguments of single environments a vector of the user's does not follow.

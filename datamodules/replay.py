@@ -88,6 +88,7 @@ class ReplayDataModule(ControlDataModule):
     """
 
     kind = "replay"
+    filled_in = ("batch_size", "train_freq", "gradient_steps", "rollouts_per_epoch")
     replay: ReplayBuffer
     sampler: UniformSampler | PrioritizedSampler
 
@@ -145,7 +146,7 @@ class ReplayDataModule(ControlDataModule):
         self.epsilon = prioritized_replay_eps
         if rollouts_per_epoch is not None:
             at_least("rollouts_per_epoch", rollouts_per_epoch)
-        self._resolve()
+        self.resolve()
         self._position = 0
         self._left = 0
         self._drawn: deque[Batch] = deque()
@@ -188,7 +189,7 @@ class ReplayDataModule(ControlDataModule):
 
     def begin_run(self) -> None:
         super().begin_run()
-        self._resolve()
+        self.resolve()
         self._require_memory()
         self.replay = self._make_buffer()
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs

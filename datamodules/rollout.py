@@ -56,6 +56,7 @@ class RolloutDataModule(ControlDataModule):
         UsageError: an argument that can't be used, in one sentence.
     """
 
+    filled_in = ("n_steps", "n_epochs", "batch_size", "rollouts_per_epoch")
     n_steps: int
     batch_size: int
     n_epochs: int
@@ -80,7 +81,7 @@ class RolloutDataModule(ControlDataModule):
             raise UsageError(f"batch_size={batch_size!r} must be a number, null for the whole rollout, or auto")
         if n_steps is not None and isinstance(self.hparams["batch_size"], int):
             self._check_batch_size(self.hparams["batch_size"], self.n_envs * n_steps)
-        self._resolve()
+        self.resolve()
         self._position = 0
         self._fields: Batch | None = None
         self._order: Tensor | None = None
@@ -93,7 +94,7 @@ class RolloutDataModule(ControlDataModule):
             from datamodules.memory import Memory  # only recurrent policies have one
 
             self.collector.memory = Memory(self.learner)
-        self._resolve()
+        self.resolve()
         self._shuffler = torch.Generator().manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
         self._position = 0
         self._fields = self._order = None

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 from torch.optim.lr_scheduler import ExponentialLR
 
-from datamodules import ReplayDataModule
+from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, PPO, SAC, TRPO
 from tests.training import fit, rollouts
 
@@ -92,3 +92,29 @@ def test_settings_of_a_callback_hold(kind: type, settings: dict[str, float]) -> 
             assert {name: getattr(pl_module, name) for name in settings} == settings
 
     fit(kind(), data(kind), callbacks=[Sets()])
+
+
+def test_settings_of_a_datamodule_change_between_fits() -> None:
+    once = rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=64)
+    fit(PPO(), once)
+    once.n_steps, once.n_epochs, once.batch_size = 16, 3, 8
+    trainer = fit(PPO(), once)
+    assert once.rollout["observation"].shape[0] == 2 * 16
+    assert trainer.global_step == 2 * 3 * 4 and once.hparams["n_steps"] == 16
+
+    replay = data(DQN)
+    fit(DQN(), replay)
+    replay.train_freq, replay.gradient_steps, replay.batch_size = 2, 3, 8
+    trainer = fit(DQN(), replay)
+    assert trainer.global_step == 40 // 2 * 3 and len(replay.sampler.draw(8)) == 8
+
+
+def test_a_subclass_sets_what_its_base_would_fill_in() -> None:
+    class Mine(RolloutDataModule):
+        def __init__(self, env_id: str, **arguments: Any) -> None:
+            super().__init__(env_id, **arguments)
+            self.n_steps = 4
+
+    mine = Mine("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, total_timesteps=32, eval_freq=0)
+    fit(PPO(), mine)
+    assert mine.rollout["observation"].shape[0] == 2 * 4
