@@ -69,6 +69,7 @@ class InstructionDataModule(LanguageDataModule):
         self.max_length = max_length
         self.sequences: Sequences | None = None
         self._position = 0  # micro-batches handed out
+        self._has_saved = False  # since the fit began
         self._bucket: tuple[int, list[Tensor]] = (-1, [])
 
     # ---------------------------------------------------------------- records
@@ -84,7 +85,7 @@ class InstructionDataModule(LanguageDataModule):
                                  "not know; set one of them")  # fmt: skip
             if self.sequences is None and self.stream is None:
                 self.sequences = self._as_sequences(self.train_records)
-            self._position = 0
+            self._position, self._has_saved = 0, False
             self._bucket = (-1, [])
 
     def forget_records(self) -> None:
@@ -281,6 +282,7 @@ class InstructionDataModule(LanguageDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream; everything else follows from the seed."""
+        self._has_saved = True
         return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
                 "ranks": self._world_size}  # fmt: skip
 
@@ -292,11 +294,12 @@ class InstructionDataModule(LanguageDataModule):
         """
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
+        # Lightning's batch-size finder returns to the state that this fit wrote before its first step.
+        own = self._has_saved and state_dict["position"] == 0
         here = self.state_dict()
         for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
                                ("micro_batches", "trainer.accumulate_grad_batches")):  # fmt: skip
-            # Before the first step any settings resume, as Lightning's batch-size finder does.
-            if state_dict["position"] and state_dict[name] != here[name]:
+            if not own and state_dict[name] != here[name]:
                 raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
                                  "with as many")  # fmt: skip
         self._position = state_dict["position"]

@@ -117,6 +117,7 @@ class PreferenceDataModule(LanguageDataModule):
         self.train_pairs = self.eval_pairs = Pairs([], [], [])
         self.demonstration_ids: list[Tensor] = []
         self._position = 0  # micro-batches handed out since the run began
+        self._has_saved = False  # since the run began
 
     def setup(self, stage: str) -> None:
         # For single answers `reshape` takes rows of either form, and refuses others.
@@ -132,7 +133,7 @@ class PreferenceDataModule(LanguageDataModule):
                              f"{self.batch_size} pairs that it divides")  # fmt: skip
         if not self.demonstration_ids and self._scores_demonstrations:
             self.demonstration_ids = self._load_demonstrations()
-        self._position = 0
+        self._position, self._has_saved = 0, False
 
     @property
     def _n_micro(self) -> int:
@@ -377,6 +378,7 @@ class PreferenceDataModule(LanguageDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream of pairs; everything else follows from the seed."""
+        self._has_saved = True
         return {"position": self._position, "micro_batches": self._n_micro, "batch_size": self.batch_size,
                 "ranks": self._world_size, "pairs": len(self.train_records)}  # fmt: skip
 
@@ -388,12 +390,13 @@ class PreferenceDataModule(LanguageDataModule):
         """
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
+        # Lightning's batch-size finder returns to the state that this fit wrote before its first step.
+        own = self._has_saved and state_dict["position"] == 0
         here = self.state_dict()
         for name, argument in (("ranks", "trainer.devices"), ("batch_size", "data.batch_size"),
                                ("micro_batches", "trainer.accumulate_grad_batches"),
                                ("pairs", "the number of training pairs")):  # fmt: skip
-            # Before the first step any settings resume, as Lightning's batch-size finder does.
-            if state_dict["position"] and state_dict[name] != here[name]:
+            if not own and state_dict[name] != here[name]:
                 raise UsageError(f"{argument}={here[name]} differs from the checkpoint's {state_dict[name]}; resume "
                                  "with as many")  # fmt: skip
         self._position = state_dict["position"]
