@@ -66,7 +66,8 @@ class CheckpointMixin(MetricsMixin):
         widen(self, checkpoint.get("state_dict", {}))
         if self.is_fitting:
             self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
-            self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate")  # in the optimizers' state
+            # In the optimizers' state; absent where a subclass sets it by itself.
+            self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate", self._rate_applied)
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 
