@@ -18,6 +18,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
+from rl_modules.gradient_hooks import GradientHooks
 
 
 class OffPolicyActorCritic(ControlModule):
@@ -35,7 +36,6 @@ class OffPolicyActorCritic(ControlModule):
         tau: how far an update moves the target networks, in (0, 1].
         n_critics: number of critics, ≥ 1.
         action_noise: added to the actions in training, in units of half their range; None: none.
-        max_grad_norm: global norm to clip the gradients of each step to; None: no clipping.
         net_arch: hidden widths, for policy and critics or ``{"pi": [...], "qf": [...]}``.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         learning_rate: as in :class:`~rl_modules.base.ControlModule`, like the arguments after it.
@@ -84,12 +84,13 @@ class OffPolicyActorCritic(ControlModule):
         self.n_updates = 0
         self._generator: torch.Generator | None = None
         self._lists: dict[str, list[Tensor]] | None = None
+        self._hooks: GradientHooks | None = None
 
     def begin_run(self) -> None:
         super().begin_run()
         self.td_error = None
         self.n_updates = 0
-        self._generator = self._lists = None
+        self._generator = self._lists = self._hooks = None
         if self.action_noise is not None:
             self.action_noise.reset()
 
@@ -258,7 +259,8 @@ class OffPolicyActorCritic(ControlModule):
         return (error if weight is None else error * weight).mean(1).sum()
 
     def step(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> None:
-        """One step of the optimizer for some of its parameters.
+        """One step of the optimizer for some of its parameters, after the hooks ``on_after_backward`` and
+        ``on_before_optimizer_step``.
 
         Args:
             parameters: those to change.
@@ -269,9 +271,13 @@ class OffPolicyActorCritic(ControlModule):
             gradients = self._over_ranks(list(gradients))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        if self._hooks is None:
+            self._hooks = GradientHooks(self.trainer)
+        self._hooks.after_backward()
         # The optimizers themselves, not Lightning's wrappers: an update is one step to Lightning, whatever it consists
         # of. A subclass may have one for each part; those whose parameters have no gradient change nothing.
         for optimizer in self.trainer.optimizers:
+            self._hooks.before_optimizer_step(optimizer)
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
@@ -325,7 +331,7 @@ class OffPolicyActorCritic(ControlModule):
     def __getstate__(self) -> dict[str, Any]:
         # A generator can't be pickled: its state travels.
         state = None if self._generator is None else self._generator.get_state().numpy()
-        return {**super().__getstate__(), "_generator": state, "_lists": None}
+        return {**super().__getstate__(), "_generator": state, "_lists": None, "_hooks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

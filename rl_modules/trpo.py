@@ -18,6 +18,7 @@ from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
 from rl_modules.distributions import Distribution, as_distribution
+from rl_modules.gradient_hooks import GradientHooks
 from rl_modules.networks import ValueNetwork
 
 
@@ -268,6 +269,7 @@ class TRPO(ActorCriticModule):
             The mean loss, a scalar in squared units of return.
         """
         optimizer: Any = self.optimizers()
+        hooks = GradientHooks(self.trainer)
         parameters = list(self.value_network.parameters())
         returns = batch["returns"]
         losses = []
@@ -281,6 +283,7 @@ class TRPO(ActorCriticModule):
                 gradients = torch.autograd.grad(loss, parameters)
                 for p, gradient in zip(parameters, gradients, strict=True):
                     p.grad = self.over_ranks(gradient)
+                hooks.after_backward()
                 optimizer.step()
                 losses.append(loss.detach())
         return torch.stack(losses).mean()

@@ -688,6 +688,35 @@ def test_hooks_of_a_subclass_need_no_super(case: Case, tmp_path: Path) -> None:
     assert set(called) == set(hooks)
 
 
+@each_gradient
+def test_hooks_of_a_gradient_are_called_with_it(case: Case) -> None:
+    """Where Lightning's documentation has gradient norms logged, for the module and for a callback."""
+    norms: dict[str, list[float]] = {"module": [], "callback": [], "backward": []}
+
+    def norm(module: Any) -> float:
+        gradients = [p.grad.double().norm() for p in module.parameters() if p.grad is not None]
+        return float(torch.stack(gradients).norm())
+
+    class Watch(L.Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            norms["backward"].append(norm(module))
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            norms["callback"].append(norm(module))
+
+    def own(self: Any, optimizer: Any) -> None:
+        norms["module"].append(norm(self))
+        self.log("own_norm", norms["module"][-1])
+
+    base = type(case.make_model())
+    mine = type("Mine", (base,), {"__module__": __name__, "on_before_optimizer_step": own})
+    trainer = fit(mine(**case.model), case.make_data(), callbacks=[Watch()])
+    assert norms["module"] == norms["callback"] == norms["backward"]
+    assert len(norms["module"]) >= trainer.global_step
+    assert all(value > 0 for value in norms["module"])
+    assert "own_norm" in trainer.callback_metrics
+
+
 def test_a_hook_that_calls_super_is_called_once() -> None:
     from rl_modules import PPO
 
