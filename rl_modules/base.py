@@ -326,7 +326,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     def on_train_start(self) -> None:
         super().on_train_start()
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
-        self.on_train_epoch_start()
+        self._see_epoch()
         self._scheduled_at = self.source.num_timesteps
         self.update_schedules(self.progress_remaining)
 
@@ -402,7 +402,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "
                                  "Lightning keeps no monitor then; override step_schedulers, which is called after "
                                  "every epoch, or take another scheduler")  # fmt: skip
-            scheduler.step()
+            self.lr_scheduler_step(scheduler, None)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         # The optimizer's own method does the same inside a profiler's scope, which takes longer than the work.

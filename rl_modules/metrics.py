@@ -151,6 +151,9 @@ class MetricsMixin(L.LightningModule):
         self._latest = {}
 
     def on_train_epoch_start(self) -> None:
+        self._see_epoch()
+
+    def _see_epoch(self) -> None:
         self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
 
     def on_train_epoch_end(self) -> None:

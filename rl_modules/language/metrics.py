@@ -187,6 +187,12 @@ class LanguageMetrics(L.LightningModule):
         return self.trainer.state.fn == "fit"
 
     def on_validation_epoch_end(self) -> None:
+        self._write_evaluation()
+
+    def on_test_epoch_end(self) -> None:
+        self._write_evaluation()
+
+    def _write_evaluation(self) -> None:
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
         # The last evaluation's derived ones are among the means by now.
@@ -195,6 +201,3 @@ class LanguageMetrics(L.LightningModule):
         if self._fitting:
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.trainer.global_step)
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()

@@ -124,6 +124,12 @@ class RewardModel(LanguageModule):
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
     def on_validation_epoch_end(self) -> None:
+        self._write_evaluation()
+
+    def on_test_epoch_end(self) -> None:
+        self._write_evaluation()
+
+    def _write_evaluation(self) -> None:
         scalars, bins = self.judged.compute()
         self.judged.reset()
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
@@ -137,9 +143,6 @@ class RewardModel(LanguageModule):
             if isinstance(logger, TensorBoardLogger) and self.trainer.is_global_zero:
                 picture = reliability_diagram(bins, float(scalars["calibration_error"]))
                 logger.experiment.add_image("eval/reliability", picture, step, dataformats="HWC")
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
 
     # ---------------------------------------------------------------- normalisation, export, checkpoints
 

@@ -717,6 +717,24 @@ def test_hooks_of_a_gradient_are_called_with_it(case: Case) -> None:
     assert "own_norm" in trainer.callback_metrics
 
 
+@each
+def test_hooks_of_a_subclass_are_called_as_often_as_a_callback_s(case: Case) -> None:
+    called: dict[str, list[str]] = {"module": [], "callback": []}
+    both = set(dir(L.Callback)) & set(dir(L.LightningModule))
+    hooks = tuple(name for name in both if name.startswith("on_") and "checkpoint" not in name)
+
+    class Watch(L.Callback):
+        pass
+
+    for name in hooks:
+        setattr(Watch, name, lambda self, *args, n=name, **kwargs: called["callback"].append(n))
+    model = without_super(type(case.make_model()), hooks, called["module"])(**case.model)
+    trainer = fit(model, case.make_data(), callbacks=[Watch()])
+    trainer.test(model, datamodule=case.make_data(), verbose=False)
+    assert sorted(called["module"]) == sorted(called["callback"])
+    assert {"on_train_epoch_start", "on_test_epoch_end"} <= set(called["module"])
+
+
 def test_a_hook_that_calls_super_is_called_once() -> None:
     from rl_modules import PPO
 

@@ -20,7 +20,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from rl_modules import DPO, DQN, GRPO, PPO, SAC, SFT, TRPO
+from rl_modules import DPO, DQN, GRPO, PPO, RLHFPPO, SAC, SFT, TRPO, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
@@ -235,6 +235,28 @@ def test_hooks_of_a_language_algorithm_need_no_super(base, make_data, tmp_path):
     assert own.callback_metrics.keys() == plain.callback_metrics.keys()
     fit(model(**arguments), make_data(data), ckpt_path=tmp_path / "own.ckpt", max_steps=3)
     assert set(called) == {*hooks, "teardown"}
+
+
+@pytest.mark.parametrize(
+    ("base", "data"),
+    [(SFT, InstructionDataModule), (DPO, PreferenceDataModule), (RewardModel, PreferenceDataModule),
+     (GRPO, PromptDataModule), (RLHFPPO, PromptDataModule)],
+    ids=["SFT", "DPO", "RewardModel", "GRPO", "RLHFPPO"],
+)  # fmt: skip
+def test_hooks_of_a_language_algorithm_are_called_as_often_as_a_callback_s(base, data):
+    called = {"module": [], "callback": []}
+    both = set(dir(L.Callback)) & set(dir(L.LightningModule))
+    hooks = [name for name in both if name.startswith("on_") and "checkpoint" not in name]
+    own = {name: lambda self, *args, n=name, **kwargs: called["module"].append(n) for name in hooks}
+    watch = {name: lambda self, *args, n=name, **kwargs: called["callback"].append(n) for name in hooks}
+    short = {"max_completion_length": 4} if data is PromptDataModule else {}
+    model = type("Mine", (base,), {"__module__": __name__, **own})(model_config=TINY, **short)
+    task = "paths" if data is PreferenceDataModule else "addition"
+    experience = data(task, n_train=16, n_eval=4, eval_steps=1, batch_size=8)
+    trainer = fit(model, experience, callbacks=[type("Watch", (L.Callback,), watch)()], max_steps=2)
+    trainer.test(model, datamodule=experience, verbose=False)
+    assert sorted(called["module"]) == sorted(called["callback"])
+    assert {"on_before_optimizer_step", "on_test_epoch_end"} <= set(called["module"])
 
 
 def test_a_callback_s_numpy_number_costs_no_checkpoint(tmp_path):
