@@ -10,9 +10,11 @@ import torch
 from datamodules.first_evaluation import evaluate_on_start
 from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.encoding import TextEncoder
+from datamodules.language.held_out import check_splits, require_held_out
+from datamodules.language.notices import notice
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import as_record, check_prompt_lengths, describe_dataset, load_records
+from datamodules.language.sources import TEXTS, as_record, check_prompt_lengths, describe_dataset, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.trainer_state import TrainerState, trainer_state
@@ -40,11 +42,11 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             path of a Task.
         task_kwargs: the task's own settings.
         path: JSONL, parquet, arrow or csv file of training records.
-        eval_path: JSONL, parquet, arrow or csv file of held-out records.
+        eval_path: JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from.
         dataset: hub name, directory or file; in Python also a ``datasets.Dataset`` or ``DatasetDict``.
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
-        eval_split: split to evaluate on, or a part of it.
+        eval_split: split of the dataset to evaluate on, or a part of it; without ``eval_path``.
         columns: record's column from the source's, ``{prompt: question}``, or from a template of several,
             ``{prompt: "{context} {question}"}``; None: as they are called.
         answer_after: keep of the answer what follows this text, such as ``####``.
@@ -88,6 +90,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     required: tuple[str, ...] = ("prompt",)
     called_elsewhere = "the model and its learning rate belong to the module, steps and devices to lightning.Trainer"
     eval_required: tuple[str, ...] = ("prompt",)
+    #: Columns of files and datasets that are read as text; reward functions get the others as they are.
+    texts: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -139,6 +143,10 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
         if len(given) != 1:
             raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
+        check_splits(hp)
+        if not isinstance(chat_template, bool | None):
+            raise UsageError(f"chat_template={chat_template!r} must be true or false; the template itself belongs to "
+                             "the tokenizer, as chat_template.jinja in its folder")  # fmt: skip
         if streaming and (task is not None or n_train is not None):
             name = "task" if task is not None else "n_train"
             raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
@@ -167,6 +175,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
         self._encoder: TextEncoder | None = None
+        self._told_of_ends = False
         # What the records were encoded with; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
 
@@ -184,9 +193,13 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             self.train_records = self.load_split("train", hp.n_train)
         wants_eval = hp.n_eval and (stage != "fit" or hp.eval_steps)
         if wants_eval and not self.eval_records:
+            require_held_out(hp, self.dataset_object, stage == "fit")
             self.eval_records = self.load_split("test", hp.n_eval)
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
+        if self.eval_records and hp.eval_num_generations > 1 and hp.eval_temperature == 0:
+            notice(f"eval_num_generations={hp.eval_num_generations} completions of a prompt are all the same at "
+                   "eval_temperature=0; set it above 0 for pass@k")  # fmt: skip
         if stage == "fit":
             self._schedule_evaluation()
 
@@ -206,7 +219,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         rows = open_stream(hp.path, self.dataset_object or hp.dataset, hp.dataset_config, hp.dataset_split)
 
         def encode(read: list[tuple[str, Record]]) -> list[Record]:
-            records = [as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape)
+            records = [as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape, self.texts)
                        for place, row in read]  # fmt: skip
             encoded = self.encode(records) if records else []
             self.encoder.report_unknown(self.source)
@@ -218,12 +231,13 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """The ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""
         hp: Any = self.hparams
         training = split == "train"
-        if hp.path is not None and not training and hp.eval_path is None:
-            raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")
+        if not training and hp.eval_path is not None:
+            source: dict[str, Any] = {"path": hp.eval_path}
+        else:
+            dataset = hp.dataset if self.dataset_object is None else self.dataset_object
+            source = {"task": self.task, "path": hp.path, "dataset": dataset}
         records = load_records(
-            task=self.task,
-            path=hp.path if training else hp.eval_path if hp.path is not None else None,
-            dataset=hp.dataset if self.dataset_object is None else self.dataset_object,
+            **source,
             dataset_config=hp.dataset_config,
             dataset_split=hp.dataset_split if training else hp.eval_split,
             columns=hp.columns,
@@ -233,6 +247,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             seed=self.seed,
             required=self.required if training else self.eval_required,
             reshape=self.reshape,
+            # A task compares texts.
+            texts=self.texts if self.task is None else TEXTS,
         )
         encoded = self.encode(records)
         self.encoder.report_unknown(self.source)
@@ -281,6 +297,11 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def encode_completions(self, completions: list[str]) -> list[list[int]]:
         """Token ids of completions, each with the EOS token that ends it."""
+        if completions and self.encoder.chats and not self._told_of_ends and not self.encoder.ends_turns():
+            self._told_of_ends = True
+            notice(f"{self.source}: completions end with the EOS token {self.policy.tokenizer.eos_token!r}, with which "
+                   "the chat template does not end the assistant's turns; if the model ends them as the template does, "
+                   "set eos_token in tokenizer_config.json to that token")  # fmt: skip
         return self.encoder.completions(completions)
 
     @property

@@ -32,7 +32,7 @@ def as_conversation(row: Record, place: str) -> Record:
             else as_messages(prompt, f"{place}: 'prompt'")
         )
         return {**row, "conversation": [*asked, *answer], "prompt": asked, "completion": answer[0]["content"]}
-    if row.get("messages") is None or row.get("prompt") is not None:
+    if row.get("messages") is None or completion is not None:
         return row
     messages = as_messages(row["messages"], f"{place}: 'messages'")
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)

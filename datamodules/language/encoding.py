@@ -34,6 +34,7 @@ class TextEncoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._is_asked_to_chat = chat_template is True
         #: Whether prompts that are text go through the chat template.
         self.chats = tokenizer.chat_template is not None if chat_template is None else chat_template
         self.system_prompt = system_prompt
@@ -54,33 +55,36 @@ class TextEncoder:
             records: the prompts' records, whose columns ``tools`` and ``chat_template_kwargs`` the template reads.
 
         Raises:
-            UsageError: messages without a chat template, or a template that refuses them or has no place for tools.
+            UsageError: messages without a chat template, or a template that refuses them or has no place for tools;
+                texts that are rendered already.
         """
         if not prompts:
             return []
         columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
-        if not self.chats and all(isinstance(prompt, str) for prompt in prompts):
-            return self._tokens(list(prompts))
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        self._check_texts(texts)
+        if not self.chats and len(texts) == len(prompts):
+            return self._open(texts)
         ids: list[list[int]] = []
         for prompt, record in zip(prompts, columns, strict=True):
             if isinstance(prompt, str) and not self.chats:
-                ids += self._tokens([prompt])
+                ids += self._open([prompt])
             else:
                 ids += self._tokens([self._prompt_text(prompt, record)], add_special_tokens=False)
         return ids
 
     def completions(self, completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of completions, each with the EOS token that ends it.
+        """Token ids of completions, each with the EOS token that ends it; one that is written out counts.
 
         They are tokenized apart from their prompts, for that is where a model that writes them begins.
         """
         if not completions:
             return []
-        return [[*ids, self.tokenizer.eos_token_id] for ids in self._tokens(list(completions), False)]
+        return [self._closed(ids) for ids in self._tokens(list(completions), False)]
 
     def text(self, text: str) -> list[int]:
         """Token ids of a whole text, with the tokenizer's own first token where it has one, and the EOS token."""
-        return [*self._tokens([text])[0], self.tokenizer.eos_token_id]
+        return self._closed(self._tokens([text])[0])
 
     def messages(self, prompt: str | Messages) -> Messages:
         """A prompt as the messages that the chat template gets, the system prompt included."""
@@ -92,6 +96,31 @@ class TextEncoder:
     def as_read(self, prompt: str | Messages) -> str | Messages:
         """A prompt as the text, or as the messages that the chat template gets."""
         return prompt if isinstance(prompt, str) and not self.chats else self.messages(prompt)
+
+    def ends_turns(self) -> bool:
+        """Whether the chat template ends the assistant's turns with the EOS token, as :meth:`completions` does."""
+        asked = [{"role": "user", "content": "?"}]
+        ended = self._render([*asked, {"role": "assistant", "content": "!"}], {})
+        return str(self.tokenizer.eos_token) in ended[ended.rindex("!") :]
+
+    def _check_texts(self, texts: Sequence[str]) -> None:
+        """Refuses prompts that are rendered already, and settings of the chat template that no text would meet."""
+        if not texts:
+            return
+        if not self.chats and (self.system_prompt is not None or self.chat_template_kwargs):
+            name = "system_prompt" if self.system_prompt is not None else "chat_template_kwargs"
+            lacks = self.tokenizer.chat_template is None
+            why = "the tokenizer has none" if lacks else "chat_template=false"
+            raise UsageError(f"{name}={getattr(self, name)!r} is read by the chat template, through which prompts of "
+                             f"text do not go ({why}); leave it out, or write it into the prompts")  # fmt: skip
+        if not self.chats or self._is_asked_to_chat:
+            return
+        template = str(self.tokenizer.chat_template)
+        marks = [mark for mark in self.tokenizer.get_added_vocab() if mark in template]
+        for text in texts:
+            if found := next((mark for mark in marks if mark in text), None):
+                raise UsageError(f"the prompt {text[:40]!r} holds {found!r}, which the chat template writes: it was "
+                                 "rendered already; set chat_template=false, or true to render it again")  # fmt: skip
 
     # ---------------------------------------------------------------- conversations
 
@@ -186,6 +215,17 @@ class TextEncoder:
                              f"{', '.join(m['role'] for m in messages)} ({reason})") from error  # fmt: skip
 
     # ---------------------------------------------------------------- tokens
+
+    def _open(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts that go on: without the EOS token that some tokenizers add."""
+        eos, written = self.tokenizer.eos_token_id, str(self.tokenizer.eos_token)
+        ids = self._tokens(texts)
+        return [row[:-1] if row and row[-1] == eos and not text.endswith(written) else row
+                for row, text in zip(ids, texts, strict=True)]  # fmt: skip
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def _tokens(self, texts: list[Any], add_special_tokens: bool = True, note: bool = True) -> list[list[int]]:
         ids = [list(row) for row in self.tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]

@@ -16,6 +16,8 @@ from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
+#: What records get here: a source's columns of these names would be taken for it.
+ADDED = ("conversation", "whole", "text_ids", "completion_mask")
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
 
@@ -50,6 +52,7 @@ class InstructionDataModule(LanguageDataModule):
 
     kind = "demonstrations"
     required = ("prompt", "completion")
+    texts = ("completion",)
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class InstructionDataModule(LanguageDataModule):
 
         The prompt of a row with only ``text`` is the text's first word.
         """
+        row = {name: value for name, value in row.items() if name not in ADDED}
         text = row.get("text")
         if isinstance(text, str) and text.strip() and all(row.get(k) is None for k in ("prompt", "messages")):
             return {**row, "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0], "completion": text,

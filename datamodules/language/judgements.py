@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from datamodules.language.notices import notice
-from datamodules.language.preference_forms import as_preference
+from datamodules.language.preference_forms import as_preference, refuse_lost
 from rl_modules.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def as_judgement(row: Record, place: str) -> Record:
         if not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: 'completion' has {len(completion)} messages, where exactly one with role and "
                              "content should be")  # fmt: skip
+        refuse_lost(last, "completion", place)
         completion = last["content"]
     return {**row, "completion": completion, "label": bool(label)}
 
@@ -55,8 +56,8 @@ def unpair(records: list[Record]) -> list[Record]:
 def encode_judgements(data: "LanguageDataModule", records: list[Record], limit: int) -> list[Record]:
     """Add token ids: the prompt's, the answer's as ``chosen_ids``, and another record's answer's as ``rejected_ids``.
 
-    The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the record
-    half the source away, so that answers to one prompt, which stand together, are not matched with each other. It is
+    The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the first
+    record with another prompt, from half the source away on, for answers to one prompt often stand together. It is
     fixed, so that reference log-probabilities are computed once; one that does not fit after the prompt is cut.
 
     Args:
@@ -82,13 +83,31 @@ def encode_judgements(data: "LanguageDataModule", records: list[Record], limit: 
     if len(kept) < 2:
         raise UsageError(f"{data.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, to "
                          "match prompts with the answers to others")  # fmt: skip
-    half = len(kept) // 2
+    partners = mismatched([prompts[i] for i in kept])
     return [
         {
             **records[i],
             "prompt_ids": prompts[i],
             "chosen_ids": completions[i],
-            "rejected_ids": completions[kept[(place + half) % len(kept)]][: limit - len(prompts[i])],
+            "rejected_ids": completions[kept[partner]][: limit - len(prompts[i])],
         }
-        for place, i in enumerate(kept)
+        for i, partner in zip(kept, partners, strict=True)
     ]
+
+
+def mismatched(prompts: list[list[int]]) -> list[int]:
+    """For each prompt the number of another one: the first that differs, from half the list away on.
+
+    Where all prompts are equal, it is the one half the list away.
+
+    Args:
+        prompts: token ids, at least two prompts.
+    """
+    n, half = len(prompts), len(prompts) // 2
+    if all(prompt == prompts[0] for prompt in prompts):
+        return [(i + half) % n for i in range(n)]
+    partners = []
+    for i, prompt in enumerate(prompts):
+        away = (i + half + step for step in range(n))
+        partners.append(next(place % n for place in away if prompts[place % n] != prompt))
+    return partners

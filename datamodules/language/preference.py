@@ -74,6 +74,7 @@ class PreferenceDataModule(LanguageDataModule):
     kind = "preferences"
     required: tuple[str, ...] = ("prompt", "chosen", "rejected")
     eval_required: tuple[str, ...] = ("prompt", "chosen", "rejected")
+    texts = ("completion", "chosen", "rejected")
 
     def __init__(
         self,
@@ -429,8 +430,13 @@ def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -
         **labels,
         "index": index,
         "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
-        "probability": torch.tensor([float(record.get("probability", math.nan)) for record in chosen]),
+        "probability": torch.tensor([_probability(record) for record in chosen]),
     }
+
+
+def _probability(record: Record) -> float:
+    known = record.get("probability")
+    return math.nan if known is None else float(known)
 
 
 def padded(sequences: list[Tensor]) -> dict[str, Tensor]:

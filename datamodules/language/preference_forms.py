@@ -29,6 +29,10 @@ def as_preference(row: Record, place: str) -> Record:
     if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
         raise UsageError(f"{place}: margin={margin!r} is not a number; give the units of reward by which the chosen "
                          "answer should win")  # fmt: skip
+    probability = row.get("probability")
+    if probability is not None and not (_is_number(probability) and 0 <= probability <= 1):
+        raise UsageError(f"{place}: probability={probability!r} must be a number in [0, 1], with which the chosen "
+                         "answer wins; map another column to the name, or drop this one")  # fmt: skip
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         return row
@@ -65,9 +69,7 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages after the {shared} that both "
                              "answers share, where exactly one with role and content should be")  # fmt: skip
-        if last.get("tool_calls"):
-            raise UsageError(f"{place}: {name!r} calls tools, which is lost where the text of an answer is compared; "
-                             "write the calls into its content")  # fmt: skip
+        refuse_lost(last, name, place)
     if shared:
         before = chosen[:shared]
         if isinstance(prompt, list) and prompt != before:
@@ -76,6 +78,20 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
             # One message that is the prompt in words stays in words, for tokenizers without a chat template.
             prompt = before
     return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+
+
+def refuse_lost(message: Record, name: str, place: str) -> None:
+    """Refuses an answer that is more than its text.
+
+    Args:
+        message: the answer.
+        name: its column.
+        place: of the row, for messages.
+    """
+    for key, what in (("tool_calls", "calls tools"), ("reasoning_content", "has reasoning_content")):
+        if message.get(key):
+            raise UsageError(f"{place}: {name!r} {what}, which is lost where the text of an answer is compared; write "
+                             "that into its content")  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:

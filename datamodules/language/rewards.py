@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from datamodules.language.reward_calls import RewardFunctions
-from datamodules.language.text import answer_of, is_think_and_answer, text_of
+from datamodules.language.text import answer_of, is_think_and_answer, reference_text, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 
@@ -28,21 +28,21 @@ RewardFunction = Callable[..., Rewards]
 
 
 def exact_answer(
-    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[str | None], **columns: Any
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
 ) -> Rewards:
     """1.0 where the completion is the reference answer (space around it does not count), else 0.0; None without one."""
     return [
-        None if reference is None else float(text_of(completion).strip() == reference.strip())
+        None if reference is None else float(text_of(completion).strip() == reference_text(reference))
         for completion, reference in zip(completions, answer, strict=True)
     ]
 
 
 def answer_in_tags(
-    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[str | None], **columns: Any
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
 ) -> Rewards:
     """1.0 where the last ``<answer>…</answer>`` holds the reference answer, else 0.0; None without a reference."""
     return [
-        None if reference is None else float(answer_of(text_of(completion)) == reference.strip())
+        None if reference is None else float(answer_of(text_of(completion)) == reference_text(reference))
         for completion, reference in zip(completions, answer, strict=True)
     ]
 
@@ -56,7 +56,7 @@ def think_answer_format(prompts: Any, completions: Any, completion_ids: Any = No
 
 
 def math_accuracy(
-    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[str | None], **columns: Any
+    prompts: Any, completions: Any, completion_ids: Any = None, *, answer: Sequence[Any], **columns: Any
 ) -> Rewards:
     """1.0 where ``math-verify`` finds the completion's answer equal to the reference, 0.0 where not.
 
@@ -72,7 +72,7 @@ def math_accuracy(
             logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
     rewards: Rewards = []
     for completion, reference in zip(completions, answer, strict=True):
-        gold = [] if reference is None else _mathematics(reference, limit_s)
+        gold = [] if reference is None else _mathematics(reference_text(reference), limit_s)
         if not gold:
             rewards.append(None)
             continue

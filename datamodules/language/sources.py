@@ -13,7 +13,7 @@ from datamodules.language.tasks.base import Record, fill
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.seeding import stream_seed
 
-#: Columns that must be text where they occur; numbers become text.
+#: Columns that must be text where they occur, unless the caller names others; numbers become text.
 TEXTS = ("answer", "completion", "chosen", "rejected")
 _SLICE = re.compile(r"([^\[\]]+?)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
@@ -33,6 +33,7 @@ def load_records(
     seed: int = 0,
     required: Sequence[str] = ("prompt",),
     reshape: Callable[[Record, str], Record] | None = None,
+    texts: Sequence[str] = TEXTS,
 ) -> list[Record]:
     """Records from exactly one source.
 
@@ -53,10 +54,11 @@ def load_records(
             (where they are made by a task, they are synthesised).
         reshape: brings a row of a file or dataset, whose place it is told, into the form of a record, before the
             columns are checked.
+        texts: columns of a file or dataset that must be text where they occur; numbers become text. Others are kept as
+            they are.
 
     Returns:
-        Dicts with at least the required columns. ``prompt`` is text or a list of chat messages; ``answer``,
-        ``completion``, ``chosen`` and ``rejected`` are text.
+        Dicts with at least the required columns. ``prompt`` is text or a list of chat messages.
 
     Raises:
         UsageError: no source or several; a file, line, column or value that can't be used; an empty dataset.
@@ -84,7 +86,7 @@ def load_records(
     if n is not None and n < len(rows):
         chosen = random.Random(stream_seed(seed, 0, "records")).sample(range(len(rows)), n)
         rows = [rows[i] for i in sorted(chosen)]
-    return [as_record(row, place, columns, answer_after, required, reshape) for place, row in rows]
+    return [as_record(row, place, columns, answer_after, required, reshape, texts) for place, row in rows]
 
 
 # -------------------------------------------------------------------- reading
@@ -179,7 +181,8 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
         name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json; a
             ``datasets.Dataset``, which is taken whole where no such split is asked of it, or a ``DatasetDict``.
         config: the hub dataset's configuration.
-        split: a split or a part of it, ``train[:90%]``; None: the only one.
+        split: a split or a part of it, ``train[:90%]``; None: the only one. Of an ``IterableDatasetDict`` a whole
+            split, which is read to its end.
 
     Raises:
         UsageError: it can't be loaded, has no such split, or holds text that is not UTF-8.
@@ -191,6 +194,8 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
         found = open_dataset(name, config) if isinstance(name, str) else name
     except Exception as error:  # `datasets` raises errors of many libraries
         raise UsageError(unreadable(name, error)) from error
+    if isinstance(found, datasets.IterableDatasetDict) and base in found and start is None and stop is None:
+        return _listed(describe_dataset(found), found[base])
     if isinstance(found, datasets.IterableDataset | datasets.IterableDatasetDict):
         raise UsageError("an IterableDataset is read as it goes; set streaming=true, or give a Dataset")
     if not isinstance(name, str):
@@ -204,22 +209,35 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
                          "written 'train[90%:]'")  # fmt: skip
     rows = splits[base] if base is not None else next(iter(splits.values()))
     part = range(len(rows))[_position(start, len(rows)) : _position(stop, len(rows))]
-    rows = rows.select(part) if part else []
+    return _listed(name, rows.select(part) if part else [])
+
+
+def _listed(name: str, rows: Any) -> list[tuple[str, dict[str, Any]]]:
     listed: list[tuple[str, dict[str, Any]]] = []
     try:
         for row in rows:
-            row = {key: without_nulls(value) for key, value in row.items()}
-            listed.append((f"dataset {name!r}, row {len(listed)}", row))
+            listed.append((f"dataset {name!r}, row {len(listed)}", as_written(row)))
     except UnicodeDecodeError as error:
         raise UsageError(f"dataset {name!r}, row {len(listed)}: text that is not UTF-8 ({error.reason})") from error
     return listed
 
 
-def without_nulls(value: Any) -> Any:
-    """A value of a table without its nulls: a table gives every message the keys of all others."""
+def as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table as it was before: a table gives every message, tool and variable the keys of all others."""
+    return {key: _without_nulls(value) if _is_of_the_template(key, value) else value for key, value in row.items()}
+
+
+def _is_of_the_template(name: str, value: Any) -> bool:
+    """Whether the chat template reads a column: messages, tools or variables."""
+    if name in ("tools", "chat_template_kwargs"):
+        return True
+    return isinstance(value, list) and bool(value) and all(isinstance(x, dict) and "role" in x for x in value)
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
@@ -281,6 +299,7 @@ def as_record(
     answer_after: str | None,
     required: Sequence[str],
     reshape: Callable[[Record, str], Record] | None,
+    texts: Sequence[str] = TEXTS,
 ) -> Record:
     """A row of a file or dataset as a record, checked; see :func:`load_records` for the arguments.
 
@@ -307,7 +326,7 @@ def as_record(
                              f"columns maps one to it, as in {{{name}: {next(iter(record), 'column')}}}"
                              if name not in record else f"{place}: {name!r} is null")  # fmt: skip
     record["prompt"] = _prompt(record["prompt"], place)
-    for name in TEXTS:
+    for name in (*texts, *(("answer",) if answer_after is not None else ())):
         if record.get(name) is not None:
             record[name] = _text(record[name], f"{place}: {name!r}")
     if answer_after is not None and record.get("answer") is not None:

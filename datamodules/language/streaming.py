@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from datamodules.language.sources import is_table, parse_split, read_jsonl, unreadable, without_nulls
+from datamodules.language.sources import as_written, is_table, parse_split, read_jsonl, unreadable
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -120,7 +120,7 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
 
     def rows(start: int) -> Iterator[tuple[str, Record]]:
         for i, row in enumerate(table.skip(start), start):
-            yield f"{name}, row {i}", {key: without_nulls(value) for key, value in row.items()}
+            yield f"{name}, row {i}", as_written(row)
 
     return rows
 

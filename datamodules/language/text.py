@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from rl_modules.common.errors import UsageError
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -17,6 +19,18 @@ def answer_of(text: str) -> str | None:
     """What stands in the last ``<answer>…</answer>``, stripped; None where there is no such pair."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
+
+
+def reference_text(reference: Any) -> str:
+    """A reference answer as text, stripped; a number as it is written.
+
+    Raises:
+        UsageError: neither text nor a number.
+    """
+    if isinstance(reference, bool) or not isinstance(reference, str | int | float):
+        raise UsageError(f"answer={str(reference)[:60]!r} is a {type(reference).__name__}, where text or a number "
+                         "should be")  # fmt: skip
+    return str(reference).strip()
 
 
 def think_and_answer(thought: str, answer: str) -> str:

@@ -3,9 +3,11 @@
 import logging
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from datamodules.language.conversations import as_conversation
 from datamodules.language.encoding import TextEncoder
+from datamodules.language.judgements import as_judgement, mismatched
 from datamodules.language.preference_forms import as_preference
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
@@ -110,3 +112,86 @@ def test_answers_that_call_tools_are_refused_as_preferences():
     answer = {"role": "assistant", "content": "", "tool_calls": CALLS}
     with pytest.raises(UsageError, match="here: 'rejected' calls tools"):
         as_preference({"chosen": CHAT[:2], "rejected": [CHAT[0], answer]}, "here")
+
+
+def test_an_eos_token_that_is_written_out_is_not_written_twice():
+    encode = TextEncoder(character_tokenizer())
+    eos = encode.tokenizer.eos_token
+    assert encode.completions(["ab", f"ab{eos}"]) == [encode.completions(["ab"])[0]] * 2
+    assert encode.text(f"ab{eos}") == encode.text("ab")
+
+
+def test_a_tokenizer_that_adds_eos_leaves_prompts_open():
+    tokenizer = character_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("ab").input_ids[-1] == tokenizer.eos_token_id
+    encode = TextEncoder(tokenizer)
+    assert tokenizer.decode(encode.prompts(["ab"])[0]) == "ab"
+    assert tokenizer.decode(encode.text("ab")) == f"ab{tokenizer.eos_token}"
+
+
+def test_a_text_that_was_rendered_already_is_refused():
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
+    rendered = tokenizer.apply_chat_template(CHAT[:1], tokenize=False)
+    with pytest.raises(UsageError, match="holds '<turn>', which the chat template writes.*chat_template=false"):
+        TextEncoder(tokenizer).prompts(["hi", rendered])
+    for asked, text in ((False, "<turn>hi"), (True, "<turn><turn>hi")):
+        (ids,) = TextEncoder(tokenizer, chat_template=asked).prompts([rendered])
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("settings", [{"system_prompt": "be"}, {"chat_template_kwargs": {"think": False}}])
+def test_settings_of_the_chat_template_need_it(settings):
+    for template, why in ((None, "the tokenizer has none"), (EACH, "chat_template=false")):
+        encode = encoder(template, chat_template=None if template is None else False, **settings)
+        with pytest.raises(UsageError, match=f"{next(iter(settings))}=.* is read by the chat template.*{why}"):
+            encode.prompts(["hi"])
+
+
+def test_templates_that_end_turns_with_eos():
+    eos = character_tokenizer().eos_token
+    assert not encoder().ends_turns()
+    assert encoder(EACH.replace("){%", f"){eos}{{%") + OPEN).ends_turns()
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+def test_answers_that_are_more_than_their_text_are_refused(key):
+    answer = {"role": "assistant", "content": "no", key: CALLS if key == "tool_calls" else "I think"}
+    pair = {"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [answer]}
+    judgement = {"prompt": CHAT[:1], "completion": [answer], "label": False}
+    for form, row, name in ((as_preference, pair, "rejected"), (as_judgement, judgement, "completion")):
+        with pytest.raises(UsageError, match=f"here: '{name}' .* is lost where the text"):
+            form(row, "here")
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["aabbcc", "abcabc", "aaab", "abababab", "aabbccaabbcc"],
+    ids=["pairs", "concatenated", "one other", "alternating", "repeated"],
+)
+def test_mismatched_answers_are_those_to_other_prompts(prompts):
+    ids = [[ord(prompt)] for prompt in prompts]
+    partners = mismatched(ids)
+    assert all(ids[i] != ids[partner] for i, partner in enumerate(partners))
+
+
+def test_mismatched_answers_stand_half_the_list_away_where_that_is_another_prompt():
+    assert mismatched([[i] for i in range(6)]) == [3, 4, 5, 0, 1, 2]
+    assert mismatched([[0]] * 4) == [2, 3, 0, 1]
+
+
+def test_a_conversation_may_repeat_its_first_message_as_prompt():
+    record = as_conversation({"prompt": "hi", "messages": CHAT[:2]}, "here")
+    assert record["conversation"] == CHAT[:2] and record["prompt"] == CHAT[:1]
+
+
+@pytest.mark.parametrize("value", ["high", 1.5, True])
+def test_a_probability_is_a_number(value):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "probability": value}
+    with pytest.raises(UsageError, match=r"here: probability=.* must be a number in \[0, 1\]"):
+        as_preference(row, "here")
+    assert as_preference({**row, "probability": None}, "here")["chosen"] == "b"

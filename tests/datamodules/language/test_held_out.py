@@ -1,0 +1,122 @@
+"""Which rows are held out, and which columns reach reward functions as they are."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+
+from datamodules import InstructionDataModule, PromptDataModule
+from datamodules.language.sources import load_records
+from rl_modules import GRPO, SFT
+from rl_modules.common.errors import UsageError
+from tests.training import fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
+HELD_OUT = [{"prompt": "40+1=", "completion": "41", "answer": 41}]
+
+
+def evaluated(**source):
+    """The prompts that a run of one step evaluates on."""
+    data = InstructionDataModule(**{"batch_size": 4, "eval_steps": 1, **source})
+    fit(SFT(model_config=TINY, max_completion_length=2), data, max_steps=1)
+    return [record["prompt"] for record in data.eval_records]
+
+
+@pytest.fixture
+def held_out(tmp_path):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in HELD_OUT))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "dict", "task", "stream"])
+def test_a_file_of_held_out_records_counts_beside_every_source(kind, held_out):
+    table = Dataset.from_list(ROWS)
+    sources = {
+        "dataset": {"dataset": table},
+        "dict": {"dataset": DatasetDict(train=table, test=table)},
+        "task": {"task": "addition", "n_train": 8},
+        "stream": {"dataset": table.to_iterable_dataset(), "streaming": True},
+    }
+    assert evaluated(**sources[kind], eval_path=held_out) == ["40+1="]
+
+
+def test_a_run_is_not_evaluated_on_its_training_rows_unless_it_is_asked_for():
+    table = Dataset.from_list(ROWS)
+    with pytest.raises(UsageError, match=r"eval_split='test' is no part of dataset.*dataset_split='train\[:90%\]'"):
+        evaluated(dataset=table)
+    assert evaluated(dataset=table, eval_split="train") == [row["prompt"] for row in ROWS]
+    assert evaluated(dataset=table, dataset_split="train[:6]", eval_split="train[6:]") == ["6+1=", "7+1="]
+    named = Dataset.from_list(ROWS, split="validation")
+    assert len(evaluated(dataset=named, eval_split="validation[:1]")) == 1
+    # Without a run all rows are the held-out ones.
+    data = InstructionDataModule(dataset=table, batch_size=4)
+    model = SFT(model_config=TINY, max_completion_length=2)
+    fit(model, data, max_steps=1).validate(model, datamodule=data, verbose=False)
+    assert len(data.eval_records) == len(ROWS)
+
+
+def test_held_out_rows_of_a_stream_are_its_split():
+    parts = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(HELD_OUT)}
+    streams = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in parts.items()})
+    assert evaluated(dataset=streams, streaming=True) == ["40+1="]
+    with pytest.raises(UsageError, match="beside an IterableDataset needs eval_path"):
+        evaluated(dataset=streams["train"], streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "a.jsonl", "dataset_split": "train[:50%]"}, r"dataset_split='train\[:50%\]' is a part of a dataset, "
+                                                              "and path='a.jsonl' is taken whole"),
+        ({"task": "addition", "eval_split": "validation"}, "eval_split='validation' is a part of a dataset, and task="),
+        ({"dataset": "d", "eval_path": "e.jsonl", "eval_split": "validation"}, "both name the held-out records"),
+        ({"path": "a.jsonl", "chat_template": "my.jinja"}, "chat_template='my.jinja' must be true or false"),
+    ],
+)  # fmt: skip
+def test_arguments_that_would_have_no_effect(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        InstructionDataModule(**arguments)
+
+
+def rewarded(rows, func):
+    """What a reward function is called with in one step, by column."""
+    seen = {}
+
+    def reward(completions, **columns):
+        seen.update({name: list(values) for name, values in columns.items() if isinstance(values, list)})
+        return func(completions, **columns)
+
+    data = PromptDataModule(dataset=Dataset.from_list(rows), num_generations=2, batch_size=4, reward_funcs=reward)
+    fit(GRPO(model_config=TINY, max_completion_length=2), data, max_steps=1)
+    return seen
+
+
+def test_reward_functions_get_columns_as_they_are():
+    chat = [{"role": "user", "content": "a"}]
+    rows = [
+        {"prompt": "2+2=", "answer": 4, "chosen": chat, "meta": {"a": None, "b": 1}},
+        {"prompt": "2+3=", "answer": 5, "chosen": chat, "meta": {"a": 2, "b": 1}},
+    ]
+    seen = rewarded(rows, lambda completions, **columns: [float(i) for i in range(len(completions))])
+    assert sorted(set(seen["answer"])) == [4, 5]
+    assert {len(chat) for chat in seen["chosen"]} == {1}
+    assert {"a": None, "b": 1} in seen["meta"]
+
+
+@pytest.mark.parametrize("name", ["exact_answer", "math_accuracy"])
+def test_own_reward_functions_read_numbers_as_answers(name):
+    from datamodules.language.rewards import load_reward_func
+
+    reward = load_reward_func(name, None)
+    assert reward(["?"] * 3, ["4", "5", "4"], answer=[4, 4, "4"]) == [1.0, 0.0, 1.0]
+    with pytest.raises(UsageError, match="is a list, where text or a number"):
+        reward(["?"], ["4"], answer=[["4"]])
+
+
+def test_a_record_of_a_table_keeps_its_nulls_but_in_messages(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "a", "name": None}], "meta": {"x": None, "y": 1}}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (record,) = load_records(path=tmp_path / "rows.parquet")
+    assert record == {"prompt": [{"role": "user", "content": "a"}], "meta": {"x": None, "y": 1}}
