@@ -13,6 +13,9 @@ from rl_modules.common.seeding import stream_seed
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
+#: Answers that are drawn at most, for a second one that differs from the first.
+MOST_DRAWS = 1000
+
 
 class Paths(Task):
     """Walk from one node of a directed graph to another: ``c>k:`` → ``fak``, every letter a node that is stepped on.
@@ -203,16 +206,19 @@ class Paths(Task):
             wins, given the true utilities), ``chosen_utility``, ``rejected_utility``, ``start`` and ``goal``.
 
         Raises:
-            UsageError: an unknown split.
+            UsageError: an unknown split, or a question with one answer only.
         """
         questions = self._shuffled(split)
         rng = random.Random(stream_seed(self.seed, 0, f"preferences/{split}"))
         compared = []
         for question in itertools.islice(itertools.cycle(questions), DRAWN if n is None else n):
             record = self.record(question, rng)
-            first = second = self._candidate(record, rng)
-            while second == first:
-                second = self._candidate(record, rng)
+            first = self._candidate(record, rng)
+            others = (self._candidate(record, rng) for _ in range(MOST_DRAWS))
+            second = next((other for other in others if other != first), None)
+            if second is None:
+                raise UsageError(f"task paths: {MOST_DRAWS} answers to {record['prompt']!r} were all {first!r}; raise "
+                                 "faults, max_length or out_degree, so that two can be compared")  # fmt: skip
             compared.append(self.compare(record, first, second, rng))
         return compared
 

@@ -62,7 +62,8 @@ class NextToken:
         scores = self.scores(logits, seen)
         if self.temperature == 0:
             token = scores.argmax(-1)
-            return token, torch.zeros_like(token, dtype=torch.float32)
+            highest = scores.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+            return token, torch.where(highest.isnan(), highest, 0.0)  # the caller reports NaN
         shifted = scores - scores.amax(-1, keepdim=True)
         # In float64 the sum over a vocabulary of any size is exact enough for a draw's 52 bits to reach every token.
         cumulative = shifted.exp().cumsum(-1, dtype=torch.float64)

@@ -179,14 +179,16 @@ class ServerSampler:
         asked = [prompt for prompt in prompts for _ in range(num_generations)]
         rows: list[tuple[Row, int] | None] = [None] * len(asked)
         missing = list(range(len(asked)))
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(self.retry_wait_s)
-            self._bring_back()
+        attempts, patience_ends_s = 0, time.monotonic() + self.servers[0].timeout_s
+        while attempts <= self.retries:
+            expects_weights = self._bring_back()
             self._ask_all(asked, seeds, settings, missing, rows, num_generations)
             missing = [number for number, row in enumerate(rows) if row is None]
             if not missing:
                 break
+            # A server that another rank is giving the weights to has not failed.
+            attempts += not (expects_weights and time.monotonic() < patience_ends_s)
+            time.sleep(self.retry_wait_s)
         else:
             addresses = ", ".join(server.address for server in self.servers)
             raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries; start `rl serve` "
@@ -257,8 +259,13 @@ class ServerSampler:
             server.current = False
             log.warning("%s does not answer (%s)", server.address, error)
 
-    def _bring_back(self) -> None:
-        """Give the latest weights to the servers that lack them, as far as they answer."""
+    def _bring_back(self) -> bool:
+        """Give the latest weights to the servers that lack them, as far as they answer.
+
+        Returns:
+            Whether a server answers that waits for another rank's weights.
+        """
+        expects_weights = False
         with self._lock:
             for server in self.servers:
                 if server.current:
@@ -268,8 +275,10 @@ class ServerSampler:
                         server.load(self._spec_of, self.version, self._parts)
                     else:
                         server.current = server.health()["version"] == self.version
+                        expects_weights |= not server.current
                 except _UNREACHABLE:
                     continue
+        return expects_weights
 
     def sleep(self) -> None:
         """Servers have devices of their own and keep running."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,13 +99,25 @@ def _merged(model: Any) -> Weights:
         layer_name, found, kind = name.partition(".base_layer.")
         weight = parameter.detach()
         if found and kind == "weight":
-            layer = layers[layer_name]
-            for adapter in layer.active_adapters:
-                weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+            if layer_name not in layers:
+                raise UsageError(f"lora changes {layer_name} by trainable_token_indices or the like, which can't be "
+                                 "merged for another sampler; take sampler=native")  # fmt: skip
+            weight = _with_adapters(layers[layer_name], weight)
         name = name.replace(".base_layer.", ".")
         for adapter in model.active_adapters:
             name = name.replace(f".modules_to_save.{adapter}.", ".")
         yield name, weight
+
+
+def _with_adapters(layer: Any, weight: Tensor) -> Tensor:
+    if any(adapter in layer.lora_magnitude_vector for adapter in layer.active_adapters):
+        # DoRA scales the sum of both.
+        merged = copy.deepcopy(layer)
+        merged.merge(adapter_names=list(layer.active_adapters))
+        return merged.get_base_layer().weight.detach()
+    for adapter in layer.active_adapters:
+        weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+    return weight
 
 
 def _renamed(network: Any, weights: Weights) -> Weights:

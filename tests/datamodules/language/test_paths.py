@@ -136,3 +136,10 @@ def test_utilities_are_a_reward_function_by_name(task):
     given = function(prompts=columns.pop("prompt"), completions=texts, **columns)
     assert given == [task.utility(record, text) for record, text in zip(records, texts, strict=True)]
     assert 0 < min(given) < max(given) == 1
+
+
+def test_a_question_with_one_answer_can_not_be_compared():
+    small = {"graph_seed": 3, "n_nodes": 5, "out_degree": 2, "min_distance": 2, "max_length": 2}
+    task = make_task("paths", faults=0.0, **small)
+    with pytest.raises(UsageError, match=r"1000 answers to .* were all .*raise faults, max_length or out_degree"):
+        task.preferences("train", 40)

@@ -28,7 +28,11 @@ def adapted(**options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["matrices", "a whole module"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True}],
+    ids=["matrices", "a whole module", "DoRA", "rsLoRA"],
+)
 def test_adapters_are_merged_as_peft_merges_them(options: dict[str, Any]) -> None:
     model = adapted(**options)
     found = dict(named_weights(model, untied=False))
@@ -36,6 +40,11 @@ def test_adapters_are_merged_as_peft_merges_them(options: dict[str, Any]) -> Non
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name].detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_without_matrices_are_refused() -> None:
+    with pytest.raises(UsageError, match="lora changes model.embed_tokens.*trainable_token_indices"):
+        dict(named_weights(adapted(trainable_token_indices=[1, 2]), untied=False))
 
 
 def test_weights_have_the_names_of_a_checkpoint_where_memory_has_others(tmp_path: Any) -> None:

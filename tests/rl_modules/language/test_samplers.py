@@ -1,6 +1,7 @@
 """One suite over all samplers: their distributions, log-probabilities, lengths, ends and limits."""
 
 import importlib.util
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,16 @@ import torch
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language.sampling.draw import NextToken
-from tests.rl_modules.language.sampler_cases import EOS, POSITIONS, WORDS, sampler_of, settings, tiny_model
+from rl_modules.language.sampling.remote import ServerSampler
+from tests.rl_modules.language.sampler_cases import (
+    EOS,
+    POSITIONS,
+    WORDS,
+    running_server,
+    sampler_of,
+    settings,
+    tiny_model,
+)
 
 REAL = pytest.param(
     "vllm",
@@ -154,3 +164,24 @@ def test_what_cannot_be_written_is_refused(kind, model, monkeypatch):
         ):
             with pytest.raises(UsageError, match=message):
                 sampler.sample(prompts, 1, seeds, settings())
+
+
+def test_a_rank_waits_while_another_gives_the_server_its_weights(model):
+    """Longer than its retries take, which are for servers that do not answer."""
+    with running_server() as (_, address):
+        wait = {"retries": 0, "retry_wait_s": 0.01}
+        first, other = (ServerSampler([address], "cpu", pushes=pushes, **wait) for pushes in (True, False))
+        other.update_weights(model, 1)
+        pushed = threading.Timer(0.5, first.update_weights, (model, 1))
+        pushed.start()
+        written = other.sample(PROMPTS, 1, range(3), settings())
+        pushed.join()
+    assert written.version.tolist() == [1, 1, 1]
+
+
+def test_a_rank_does_not_wait_for_a_server_that_is_gone(model):
+    with running_server() as (_, address):
+        other = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01, pushes=False)
+    other.update_weights(model, 1)
+    with pytest.raises(UsageError, match="none of .* answers after 1 retries"):
+        other.sample(PROMPTS, 1, range(3), settings())

@@ -438,12 +438,13 @@ def test_bfloat16():
         torch.testing.assert_close(completions.log_prob[i, : len(completion)], expected, atol=0.15, rtol=0)
 
 
-def test_nan_logits_are_reported():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_are_reported(temperature):
     model = build("qwen2")
     with torch.no_grad():
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        draw(model, SAME_LENGTH)
+        draw(model, SAME_LENGTH, temperature=temperature)
 
 
 @pytest.mark.parametrize(
