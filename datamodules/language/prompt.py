@@ -11,6 +11,7 @@ from datamodules.language.ahead import WrittenAhead
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
 from datamodules.language.early_rewards import EarlyRewards
+from datamodules.language.reward_arguments import refuse_own_names
 from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
@@ -118,6 +119,12 @@ class PromptDataModule(LanguageDataModule):
             self._fields = self._lengths = None
             self._written_at = -1
             self._told_of_lacking = False
+
+    def encode(self, records: list[Record]) -> list[Record]:
+        if len(self.rewards):  # here, because the first call comes after the first generation
+            for record in records:
+                refuse_own_names(record)
+        return super().encode(records)
 
     def forget_records(self) -> None:
         super().forget_records()

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datamodules.language.reward_arguments import accepted, columns_of, own_part
 from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
-
-#: Columns that a reward function gets by other names, or not at all (TRL's choice).
-_NOT_PASSED = frozenset(
-    {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
-)
-#: What is passed that has no value per completion.
-_SHARED = frozenset({"trainer_state"})
 
 
 class RewardFunctions:
@@ -164,7 +158,7 @@ class RewardFunctions:
 
     def _arguments(self, given: dict[str, Any]) -> list[dict[str, Any]]:
         """What each function takes of it."""
-        return [_accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
+        return [accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
 
     def _collected(self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], given: dict[str, Any]) -> Tensor:
         """The rewards of all calls, [B, F]; failures are counted and reported."""
@@ -223,9 +217,7 @@ class RewardFunctions:
     ) -> list[float]:
         """The function's values for samples ``start`` to ``stop``; NaN, noted in the call, for those it fails on."""
         func, name, n = self.funcs[call.function], self.names[call.function], stop - start
-        part = {
-            key: value if value is None or key in _SHARED else value[start:stop] for key, value in arguments.items()
-        }
+        part = own_part(arguments, start, stop)
         try:
             values = self._call(func, part)
         except (Exception, SystemExit) as error:
@@ -341,34 +333,10 @@ class _TooLong(Exception):
     """The time limit passed."""
 
 
-def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The records' columns as reward functions get them; None where a record lacks one."""
-    names = dict.fromkeys(name for record in records for name in record if name not in _NOT_PASSED)
-    return {name: [record.get(name) for record in records] for name in names}
-
-
 def function_name(func: Callable[..., Any]) -> str:
     """A function's name for metrics and messages."""
     func = getattr(func, "func", func) if not hasattr(func, "__name__") else func
     return getattr(func, "__name__", type(func).__name__)
-
-
-def _accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What of ``given`` the function takes."""
-    try:
-        parameters = inspect.signature(func).parameters
-    except (TypeError, ValueError):  # builtins written in C have no signature
-        return given
-    for parameter in parameters.values():
-        needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
-        if needed and parameter.name not in given:
-            columns = [key for key in given if key not in ("prompts", "completions", "completion_ids", *_SHARED)]
-            raise UsageError(f"reward function {name!r} needs a column {parameter.name!r}, but the records have only "
-                             f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    return {key: value for key, value in given.items() if key in parameters}
 
 
 def _run(func: Callable[..., Any], arguments: dict[str, Any]) -> Any:

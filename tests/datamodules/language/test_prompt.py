@@ -1,5 +1,7 @@
 """Generations handed out in minibatches: what each row holds, replacement of silent groups, exact resume."""
 
+import json
+
 import lightning as L
 import pytest
 import torch
@@ -74,6 +76,22 @@ def test_reward_functions_written_for_trl_read_where_the_run_stands():
     STATES.clear()
     fit(Reinforce(), addition(reward_funcs=[path]), max_epochs=2)
     assert [(s.global_step, s.max_steps) for s in STATES] == [(0, 2), (1, 2)]
+
+
+def of_length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_with_the_name_of_an_argument_is_refused_before_the_first_generation(streaming, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "completions": ["2", "3"]}) + "\n")
+    data = PromptDataModule(path=str(path), batch_size=4, num_generations=4, streaming=streaming,
+                            reward_funcs=[of_length])  # fmt: skip
+    module = GRPO(model_config=TINY, max_completion_length=2)
+    module.act = None  # a generation would fail
+    with pytest.raises(UsageError, match="a column 'completions'"):
+        fit(module, data, max_steps=1)
 
 
 def test_every_completion_is_handed_out_once_per_pass_with_its_own_numbers():

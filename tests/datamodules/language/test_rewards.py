@@ -1,5 +1,6 @@
 """Reward functions by hand-made tables and against TRL's; failures name the function and the sample."""
 
+import copy
 import math
 import threading
 import time
@@ -134,6 +135,61 @@ def test_prompts_columns_and_chat_messages_reach_the_functions():
         rewards, torch.tensor([[1.0, 2, math.nan, math.nan], [2, 7, 3, 3]]), equal_nan=True, rtol=0, atol=0
     )
     assert RewardFunctions([later, later, everything]).names == ["later", "later_2", "everything"]
+
+
+def empties(completions, prompts, tests, meta, **columns):
+    """Changes all that it gets; counts what it finds."""
+    found = []
+    for text, prompt, cases, about in zip(completions, prompts, tests, meta, strict=True):
+        prompt += text
+        found.append(len(prompt) + 10 * len(cases) + 100 * len(about["tags"]))
+        cases.clear()
+        about["tags"].clear()
+    tests.clear()
+    return found
+
+
+def empties_and_fails_on_many(completions, **columns):
+    found = empties(completions, **columns)
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_function_may_change_what_it_gets(workers):
+    """Not what other completions of the prompt, other functions, its own next call and the next epoch read."""
+    record = {"prompt": [{"role": "user", "content": "hi"}], "tests": ["a", ["b"]], "meta": {"tags": ["x"]}}
+    before = copy.deepcopy(record)
+    rewards = RewardFunctions([empties, empties, empties_and_fails_on_many], workers=workers)
+    for _ in range(2):
+        assert rewards([record] * 3, ["1", "2", "3"]).tolist() == [[122.0] * 3] * 3
+    assert record == before
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state"])
+def test_a_column_with_the_name_of_an_argument_is_refused(name):
+    rows = records(2, **{name: ["of another model"] * 2})
+    with pytest.raises(UsageError, match=f"a column '{name}', .* own {name}; rename or remove the column"):
+        RewardFunctions([exact_answer])(rows, ["a", "b"])
+    rows = records(2, completion_ids=[[9], [9]])  # an encoded demonstration's; the call's own are passed
+    assert RewardFunctions([length_reward(2)])(rows, ["a", "b"], [[1, 2], [1]]).tolist() == [[0.0], [-0.5]]
+
+
+def test_what_trl_passes_for_logging_is_refused_by_name():
+    def metric(completions, log_metric):
+        return [0.0] * len(completions)
+
+    def extra(completions, *, log_extra, **columns):
+        return [0.0] * len(completions)
+
+    def may_log(completions, log_metric=None, log_extra=None, **columns):
+        return [float(log_metric is None and log_extra is None)]
+
+    for func, name in ((metric, "log_metric"), (extra, "log_extra")):
+        with pytest.raises(UsageError, match=f"needs '{name}', which TRL passes .* default None.*self.record"):
+            RewardFunctions([func])(records(1, level=[1]), ["a"])
+    assert RewardFunctions([may_log])(records(1), ["a"]).tolist() == [[1.0]]
 
 
 def test_trainer_state_is_passed_whole_and_never_cut_by_samples():
