@@ -11,7 +11,10 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.text import answer_of, is_think_and_answer, reference_text, text_of
@@ -166,14 +169,14 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
         The function. Those of ``trl.rewards`` read chat messages only, so they are given strings in that form.
 
     Raises:
-        UsageError: an unknown name, an import path without a function, missing or unknown settings.
+        UsageError: an unknown name, an import path without a function, a model, missing or unknown settings.
     """
     if isinstance(spec, dict):
         if len(spec) != 1 or not isinstance(next(iter(spec.values())), dict):
             raise UsageError(f"reward function {spec} must be one name with its settings, such as "
                              "{length_reward: {target: 20}}")  # fmt: skip
         ((name, settings),) = spec.items()
-        factory = FACTORIES.get(name) or load_object(name, "reward function", [*FUNCTIONS, *FACTORIES])
+        factory = FACTORIES.get(name) or _imported(name, [*FUNCTIONS, *FACTORIES])
         if not callable(factory):
             raise UsageError(f"reward function {name!r} is a {type(factory).__name__}, so it takes no settings")
         require_settings(factory, settings, f"reward function {name!r}")
@@ -185,11 +188,28 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
         needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)
         raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
     known = {**FUNCTIONS, **own}
-    return _adapted(known.get(spec) or load_object(spec, "reward function", [*known, *FACTORIES]), spec)
+    return _adapted(known.get(spec) or _imported(spec, [*known, *FACTORIES]), spec)
+
+
+def _imported(path: str, known: list[str]) -> Any:
+    """What an import path stands for.
+
+    Raises:
+        UsageError: it is the name or directory of a model, or no import path.
+    """
+    if "/" in path or (Path(path) / "config.json").is_file():
+        raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
+                         "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
+    return load_object(path, "reward function", known)
 
 
 def _adapted(func: Any, spec: str) -> RewardFunction:
     """A function with a name, that takes completions as strings or as chat messages."""
+    if isinstance(func, nn.Module) and "completions" not in inspect.signature(func.forward).parameters:
+        raise UsageError(
+            f"reward function {spec!r} is a model; write it with save_pretrained and give the directory to the module "
+            "as reward_model_name_or_path, not to the datamodule in reward_funcs"
+        )
     if not callable(func) or inspect.isclass(func):
         raise UsageError(f"reward function {spec!r} is a {type(func).__name__}, not a function")
     name = getattr(func, "__name__", re.split("[.:]", spec)[-1])  # TRL's functions with settings are nameless objects

@@ -376,11 +376,32 @@ class Judge:
         ("no.such.module.function", "can't be imported"),
         ("fractions:Fraction", "not a function"),
         (3, "is a int, not a function"),
+        ("org/rm", "'org/rm' is the name or directory of a model; give it .* reward_model_name_or_path"),
+        ("trl-lib/Qwen2-0.5B-Reward", "is the name or directory of a model.*reward_model_name_or_path"),
+        ({"org/rm": {}}, "'org/rm' is the name or directory of a model.*reward_model_name_or_path"),
+        (torch.nn.Linear(1, 1), "'Linear' is a model; write it with save_pretrained.*reward_model_name_or_path"),
     ],
 )
 def test_what_is_no_reward_function(spec, message):
     with pytest.raises(UsageError, match=message):
         load_reward_func(spec)
+
+
+def test_the_directory_of_a_model_is_no_reward_function(tmp_path, monkeypatch):
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="'judge' is the name or directory of a model.*reward_model_name_or_path"):
+        load_reward_func("judge")
+
+
+class JudgingModule(torch.nn.Module):
+    def forward(self, completions, **columns):
+        return [0.5] * len(completions)
+
+
+def test_a_module_with_a_reward_functions_arguments_is_one():
+    assert RewardFunctions([load_reward_func(JudgingModule())])(records(1), ["a"]).tolist() == [[0.5]]
 
 
 def test_objects_that_can_be_called_get_a_name():
