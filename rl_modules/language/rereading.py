@@ -1,4 +1,4 @@
-"""Texts as a reward model with another tokenizer than the policy's reads them."""
+"""Texts as a reward model reads them: in the form of the preferences that it was trained on, in its own tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
 
+Prompts = Sequence[str | list[dict[str, Any]]]
+
 
 def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Whether every id stands for the same token in both."""
@@ -18,7 +20,7 @@ def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) ->
 
 def encode_again(
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[str | list[dict[str, Any]]],
+    asked: Prompts,
     texts: Sequence[str],
     finished: Sequence[bool],
     longest: int,
@@ -29,7 +31,7 @@ def encode_again(
         tokenizer: that model's.
         asked: B prompts: texts, or the messages that the policy's chat template got.
         texts: B completions.
-        finished: whether each has come to its end; a text without messages then gets the EOS token.
+        finished: whether each has come to its end; others get no EOS token.
         longest: tokens that the model can take.
 
     Returns:
@@ -38,24 +40,42 @@ def encode_again(
     Raises:
         UsageError: messages, and no chat template to put them in; a text that is too long.
     """
-    rows = [_row(tokenizer, *one) for one in zip(asked, texts, finished, strict=True)]
-    length = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    if tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in asked):
+        raise UsageError("the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
+                         "template; give a reward model with one, or set chat_template=false")  # fmt: skip
+    tokens, length = right_padded(encode_answers(tokenizer, asked, texts, finished, chat_template=False))
     if int(length.max()) > longest:
         raise UsageError(f"a prompt and its completion have {int(length.max())} of the reward model's tokens, it takes "
                          f"{longest}; lower max_completion_length")  # fmt: skip
+    return tokens, length
+
+
+def encode_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    texts: Sequence[str],
+    finished: Sequence[bool],
+    chat_template: bool | None = None,
+) -> list[list[int]]:
+    """Token ids of prompts and their answers, as ``PreferenceDataModule`` encodes them.
+
+    Args:
+        tokenizer: the reward model's.
+        prompts: B texts or lists of chat messages; messages go through the chat template.
+        texts: B answers.
+        finished: whether each ends with the EOS token.
+        chat_template: put prompts that are text into the chat template too; None: where the tokenizer has one.
+    """
+    # Imported here, because the modules can be used without the datamodules.
+    from datamodules.language.encoding import TextEncoder
+
+    encoder = TextEncoder(tokenizer, chat_template)
+    answers = zip(texts, finished, encoder.completions(texts), strict=True)
+    ends = [ids if end else tokenizer(text, add_special_tokens=False).input_ids for text, end, ids in answers]
+    return [[*prompt, *answer] for prompt, answer in zip(encoder.prompts(prompts), ends, strict=True)]
+
+
+def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of token ids as one tensor [B, T], and each row's length, [B]."""
+    length = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True), length
-
-
-def _row(tokenizer: PreTrainedTokenizerBase, asked: str | list[dict[str, Any]], text: str, finished: bool) -> list[int]:
-    if isinstance(asked, str):
-        ids = [*tokenizer(asked).input_ids, *tokenizer(text, add_special_tokens=False).input_ids]
-        return [*ids, int(tokenizer.eos_token_id)] if finished else ids
-    if tokenizer.chat_template is None:
-        raise UsageError("the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
-                         "template; give a reward model with one, or set chat_template=false")  # fmt: skip
-    if asked[-1]["role"] == "assistant":  # a prefill, which the completion continues
-        messages = [*asked[:-1], {**asked[-1], "content": asked[-1]["content"] + text}]
-    else:
-        messages = [*asked, {"role": "assistant", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    return list(tokenizer(rendered, add_special_tokens=False).input_ids)

@@ -1,6 +1,7 @@
 """Reward models: a scalar head on a transformer, fitted to preferences; and how a finished one is loaded."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from rl_modules.language.models import add_lora, export_model, make_config, make
 from rl_modules.language.pair_scores import can_pack, pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics
 from rl_modules.language.reliability import reliability_diagram
+from rl_modules.language.rereading import encode_answers, right_padded
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import load_tokenizer
 
@@ -176,20 +178,24 @@ class RewardModel(LanguageModule):
         return self.reward_offset
 
     @torch.no_grad()
-    def score(self, prompts: list[str], completions: list[str]) -> Tensor:
+    def score(
+        self,
+        prompts: Sequence[str | list[dict[str, Any]]],
+        completions: Sequence[str],
+        chat_template: bool | None = None,
+    ) -> Tensor:
         """Returns normalised rewards of complete answers, [b] float32.
 
         Args:
-            prompts: b texts.
+            prompts: b texts or lists of chat messages.
             completions: b texts, without EOS.
+            chat_template: put prompts that are text into the tokenizer's chat template; None: where it has one, as
+                the datamodule of the training does.
         """
         self.configure_model()
-        eos = self.tokenizer.eos_token_id
-        ids = [[*self.tokenizer(p).input_ids, *self.tokenizer(c, add_special_tokens=False).input_ids, eos]
-               for p, c in zip(prompts, completions, strict=True)]  # fmt: skip
-        length = torch.tensor([len(row) for row in ids], device=self.device)
-        width = int(length.max())
-        tokens = torch.tensor([row + [eos] * (width - len(row)) for row in ids], device=self.device)
+        ended = [True] * len(completions)
+        ids = encode_answers(self.tokenizer, prompts, completions, ended, chat_template)
+        tokens, length = (x.to(self.device) for x in right_padded(ids))
         training = self.training
         scores = sequence_scores(self.eval().model, tokens, length)
         self.train(training)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from datamodules import PromptDataModule
+from datamodules import PreferenceDataModule, PromptDataModule
 from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.rereading import encode_again
@@ -87,11 +88,31 @@ def test_messages_go_through_the_judges_own_template():
     ]
     tokens, length = encode_again(tokenizer, asked, ["3", "4"], [True, False], 100)
     texts = [tokenizer.decode(row[:n]) for row, n in zip(tokens.tolist(), length.tolist(), strict=True)]
-    assert texts == ["(u:12)(a:3)", "(u:1)(a:x4)"]
+    assert texts == ["(u:12)(a:3<eos>", "(u:1)(a:x4"], "a turn ends as it does in preferences, and only if it has ended"
     with pytest.raises(UsageError, match="the reward model's tokenizer has no chat template"):
         encode_again(pair_tokenizer(), asked, ["3", "4"], [True, True], 100)
-    with pytest.raises(UsageError, match="have 11 of the reward model's tokens, it takes 9"):
+    with pytest.raises(UsageError, match="have 10 of the reward model's tokens, it takes 9"):
         encode_again(tokenizer, asked, ["3", "4"], [True, False], 9)
+
+
+def test_an_answer_is_read_as_the_judge_was_trained_on_it():
+    """The records of a datamodule that trained the judge say in which tokens; its own predictions, with which score."""
+    pairs = [{"prompt": f"{i}1+2=", "chosen": f"{i}3", "rejected": "10x"} for i in range(4)]
+    module = RewardModel(model_config=TINY, tokenizer_name_or_path=pair_tokenizer(TEMPLATE))
+    data = PreferenceDataModule(dataset=Dataset.from_list(pairs), eval_split="train", batch_size=4, n_eval=4)
+    trainer = fit(module, data, max_steps=1)
+    prompts, answers = [pair["prompt"] for pair in pairs], [pair["chosen"] for pair in pairs]
+    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    ids = [record["prompt_ids"] + record["chosen_ids"] for record in data.train_records]
+    tokens, length = encode_again(module.tokenizer, messages, answers, [True] * 4, 100)
+    assert [row[:n] for row, n in zip(tokens.tolist(), length.tolist(), strict=True)] == ids
+    tokens, length = encode_again(module.tokenizer, messages, answers, [False] * 4, 100)
+    assert [row[:n] for row, n in zip(tokens.tolist(), length.tolist(), strict=True)] == [row[:-1] for row in ids]
+    rewards = torch.cat([batch["chosen_reward"] for batch in trainer.predict(module, datamodule=data)])
+    for asked in (prompts, messages):
+        torch.testing.assert_close(module.score(asked, answers), rewards)
+    # Without the template a text is another one, also to the judge.
+    assert (module.score(prompts, answers, chat_template=False) - rewards).abs().min() > 1e-3
 
 
 def test_such_runs_resume_exactly_and_evaluate(judge, tmp_path):
