@@ -96,9 +96,11 @@ class MetricsMixin(L.LightningModule):
     def record(self, **metrics: Tensor | float) -> None:
         """Add scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
 
-        Any number of names, in any subset of the updates. Does nothing in epochs that are not logged.
+        Any number of names, in any subset of the updates. Does nothing in epochs that are not logged, nor in
+        evaluations, which call ``act`` too.
         """
-        if self.logs_this_epoch:
+        evaluates = self._trainer is not None and self._trainer.evaluating
+        if self.logs_this_epoch and not evaluates:
             self._sums.add({f"train/{name}": value for name, value in metrics.items()})
 
     def record_now(self, **metrics: float) -> None:

@@ -33,7 +33,8 @@ class LanguageMetrics(L.LightningModule):
     def record(self, weight: Tensor | float = 1.0, **metrics: Tensor | float) -> None:
         """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
 
-        Each update may record any subset of names. Does not synchronise with the device.
+        Each update may record any subset of names. Does not synchronise with the device. Does nothing in evaluations,
+        which call hooks such as ``loss`` too; :meth:`log_evaluation` takes their metrics.
 
         Args:
             weight: of this minibatch in the mean, such as its number of tokens; 0: ignored.
@@ -42,6 +43,8 @@ class LanguageMetrics(L.LightningModule):
         Raises:
             UsageError: a value that is not a scalar.
         """
+        if self._trainer is not None and self._trainer.evaluating:
+            return
         w = self._scalar("weight", weight)
         for name, value in metrics.items():
             value = self._scalar(name, value)

@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from datamodules import (
@@ -20,7 +21,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from rl_modules import DPO, DQN, GRPO, PPO, RLHFPPO, SAC, SFT, TRPO, RewardModel
+from rl_modules import DPO, DQN, GRPO, KTO, PPO, RLHFPPO, SAC, SFT, TRPO, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
@@ -257,6 +258,41 @@ def test_hooks_of_a_language_algorithm_are_called_as_often_as_a_callback_s(base,
     trainer.test(model, datamodule=experience, verbose=False)
     assert sorted(called["module"]) == sorted(called["callback"])
     assert {"on_before_optimizer_step", "on_test_epoch_end"} <= set(called["module"])
+
+
+class Curves(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.points = []
+
+    def log_metrics(self, metrics, step=None):
+        self.points.append(metrics)
+
+
+@pytest.mark.parametrize(
+    ("base", "hook"), [(DPO, "loss"), (KTO, "loss"), (RewardModel, "loss"), (PPO, "act")],
+    ids=["DPO", "KTO", "RewardModel", "PPO"],
+)  # fmt: skip
+def test_what_a_hook_records_while_it_evaluates_stays_out_of_the_training_curve(base, hook):
+    stages = []
+
+    def noting(self, *args, **kwargs):
+        stages.append(str(self.trainer.state.stage.value))
+        self.record(evaluates=float(stages[-1] != "train"))
+        return getattr(base, hook)(self, *args, **kwargs)
+
+    mine, curves = type("Mine", (base,), {"__module__": __name__, hook: noting}), Curves()
+    if base is PPO:
+        data = rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=64, eval_freq=16, n_eval_episodes=1)
+        fit(mine(), data, logger=curves)
+    else:
+        data = PreferenceDataModule("paths", n_train=16, n_eval=4, eval_steps=1, batch_size=8)
+        fit(mine(model_config=TINY, logging_steps=1), data, max_steps=3, logger=curves)
+    points = [point["train/evaluates"] for point in curves.points if "train/evaluates" in point]
+    assert len(points) >= 3 and set(points) == {0.0}
+    assert {"train", "sanity_check", "validate"} == set(stages), "the hook is called in all of them"
 
 
 def test_a_callback_s_numpy_number_costs_no_checkpoint(tmp_path):
