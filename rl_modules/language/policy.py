@@ -156,9 +156,12 @@ class LanguagePolicy(LanguageModule):
             if k > 1:
                 metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
                 metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
-        for name, column in zip(batch["reward_names"], rewards.unbind(-1), strict=True):
-            metrics[f"eval/rewards/{name}"] = column.nanmean()
         self.log_evaluation(metrics, prompts)
+        # Each mean is over the completions that its function scored, which may be none of this batch or this rank.
+        scored = ~rewards.isnan()
+        columns = zip(batch["reward_names"], rewards.unbind(-1), scored.unbind(-1), scored.sum(0).tolist(), strict=True)
+        for name, column, counts, n in columns:
+            self.log_evaluation({f"eval/rewards/{name}": F.masked_mean(column, counts)}, n)
         if batch_idx == 0 and self.trainer.is_global_zero:
             scores = {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
             self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})

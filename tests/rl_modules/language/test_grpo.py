@@ -514,6 +514,38 @@ def test_two_ranks_learn_what_one_learns(case, on_one_and_two):
     assert max(float((one[name] - start[name]).abs().max()) for name in one) > 1e-3
 
 
+# ---------------------------------------------------------------- evaluation
+
+
+def number_if_asked(prompts, completions, **columns):
+    """The prompt's number; does not apply to prompts with a question mark."""
+    return [None if "?" in prompt else float(prompt[0]) for prompt in prompts]
+
+
+def evaluated(path, ranks=1, eval_batch_size=256):
+    module = grpo(max_completion_length=2)
+    data = PromptDataModule(path=path, eval_path=path, num_generations=2, eval_num_generations=2, batch_size=8,
+                            eval_batch_size=eval_batch_size, reward_funcs=[number_if_asked, blind_half])  # fmt: skip
+    trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False,
+                        enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer.validate(module, data, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("eval_batch_size", [2, 6, 256])
+def test_an_evaluations_mean_reward_is_over_the_scored_completions(eval_batch_size, tmp_path):
+    """Batches may hold none of them, some, or all; on two ranks the second one has none."""
+    path = tmp_path / "prompts.jsonl"
+    prompts = ["1=", "2?", "6=", "4=", "5?", "6?", "7?", "8?"]
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    mean = (1 + 6 + 4) / 3
+    one = evaluated(str(path), 1, eval_batch_size)
+    assert one["eval/rewards/number_if_asked"] == pytest.approx(mean)
+    ranks = on_ranks(lambda: evaluated(str(path), 2, eval_batch_size), tmp_path / "ranks")
+    for rank in ranks:
+        assert rank == pytest.approx(one)
+
+
 # ---------------------------------------------------------------- bad input
 
 
