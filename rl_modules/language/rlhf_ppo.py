@@ -367,30 +367,36 @@ class RLHFPPO(JudgedPolicy):
         earned = rollout["reward"]
         if earned.ndim == 2:
             earned = torch.where(mask, earned, 0.0).sum(1)
-        columns = [earned, rollout["length"], rollout["finished"], rollout["prompt_length"], *summed]
+        scored = mask.any(1)
+        columns = [scored, earned, rollout["length"], rollout["finished"], rollout["prompt_length"], *summed]
         table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
-        score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
+        counts, score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
         non_score = -self.beta * paid
         explained = F.explained_variance(rollout["value"][mask], returns[mask])
-        metrics: dict[str, Tensor | float] = {
-            **({"objective/kl": kl.mean()} if has_reference else {}),
-            "objective/entropy": entropy.mean(),
-            "objective/non_score_reward": non_score.mean(),
-            "objective/rlhf_reward": (score + non_score).mean(),
-            "objective/scores": score.mean(),
+        self.record(**{
             "val/num_eos_tokens": finished.sum(),
             "val/explained_variance": explained.nan_to_num(),
             **length_metrics(length, finished),
             "beta": self.beta,
+        })  # fmt: skip
+        # Of the completions that the losses count.
+        objective = {
+            **({"kl": kl} if has_reference else {}),
+            "entropy": entropy,
+            "non_score_reward": non_score,
+            "rlhf_reward": score + non_score,
+            "scores": score,
         }
-        self.record(**metrics)
+        means = {f"objective/{name}": F.masked_mean(x, counts) for name, x in objective.items()}
+        self.record(counts.any().float(), **means)
         names = [f"rewards/{name}" for name in rollout["reward_names"]]
         self.record_rewards(names, table[:, len(columns) :], rollout, std=False)
         self.num_tokens += int((length + prompt_length).sum())
-        if self.target_kl is not None:
-            self.beta = F.proportional_kl_coefficient(self.beta, kl.mean(), self.target_kl, self.kl_gain)
+        if self.target_kl is not None and bool(counts.any()):
+            kl = F.masked_mean(kl, counts)
+            self.beta = F.proportional_kl_coefficient(self.beta, kl, self.target_kl, self.kl_gain)
         if self.table_is_due():
-            self.write_completions(rollout, earned, summed[0])
+            self.write_completions(rollout, earned.masked_fill(~scored, torch.nan), summed[0])
 
     def write_completions(self, rollout: Rollout, score: Tensor, kl: Tensor) -> None:
         """Writes a table of a few completions with their score, KL and true rewards."""

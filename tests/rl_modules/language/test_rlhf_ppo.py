@@ -20,6 +20,7 @@ from rl_modules.language.models import export_model, make_config, make_model
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.scoring import completion_log_probs, token_values
+from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -189,6 +190,49 @@ def test_unscored_completions_count_in_no_loss(make):
     assert batch["step_tokens"] == batch["mask"].sum()
     assert all(batch[name].isfinite().all() for name in ("advantage", "returns"))
     assert weights(module).isfinite().all()
+
+
+class Particular(RLHFPPO):
+    """Scores completions by their first token, some of them only; keeps scores and KL of the generations."""
+
+    applies: float = 0.6  # share of tokens that it scores
+
+    def rewards(self, rollout):
+        first = rollout["tokens"].gather(1, rollout["prompt_length"].unsqueeze(1)).squeeze(1).float()
+        self.scores = torch.where(first % 10 < 10 * self.applies, first - 50, torch.nan)
+        return self.scores.clone()
+
+    def record_generation(self, rollout, returns):
+        self.distances = [
+            float((ours[:n] - theirs[:n]).sum())
+            for ours, theirs, n in zip(rollout["log_prob"], rollout["ref_log_prob"], rollout["length"], strict=True)
+        ]
+        super().record_generation(rollout, returns)
+
+    def write_completions(self, rollout, score, kl):
+        self.written = score
+
+
+def test_objectives_are_means_over_the_scored_completions(make):
+    module, data = make(Particular, beta=0.3, learning_rate=0.1, completions_steps=1)
+    fit(module, data, max_steps=2)
+    scores = module.scores.tolist()
+    scored = [i for i, score in enumerate(scores) if score == score]
+    assert 0 < len(scored) < 8, "the test needs completions of both kinds"
+    metrics = module.latest_metrics
+    mean, kl = (sum(x[i] for i in scored) / len(scored) for x in (scores, module.distances))
+    assert metrics["train/objective/scores"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["train/objective/kl"] == pytest.approx(kl, rel=1e-4) and abs(kl) > 1e-3
+    assert metrics["train/objective/rlhf_reward"] == pytest.approx(mean - 0.3 * kl, rel=1e-4)
+    torch.testing.assert_close(module.written, module.scores, equal_nan=True)
+
+
+def test_a_generation_without_scores_has_no_objective_and_leaves_beta_alone(make):
+    module, data = make(Particular, beta=0.3, target_kl=0.01)
+    module.applies = 0.0
+    fit(module, data, max_steps=1)
+    assert module.beta == 0.3 and not [name for name in module.latest_metrics if "objective" in name]
+    assert "train/completions/mean_length" in module.latest_metrics
 
 
 # -------------------------------------------------------------------- log-probabilities, ratios, padding
@@ -659,6 +703,22 @@ def test_two_ranks_are_one_with_twice_the_batch(make, tmp_path):
     torch.testing.assert_close(one["weights"], two["weights"], atol=1e-5, rtol=1e-4)
     assert one["beta"] == pytest.approx(two["beta"], rel=1e-6) and one["beta"] != 0.05
     assert one["num_tokens"] == two["num_tokens"]
+
+
+def test_objectives_of_two_ranks_count_every_scored_completion_once(make, tmp_path):
+    def objectives(ranks):
+        module, data = make(Particular, {"batch_size": 8 // ranks}, beta=0.3)
+        module.applies = 0.2
+        fit(module, data, max_steps=1, devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+        points = {name: value for name, value in module.latest_metrics.items() if "objective" in name}
+        return {"points": points, "scores": [score for score in module.scores.tolist() if score == score]}
+
+    one, two = objectives(1), on_ranks(lambda: objectives(2), tmp_path)
+    assert len(two[0]["scores"]) != len(two[1]["scores"]), "the test needs ranks with unequal numbers"
+    scores = two[0]["scores"] + two[1]["scores"]
+    for rank in two:
+        assert rank["points"]["train/objective/scores"] == pytest.approx(sum(scores) / len(scores), rel=1e-5)
+        assert rank["points"] == pytest.approx(one["points"], rel=1e-4)
 
 
 # -------------------------------------------------------------------- what people get wrong
