@@ -22,6 +22,7 @@ from rl_modules.language.frozen_weights import (
     describe_sources,
     source_path,
 )
+from rl_modules.language.generation_defaults import without_ignored
 from rl_modules.language.model_objects import (
     check_model_object,
     is_name,
@@ -274,7 +275,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         else:
             description, sources = self._description(config)
         if (generation := description.get("generation_config")) is not None:
-            transformers_model(self.model).generation_config = GenerationConfig.from_dict(generation)
+            transformers_model(self.model).generation_config = without_ignored(GenerationConfig.from_dict(generation))
         self._given_model = ()
         self._sources = sources  # of the weights as they were read: a precision may convert them
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}

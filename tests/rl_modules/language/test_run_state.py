@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules.common.errors import UsageError
@@ -245,6 +245,30 @@ def test_the_generation_config_survives_checkpoint_and_export(lora: Any, pretrai
         completions = model.act([[5, 6]] * 200, seeds, max_completion_length=8)
         ended = {row[n - 1] for row, n in zip(completions.tokens.tolist(), completions.length.tolist(), strict=True)}
         assert 7 in ended and not (completions.tokens[:, :-1][completions.mask[:, 1:]] == 7).any()
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
+@pytest.mark.parametrize("as_object", [False, True])
+def test_settings_that_a_generation_config_cannot_use_cost_no_export(
+    lora: Any, as_object: bool, pretrained: Path, tmp_path: Path
+) -> None:
+    """transformers reads a published config with a temperature and do_sample=false, but refuses to write it."""
+    published = json.loads((pretrained / "generation_config.json").read_text())
+    published |= {"do_sample": False, "top_p": 0.9, "early_stopping": True, "repetition_penalty": 1.1}
+    (pretrained / "generation_config.json").write_text(json.dumps(published))
+    source: Any = AutoModelForCausalLM.from_pretrained(pretrained) if as_object else str(pretrained)
+    module = grpo(model_name_or_path=source, model_config=None, lora=lora)
+    said = "temperature=0.6.*do_sample=False.*num_beams=None; exports leave"
+    with pytest.warns(UserWarning, match=said):
+        trainer = fit(module, addition(), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    for exporter in (module, GRPO.load_from_checkpoint(tmp_path / "end.ckpt", weights_only=True)):
+        folder = exporter.export(tmp_path / "exported")
+        written = AutoModelForCausalLM.from_pretrained(folder).generation_config
+        written.validate(strict=True)
+        assert written.eos_token_id == published["eos_token_id"] and written.repetition_penalty == 1.1
+        dropped = (written.temperature, written.top_k, written.top_p, written.early_stopping)
+        assert dropped == (None,) * 4 and written.do_sample is False
 
 
 def test_reinforcement_learning_turns_the_adapters_dropout_off(judge: str) -> None:
