@@ -373,12 +373,13 @@ class RLHFPPO(JudgedPolicy):
         counts, score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
         non_score = -self.beta * paid
         explained = F.explained_variance(rollout["value"][mask], returns[mask])
-        self.record(**{
+        metrics: dict[str, Tensor | float] = {
             "val/num_eos_tokens": finished.sum(),
             "val/explained_variance": explained.nan_to_num(),
             **length_metrics(length, finished),
             "beta": self.beta,
-        })  # fmt: skip
+        }
+        self.record(**metrics)
         # Of the completions that the losses count.
         objective = {
             **({"kl": kl} if has_reference else {}),
