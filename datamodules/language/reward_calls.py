@@ -341,7 +341,15 @@ def function_name(func: Callable[..., Any]) -> str:
 
 def _run(func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     result = func(**arguments)
-    return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(_wait_for(result))
+    # A notebook's loop runs in this thread, which can have no second one.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, _wait_for(result)).result()
 
 
 async def _wait_for(awaitable: Any) -> Any:

@@ -192,7 +192,8 @@ class RewardModel(LanguageModule):
             chat_template: put prompts that are text into the tokenizer's chat template; None: where it has one, as
                 the datamodule of the training does.
         """
-        self.configure_model()
+        if self.model is None:
+            self.configure_model()
         ended = [True] * len(completions)
         ids = encode_answers(self.tokenizer, prompts, completions, ended, chat_template)
         tokens, length = (x.to(self.device) for x in right_padded(ids))

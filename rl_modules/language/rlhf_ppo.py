@@ -451,4 +451,6 @@ class RLHFPPO(JudgedPolicy):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.beta = checkpoint["beta"]
+        # A run that resumes with another `beta` begins with that.
+        if checkpoint["hyper_parameters"].get("beta") == self.hparams["beta"]:
+            self.beta = checkpoint["beta"]

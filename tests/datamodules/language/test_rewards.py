@@ -1,5 +1,6 @@
 """Reward functions by hand-made tables and against TRL's; failures name the function and the sample."""
 
+import asyncio
 import copy
 import math
 import threading
@@ -135,6 +136,19 @@ def test_prompts_columns_and_chat_messages_reach_the_functions():
         rewards, torch.tensor([[1.0, 2, math.nan, math.nan], [2, 7, 3, 3]]), equal_nan=True, rtol=0, atol=0
     )
     assert RewardFunctions([later, later, everything]).names == ["later", "later_2", "everything"]
+
+
+def test_a_coroutine_is_awaited_where_a_loop_is_running():
+    """As in a notebook."""
+
+    async def later(completions, **columns):
+        await asyncio.sleep(0)
+        return [2.0] * len(completions)
+
+    async def cell():
+        return RewardFunctions([later])(records(2), ["x", "y"], [[1], [2]])
+
+    assert asyncio.run(cell()).tolist() == [[2.0], [2.0]]
 
 
 def empties(completions, prompts, tests, meta, **columns):

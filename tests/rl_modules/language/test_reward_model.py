@@ -282,6 +282,15 @@ def test_a_loaded_reward_model_scores_as_the_trained_one(trained, form):
     assert not reward.training and not any(p.requires_grad for p in reward.parameters())
 
 
+def test_scores_leave_the_state_of_the_run(make_trainer, data):
+    module = model()
+    make_trainer(max_steps=1).fit(module, datamodule=data())
+    assert module.num_tokens > 0
+    before = module.num_tokens
+    module.score(["a>b:"], ["cdb"])
+    assert module.num_tokens == before
+
+
 def test_transformers_loads_the_export_and_finds_the_last_token_among_pads(trained):
     module, _, folder = trained
     theirs = AutoModelForSequenceClassification.from_pretrained(folder / "export").eval()

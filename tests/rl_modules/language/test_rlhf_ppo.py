@@ -460,6 +460,14 @@ def test_beta_follows_the_kl_and_is_in_the_checkpoint(make, tmp_path):
     assert held.beta == 0.2
 
 
+def test_another_beta_holds_for_a_run_that_resumes(make, tmp_path):
+    fit(*make(beta=0.2), max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    curves = Curves()
+    module, data = make(beta=0.9)
+    fit(module, data, max_steps=2, logger=curves, log_every_n_steps=1, ckpt_path=tmp_path / "last.ckpt")
+    assert [metrics["train/beta"] for _, metrics in curves.points if "train/beta" in metrics] == pytest.approx([0.9])
+
+
 # -------------------------------------------------------------------- the optimum
 
 
