@@ -23,6 +23,7 @@ from rl_modules.language.frozen_weights import (
     source_path,
 )
 from rl_modules.language.generation_defaults import without_ignored
+from rl_modules.language.lora import begins_unchanged, plain_lora
 from rl_modules.language.model_objects import (
     check_model_object,
     is_name,
@@ -64,8 +65,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             million parameters (another ``model_type`` starts from that type's own defaults).
         tokenizer_name_or_path: directory or hub name, in Python also a tokenizer; None: the model's, or, without a
             pretrained model, the character tokenizer.
-        lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``; None: all weights train.
-            Reinforcement learning trains without dropout, so ``lora_dropout`` is 0 there.
+        lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``, in Python also a ``LoraConfig``;
+            None: all weights train. The model's head decides the ``task_type``. Reinforcement learning trains without
+            dropout, so ``lora_dropout`` is 0 there.
         torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's
             ``precision`` sets the precision of computations.
         attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
@@ -131,7 +133,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         objects = {name: value for name, value in objects.items() if not is_name(value)}
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *objects, *self.given_networks], logger=False)
         for parameters in (self._hparams, self._hparams_initial):
-            parameters.update(dict.fromkeys(objects))
+            parameters.update({**dict.fromkeys(objects), "lora": plain_lora(lora)})
         make_plain(self)
         refuse_objects(self.hparams)
         check_ranges(self.hparams, type(self))
@@ -284,7 +286,10 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         """The models as plain data, and where frozen weights come from."""
         hp: Any = self.hparams
         if hp.description is None:
-            return self.describe(config), describe_sources(self, self.frozen_arguments(), hp)
+            # Adapters that take a part of the weights over leave others behind than the directory has.
+            arguments = {prefix: argument for prefix, argument in self.frozen_arguments().items()
+                         if begins_unchanged(getattr(self, prefix.removesuffix(".")))}  # fmt: skip
+            return self.describe(config), describe_sources(self, arguments, hp)
         sources = hp.description.get("frozen", {})
         check_sources(self, sources, hp)
         return hp.description, sources

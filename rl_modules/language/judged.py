@@ -12,6 +12,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import plain_config
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
+from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.rereading import encode_again, same_tokens
@@ -83,7 +84,11 @@ class JudgedPolicy(LanguagePolicy):
                 shard(judge, split)
 
     def build_model(self, config: Any, source: Any) -> None:
-        """Policy, reference and reward model."""
+        """Policy, reference and reward model.
+
+        Raises:
+            UsageError: under LoRA the model without its adapters is not, or does not stay, the policy at its start.
+        """
         super().build_model(config, source)
         hp: Any = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))
@@ -96,6 +101,8 @@ class JudgedPolicy(LanguagePolicy):
             self.reference = frozen(self._read_reference(hp.ref_model_name_or_path))
         elif self.wants_reference and hp.lora is None:
             self.reference = frozen(copy.deepcopy(self.model))
+        elif self.wants_reference and not next(self.model.parameters()).is_meta:
+            check_switched_off(self.model, hp.lora)
 
     def _build_described(self, config: Any) -> None:
         """Reference and reward model of a checkpoint: read again, or built for the weights that it brings."""

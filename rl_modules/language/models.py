@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.lora import add_lora, merged
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
 
@@ -164,8 +166,8 @@ def make_model(
         lora: arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` …); None: all weights train.
 
     Raises:
-        UsageError: an architecture without such a head, a directory without weights, a hub that is out of reach, an
-            unknown dtype or way of checkpointing.
+        UsageError: an architecture without such a head or whose score is not read at the last token, a directory
+            without weights, a hub that is out of reach, an unknown dtype or way of checkpointing.
     """
     require_head(config, head)
     if torch_dtype not in _DTYPES:
@@ -188,6 +190,9 @@ def make_model(
             model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UsageError(_unreadable(str(name or config.model_type), error)) from error
+    if head == "score" and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; take a "
+                         "causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
     freeze_unread_parts(model)
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
@@ -258,24 +263,10 @@ def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
     enable(arguments)
 
 
-def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
-    """Freeze the model and add low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
-
-    Raises:
-        UsageError: what ``peft`` says about the arguments.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    if gradient_checkpointing:
-        model.enable_input_require_grads()
-    try:
-        return get_peft_model(model, LoraConfig(**{"task_type": task_type, **lora}))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"lora={lora} can't be used: {' '.join(str(error).split())}") from error
-
-
 def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
     """Write a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
+
+    An output layer that is tied to the embedding is written as a weight of its own where adapters have parted them.
 
     Args:
         model: a transformers model, or one with LoRA. Where its weights are sharded all ranks call this, the first
@@ -292,7 +283,7 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     if is_sharded(model):
         return _export_sharded(model, tokenizer, Path(folder))
     if hasattr(model, "merge_and_unload"):
-        model = copy.deepcopy(model).merge_and_unload()
+        model = merged(model)
     folder = Path(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.lora import adapts_tied_weight
 from rl_modules.language.models import max_length, text_config
 from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sharding import is_sharded
@@ -30,18 +31,25 @@ def named_weights(model: Any, untied: bool) -> Weights:
 
     Args:
         model: causal language model, with LoRA or without.
-        untied: also yield an output layer that is tied to the embedding.
+        untied: also yield an output layer that is tied to the embedding. One that adapters have parted from it
+            always comes.
     """
     network = transformers_model(model)
-    plain = _renamed(network, _merged(model))
+    tied = is_tied(network)
+    plain = _renamed(network, _merged(model, tied))
     head = network.get_output_embeddings()
     embedding = network.get_input_embeddings()
-    tied = head is not None and head.weight is embedding.weight
     names = {id(module): name for name, module in network.named_modules()}
     for name, weight in plain:
         yield name, weight
         if tied and untied and name == f"{names[id(embedding)]}.weight":
             yield f"{names[id(head)]}.weight", weight
+
+
+def is_tied(network: Any) -> bool:
+    """Whether the output layer computes with the embedding's weight, also after adapters are merged in."""
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight and not adapts_tied_weight(network)
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,19 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: Any, untied: bool) -> EngineSpec:
-        """Describe a causal language model, with LoRA or without."""
+        """Describe a causal language model, with LoRA or without.
+
+        Args:
+            model: the model.
+            untied: see :attr:`untied`; adapters of a tied layer untie the engine's in any case.
+        """
         network = transformers_model(model)
+        ties = bool(network.config.tie_word_embeddings)
+        untied = untied or (ties and not is_tied(network))
         config: dict[str, Any] = json.loads(network.config.to_json_string(use_diff=False))
         config["architectures"] = [type(network).__name__]
         config["model_type"] = network.config.model_type
-        config["tie_word_embeddings"] = bool(network.config.tie_word_embeddings) and not untied
+        config["tie_word_embeddings"] = ties and not untied
         config["dtype"] = str(next(network.parameters()).dtype).removeprefix("torch.")
         return cls(config, max_length(network.config), text_config(network.config).vocab_size, untied)
 
@@ -79,8 +94,8 @@ def fingerprint(model: nn.Module, version: int) -> Fingerprint:
     return model, version, sum(parameter._version for parameter in model.parameters())
 
 
-def _merged(model: Any) -> Weights:
-    """Parameters without LoRA: W + B A · scale where a layer has adapters."""
+def _merged(model: Any, tied: bool) -> Weights:
+    """Parameters without LoRA: W + B A · scale where a layer has adapters; one that is shared once where ``tied``."""
     if not hasattr(model, "merge_and_unload"):
         for name, parameter in model.named_parameters():
             yield name, _whole(parameter)
@@ -92,7 +107,7 @@ def _merged(model: Any) -> Weights:
         for name, module in model.named_modules()
         if hasattr(module, "get_delta_weight")
     }
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=tied):
         name = name.removeprefix(_LORA)
         if "lora_" in name or ".original_module." in name:
             continue

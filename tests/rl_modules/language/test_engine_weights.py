@@ -70,6 +70,27 @@ def test_a_tied_output_layer_comes_twice_for_an_engine_that_unties_it() -> None:
     assert EngineSpec.of(model, False).config["tie_word_embeddings"] is True
 
 
+@pytest.mark.parametrize(("options", "parted"), [
+    ({"target_modules": ["q_proj", "lm_head"]}, True), ({"target_modules": ["embed_tokens"]}, True),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True), ({"target_modules": ["q_proj"]}, False),
+])  # fmt: skip
+def test_adapters_on_a_tied_layer_give_the_engine_an_output_layer_of_its_own(
+    options: dict[str, Any], parted: bool
+) -> None:
+    """Independent source: the engine's own log-probabilities, which the check compares with the model's."""
+    torch.manual_seed(1)
+    model = get_peft_model(tiny_model(tied=True), LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for parameter in model.eval().parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    spec = EngineSpec.of(model, untied=False)
+    engine = NativeEngine(spec)
+    engine.load_weights(named_weights(model, spec.untied))
+    check_engine(model, engine)
+    assert spec.config["tie_word_embeddings"] is not parted
+
+
 def test_the_check_refuses_an_engine_that_lacks_a_weight() -> None:
     model = tiny_model(tied=False)
     engine = NativeEngine(EngineSpec.of(model, False))

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import checkpoint_activations
+from rl_modules.language.tokenizer import character_tokenizer
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -93,3 +95,16 @@ def test_judges_and_values_compute_as_the_policy_is_told_to(kind, tmp_path, make
             assert model.config._attn_implementation == attention
             assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
             assert {p.device for p in model.parameters()} == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "deberta-v2"])
+@pytest.mark.parametrize("algorithm", [GRPO, RLHFPPO])
+def test_a_judge_without_a_score_head_is_refused_where_it_is_loaded(algorithm, kind, tmp_path):
+    tokenizer = character_tokenizer()
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64,
+                                  num_hidden_layers=1, num_attention_heads=2, num_labels=1, pad_token_id=0)  # fmt: skip
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = algorithm(model_config=TINY, reward_model_name_or_path=str(tmp_path))
+    with pytest.raises(UsageError, match=f"^reward_model_name_or_path=.*can't judge: a {kind} model has no linear"):
+        policy.configure_model()

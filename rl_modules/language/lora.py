@@ -1,0 +1,171 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adding adapters, merging them, and what their start means."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl_modules.common.errors import UsageError
+from rl_modules.common.storable import is_storable
+
+#: Fields of a LoraConfig that do not say what the adapters are; the model's head decides the task type.
+_LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path")
+#: Parts of the names of parameters that take no part while adapters are switched off.
+_SWITCHED = ("lora_", ".modules_to_save.", ".token_adapter.")
+
+
+def plain_lora(lora: Any) -> dict[str, Any] | None:
+    """The argument ``lora`` as a checkpoint can hold it.
+
+    Args:
+        lora: arguments of ``peft.LoraConfig``, an object of that class, or None.
+
+    Returns:
+        The arguments without ``task_type``; of an object those that differ from their defaults.
+
+    Raises:
+        UsageError: something else, or a value that is not plain data.
+    """
+    if lora is None:
+        return None
+    if isinstance(lora, dict):
+        fields = lora
+    else:
+        from peft import LoraConfig
+
+        if not isinstance(lora, LoraConfig):
+            raise UsageError(f"lora is a {type(lora).__name__}; give the arguments of peft.LoraConfig as a dict, such "
+                             "as {'r': 16, 'lora_alpha': 32}")  # fmt: skip
+        defaults = LoraConfig().to_dict()
+        fields = {name: value for name, value in lora.to_dict().items() if value != defaults.get(name)}
+    fields = {name: sorted(value) if isinstance(value, set) else value
+              for name, value in fields.items() if name not in _LABELS}  # fmt: skip
+    for name, value in fields.items():
+        if not is_storable(value):
+            raise UsageError(f"lora.{name} is a {type(value).__name__}, which no checkpoint can hold; give numbers, "
+                             "texts, and lists and dicts of them")  # fmt: skip
+    return fields
+
+
+def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
+    """Freeze the model and add low-rank adapters.
+
+    Args:
+        model: of transformers.
+        lora: arguments of ``peft.LoraConfig``; the model's head decides its ``task_type``.
+        task_type: ``CAUSAL_LM`` or ``SEQ_CLS``.
+        gradient_checkpointing: see :func:`~rl_modules.language.models.checkpoint_activations`.
+
+    Raises:
+        UsageError: what ``peft`` says about the arguments.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if gradient_checkpointing:
+        model.enable_input_require_grads()
+    try:
+        config = LoraConfig(**{**lora, "task_type": task_type})
+        made = get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"lora={lora} can't be used: {' '.join(str(error).split())}") from error
+    if getattr(config, "target_modules_to_tie", None):
+        raise UsageError("lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "
+                         "weight, each with a step of its own; leave it at false, and an export has both")  # fmt: skip
+    return made
+
+
+# -------------------------------------------------------------------- merging
+
+
+def merged(model: Any) -> PreTrainedModel:
+    """A copy of a model with its adapters merged in; the model itself stays as it is.
+
+    An output layer that is tied to the embedding, but computes something else because one of the two has an adapter,
+    gets a weight of its own in the copy.
+
+    Args:
+        model: of peft.
+    """
+    model = copy.deepcopy(model)
+    network = model.get_base_model()
+    if adapts_tied_weight(network):
+        head = _base_layer(network.get_output_embeddings())
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        for config in (network.config, network.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = False
+    return model.merge_and_unload()
+
+
+def adapts_tied_weight(network: PreTrainedModel) -> bool:
+    """Whether the output layer and the embedding share a weight that adapters change for one of them only.
+
+    Args:
+        network: of transformers, with the layers of peft or without.
+    """
+    layers = [network.get_output_embeddings(), network.get_input_embeddings()]
+    if any(layer is None for layer in layers):
+        return False
+    weights = [getattr(_base_layer(layer), "weight", None) for layer in layers]
+    return weights[0] is not None and weights[0] is weights[1] and any(_has_delta(layer) for layer in layers)
+
+
+def _base_layer(layer: Any) -> Any:
+    return layer.get_base_layer() if _has_delta(layer) else layer
+
+
+def _has_delta(layer: Any) -> bool:
+    return hasattr(layer, "get_delta_weight")
+
+
+# -------------------------------------------------------------------- the start
+
+
+@torch.no_grad()
+def begins_unchanged(model: Any) -> bool:
+    """Whether new adapters leave the model's function as it was: every change of a weight is 0, up to rounding.
+
+    Initialisations that move a part of the weights into the adapters (``pissa``, ``olora`` …) also change the weights
+    that stay behind.
+
+    Args:
+        model: of peft, with weights that are on a device.
+    """
+    return all(
+        bool(delta.abs().max() <= max(1e-4, 4 * torch.finfo(weight.dtype).eps) * weight.abs().max())
+        for delta, weight in _changes(model)
+    )
+
+
+def _changes(model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the adapters add to each weight, and the weight."""
+    for layer in model.modules():
+        if _has_delta(layer):
+            weight = layer.get_param() if hasattr(layer, "get_param") else layer.weight
+            for adapter in layer.active_adapters:
+                yield layer.get_delta_weight(adapter), weight
+
+
+def check_switched_off(model: Any, lora: dict[str, Any]) -> None:
+    """Refuse adapters whose model without them is not the policy at its start, throughout the run.
+
+    Args:
+        model: of peft, with new adapters.
+        lora: the arguments that made them.
+
+    Raises:
+        UsageError: names the field of ``lora`` and the remedy.
+    """
+    remedy = "a reference of its own by ref_model_name_or_path"
+    if not begins_unchanged(model):
+        value = lora.get("init_lora_weights", True)
+        raise UsageError(f"lora.init_lora_weights={value!r} begins with adapters that change the policy, and the "
+                         f"reference is the policy without them; leave it at true, or give {remedy}")  # fmt: skip
+    trained = [name for name, parameter in model.named_parameters()
+               if parameter.requires_grad and not any(part in name for part in _SWITCHED)]  # fmt: skip
+    if trained:
+        raise UsageError(f"lora.bias={lora.get('bias', 'none')!r} trains {len(trained)} weights of the base, such as "
+                         f"{trained[0].removeprefix('base_model.model.')}, which the reference, the policy without its "
+                         f"adapters, shares; set bias=none, or give {remedy}")  # fmt: skip

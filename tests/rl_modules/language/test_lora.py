@@ -1,0 +1,264 @@
+"""LoRA: exports are the trained model, a reference without adapters is the start, and what arguments may be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
+from rl_modules.common.errors import UsageError
+from rl_modules.language.lora import begins_unchanged
+from tests.marks import quick
+from tests.training import assert_resumes_exactly, differences, fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
+TARGETS = ["q_proj", "v_proj"]
+LORA = {"r": 4, "target_modules": TARGETS}
+TOKENS = torch.arange(3, 51).view(4, 12)
+
+
+def examples() -> InstructionDataModule:
+    return InstructionDataModule("addition", batch_size=8, n_train=16, eval_steps=0)
+
+
+def pairs() -> PreferenceDataModule:
+    return PreferenceDataModule("paths", n_train=16, n_eval=0, batch_size=8, n_demonstrations=4)
+
+
+def prompts(**arguments: Any) -> PromptDataModule:
+    return PromptDataModule("addition", batch_size=8, n_train=8, eval_steps=0, **arguments)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    is_half = next(model.parameters()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_half):  # what is trained is in float32
+        return model.eval()(input_ids=TOKENS).logits
+
+
+# -------------------------------------------------------------------- export
+
+TIED = {
+    "output layer": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "whole output layer": {"target_modules": TARGETS, "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": TARGETS, "trainable_token_indices": [5, 6]},
+    "neither": {"target_modules": TARGETS},
+}
+
+
+@pytest.mark.parametrize("case", quick(TIED, "output layer", "embedding"))
+def test_an_export_of_tied_embeddings_has_the_trained_models_logits(case: str, tmp_path: Path) -> None:
+    """Independent source: transformers reads the directory."""
+    module = SFT(model_config=TINY, lora={"r": 4, **TIED[case]}, learning_rate=3e-2)
+    fit(module, examples(), max_steps=5)
+    expected = logits(module.model)
+    exported = AutoModelForCausalLM.from_pretrained(module.export(tmp_path))
+    torch.testing.assert_close(logits(exported), expected, atol=1e-5, rtol=1e-5)
+    assert exported.config.tie_word_embeddings is (case in ("tokens", "neither"))
+    assert torch.equal(logits(module.model), expected), "the exported model itself stays as it is"
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_run_goes_on_after_an_export_as_without_one(target: str, tmp_path: Path) -> None:
+    class Exporting(SFT):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.export(tmp_path / "model")
+
+    def run(kind: type[SFT]) -> Any:
+        module = kind(model_config=TINY, lora={"r": 4, "target_modules": ["q_proj", target]}, learning_rate=3e-2)
+        fit(module, examples(), max_steps=4)
+        network = module.model.get_base_model()
+        assert network.config.tie_word_embeddings
+        assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+        return module.state_dict()
+
+    plain, exporting = run(SFT), run(Exporting)
+    assert all(torch.equal(value, exporting[name]) for name, value in plain.items())
+
+
+def test_adapters_that_share_a_weight_are_refused() -> None:
+    tied = {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+    with pytest.raises(UsageError, match="^lora.ensure_weight_tying=true with adapters on tied layers"):
+        SFT(model_config=TINY, lora=tied).configure_model()
+
+
+# -------------------------------------------------------------------- the reference
+
+WITH_REFERENCE = {
+    "DPO": lambda **a: DPO(**a),
+    "KTO": lambda **a: KTO(**a),
+    "GRPO": lambda **a: GRPO(beta=0.1, **a),
+    "RLOO": lambda **a: RLOO(beta=0.1, **a),
+    "RLHFPPO": lambda **a: RLHFPPO(beta=0.1, **a),
+}
+WITHOUT_REFERENCE = {
+    "SFT": lambda **a: SFT(**a),
+    "RewardModel": lambda **a: RewardModel(**a),
+    "DPO": lambda **a: DPO(reference_free=True, **a),
+    "GRPO": lambda **a: GRPO(beta=0.0, **a),
+    "RLOO": lambda **a: RLOO(beta=0.0, **a),
+    "RLHFPPO": lambda **a: RLHFPPO(beta=0.0, **a),
+}
+
+
+@pytest.mark.parametrize("name", WITH_REFERENCE)
+@pytest.mark.parametrize("init", [False, "pissa", "olora", "pissa_niter_4"])
+def test_adapters_that_begin_with_another_policy_leave_no_reference(name: str, init: Any) -> None:
+    module = WITH_REFERENCE[name](model_config=TINY, lora={**LORA, "init_lora_weights": init})
+    with pytest.raises(UsageError, match=rf"^lora.init_lora_weights={init!r} begins with.*ref_model_name_or_path$"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("name", WITH_REFERENCE)
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_a_reference_without_adapters_must_not_share_trained_biases(name: str, bias: str) -> None:
+    module = WITH_REFERENCE[name](model_config=TINY, lora={**LORA, "bias": bias})
+    with pytest.raises(UsageError, match=rf"^lora.bias='{bias}' trains .*q_proj.*bias.*ref_model_name_or_path$"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"init_lora_weights": False}, {"bias": "all"}])
+def test_a_reference_of_its_own_takes_any_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+    start = SFT(model_config=TINY)
+    start.configure_model()
+    folder = str(start.export(tmp_path))
+    module = DPO(folder, ref_model_name_or_path=folder, lora={**LORA, **options}, learning_rate=1e-2)
+    fit(module, pairs(), max_steps=2)
+    assert torch.equal(logits(module.reference), logits(start.model))
+
+
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+def test_without_a_reference_any_adapters_are_taken(name: str) -> None:
+    for options in ({"init_lora_weights": "olora"}, {"init_lora_weights": False}, {"bias": "all"}):
+        module = WITHOUT_REFERENCE[name](model_config=TINY, lora={**LORA, **options})
+        module.configure_model()
+        assert any("lora_" in name for name, _ in module.model.named_parameters())
+
+
+UNCHANGED = {
+    "default": {},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "all layers": {"target_modules": "all-linear"},
+    "whole layers": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [5, 6]},
+    "experts": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+}
+
+
+@pytest.mark.parametrize("case", quick(UNCHANGED, "default", "whole layers", "dora"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_adapters_keep_the_start_as_the_reference(case: str, dtype: str) -> None:
+    """Independent source: the same model without LoRA, and the adapters switched off after they were trained."""
+    config = dict(TINY)
+    if case == "experts":
+        config |= {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    plain = SFT(model_config=config, torch_dtype=dtype)
+    plain.configure_model()
+    start = logits(plain.model)
+    module = DPO(model_config=config, lora={**LORA, **UNCHANGED[case]}, torch_dtype=dtype)
+    module.configure_model()
+    assert begins_unchanged(module.model)
+    bound = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(logits(module.model), start, atol=bound, rtol=0)
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    assert (logits(module.model) - start).abs().max() > bound
+    with module.reference_model() as reference:
+        torch.testing.assert_close(logits(reference), start, atol=bound, rtol=0)
+
+
+def test_trained_adapters_of_a_checkpoint_are_no_new_ones(tmp_path: Path) -> None:
+    """Neither a resumed run nor a loaded module begins with adapters that change nothing."""
+
+    def module() -> DPO:
+        return DPO(model_config=TINY, lora=LORA, learning_rate=1e-2, lr_scheduler_type="constant")
+
+    assert_resumes_exactly(module, pairs, tmp_path, epochs=2)
+    loaded = DPO.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    assert not begins_unchanged(loaded.model)
+    fit(loaded, pairs(), max_steps=1)
+
+
+# -------------------------------------------------------------------- weights that adapters take over
+
+ALTERED = ["pissa", "pissa_niter_4", "olora"]
+
+
+@pytest.mark.parametrize("init", ALTERED)
+def test_a_base_that_adapters_have_changed_is_in_the_checkpoint(init: str, tmp_path: Path) -> None:
+    start = SFT(model_config=TINY)
+    start.configure_model()
+    folder = str(start.export(tmp_path / "start"))
+
+    def module() -> SFT:
+        return SFT(model_name_or_path=folder, lora={**LORA, "init_lora_weights": init}, learning_rate=1e-2,
+                   lr_scheduler_type="constant")  # fmt: skip
+
+    def data() -> InstructionDataModule:
+        return InstructionDataModule("addition", batch_size=8, n_train=16, eval_steps=0, seed=7)
+
+    whole = module()
+    fit(whole, data(), max_steps=4).save_checkpoint(tmp_path / "whole.ckpt")
+    loaded = SFT.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    assert torch.equal(logits(loaded.model), logits(whole.model))
+    fit(module(), data(), max_steps=2).save_checkpoint(tmp_path / "part.ckpt")
+    resumed = fit(module(), data(), ckpt_path=tmp_path / "part.ckpt", max_steps=4)
+    resumed.save_checkpoint(tmp_path / "resumed.ckpt")
+    # A run that is prolonged has begun an epoch more.
+    found = differences(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+    assert [line for line in found if not line.startswith("/epoch")] == []
+    exported = AutoModelForCausalLM.from_pretrained(loaded.export(tmp_path / "model"))
+    torch.testing.assert_close(logits(exported), logits(whole.model), atol=1e-5, rtol=1e-5)
+
+
+# -------------------------------------------------------------------- arguments
+
+
+def test_the_head_decides_the_task_type() -> None:
+    lora = {**LORA, "task_type": "CAUSAL_LM"}
+    judge = RewardModel(model_config=TINY, lora=lora, learning_rate=1e-2)
+    fit(judge, pairs(), max_steps=1)
+    assert judge.model.peft_config["default"].task_type == "SEQ_CLS"
+    for head in (False, True):
+        policy = RLHFPPO(model_config=TINY, lora=lora, max_completion_length=3, value_head_on_policy=head)
+        fit(policy, prompts(num_generations=1), max_steps=1)
+        assert policy.model.peft_config["default"].task_type == "CAUSAL_LM"
+
+
+def test_a_lora_config_is_its_arguments(tmp_path: Path) -> None:
+    from peft import LoraConfig, TaskType
+
+    given = LoraConfig(r=4, target_modules=TARGETS, lora_alpha=16, bias="lora_only", task_type=TaskType.CAUSAL_LM)
+    fields = {"r": 4, "target_modules": TARGETS, "lora_alpha": 16, "bias": "lora_only"}
+    results = []
+    for lora in (given, fields, {**fields, "task_type": TaskType.CAUSAL_LM}):
+        module = SFT(model_config=TINY, lora=lora, learning_rate=1e-2)
+        fit(module, examples(), max_steps=2).save_checkpoint(tmp_path / "last.ckpt")
+        assert module.hparams["lora"] == fields
+        loaded = SFT.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+        assert torch.equal(logits(loaded.model), logits(module.model))
+        results.append(logits(module.model))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_what_is_no_lora_config_is_refused() -> None:
+    from peft import PrefixTuningConfig
+
+    with pytest.raises(UsageError, match=r"^lora is a PrefixTuningConfig; give the arguments of peft.LoraConfig as a"):
+        SFT(model_config=TINY, lora=PrefixTuningConfig(num_virtual_tokens=2))
+    with pytest.raises(UsageError, match=r"^lora is a int; give the arguments"):
+        SFT(model_config=TINY, lora=8)
+    with pytest.raises(UsageError, match=r"^lora.layer_replication is a map, which no checkpoint can hold"):
+        SFT(model_config=TINY, lora={"r": 2, "layer_replication": map(int, "12")})
