@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, get_scheduler
-from transformers.trainer_utils import SchedulerType
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from rl_modules.common.calls import CheckedCall, default_of
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.storable import make_plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
@@ -23,6 +22,7 @@ from rl_modules.language.frozen_weights import (
     source_path,
 )
 from rl_modules.language.generation_defaults import without_ignored
+from rl_modules.language.learning_rate import check_schedule, make_schedule
 from rl_modules.language.lora import begins_unchanged, plain_lora
 from rl_modules.language.model_objects import (
     check_model_object,
@@ -74,7 +74,10 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them: true: all of a
             layer; ``selective``: all except matrix products and attention, which are expensive.
         learning_rate: peak step size.
-        lr_scheduler_type: ``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers'.
+        lr_scheduler_type: ``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers'
+            that goes by steps.
+        lr_scheduler_kwargs: further arguments of that schedule, such as ``{min_lr_rate: 0.1}`` of
+            ``cosine_with_min_lr`` or ``{num_decay_steps: 100}`` of ``warmup_stable_decay``.
         warmup_steps: optimizer steps of linear warm-up.
         weight_decay: of AdamW, on matrices (not on biases and norms).
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
@@ -118,6 +121,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         gradient_checkpointing: bool | str = False,
         learning_rate: float = 1e-3,
         lr_scheduler_type: str = "linear",
+        lr_scheduler_kwargs: dict[str, Any] | None = None,
         warmup_steps: int = 0,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
@@ -142,10 +146,11 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
             if value < least:
                 raise UsageError(f"{name}={value} must be at least {least}")
-        known = [kind.value for kind in SchedulerType]
-        if lr_scheduler_type not in known:
-            near = did_you_mean(lr_scheduler_type, known)
-            raise UsageError(f"lr_scheduler_type={lr_scheduler_type!r} must be one of {', '.join(known)}{near}")
+        if lr_scheduler is not None and lr_scheduler_kwargs:
+            raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "
+                             "replaces; give one of them")  # fmt: skip
+        # An optimizer of the user's brings a rate of its own.
+        check_schedule(lr_scheduler_type, hp.lr_scheduler_kwargs, warmup_steps, 1.0 if optimizer else learning_rate)
         self.learning_rate: float = hp.learning_rate
         self.max_grad_norm: float | None = hp.max_grad_norm
         self.logging_steps: int = hp.logging_steps
@@ -391,14 +396,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         if self.scheduler_factory is not None:
             scheduler: Any = self.scheduler_factory(optimizer)
         else:
+            hp: Any = self.hparams
             total = self.trainer.estimated_stepping_batches
-            kind = self.hparams["lr_scheduler_type"]
-            if total == float("inf"):
-                if kind not in ("constant", "constant_with_warmup"):
-                    raise UsageError(f"lr_scheduler_type={kind!r} needs an end of the run; give trainer.max_steps or "
-                                     "trainer.max_epochs")  # fmt: skip
-                total = 0
-            scheduler = get_scheduler(kind, optimizer, self.hparams["warmup_steps"], int(total))
+            scheduler = make_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, optimizer, hp.warmup_steps, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(
