@@ -832,6 +832,20 @@ for flat, meant in (
     "data.num_iterations"), ("model.max_new_tokens", "model.max_completion_length"), ("model.bf16", "trainer.precision"),
 ):  # fmt: skip
     cli(f"grpo --{flat}", [*GRPO_ADDITION, f"--{flat}", "1"], flat, f"did you mean --{meant}|did you mean {meant}")
+for flat, says in {
+    "model.max_prompt_length": "no prompt is truncated here: overlong=drop", "max-prompt-length": "overlong=drop",
+    "data.chat_template_path": "chat_template.jinja into the folder that tokenizer_name_or_path names",
+    "model.num_train_epochs": r"--trainer.max_epochs \(with PromptDataModule an epoch is one generation",
+    "data.per_device_train_batch_size": r"--data.batch_size \(.*gradient_accumulation_steps times as many",
+}.items():  # fmt: skip
+    cli(f"grpo --{flat}, explained", [*GRPO_ADDITION, f"--{flat}", "1"], flat, says)
+for name, says in {
+    "max_prompt_length": "overlong=drop", "chat_template_path": "chat_template.jinja",
+    "num_train_epochs": r"Trainer's max_epochs \(with PromptDataModule", "per_device_train_batch_size": r"batch_size \(the rows",
+    "gradient_accumulation_steps": r"accumulate_grad_batches \(which divides batch_size",
+}.items():  # fmt: skip
+    python(f"a datamodule's {name}", lambda p, name=name: PromptDataModule("addition", **{name: 1}), name, says)
+    python(f"a model's {name}", lambda p, name=name: GRPO(**{name: 1}), name, says)
 cli("RLOO's own choice", "fit --config rloo/addition.yaml --model.scale_rewards group", "scale_rewards", "RLOO sets")
 
 # ------------------------------------------------------------------------------------------------ newer algorithms

@@ -1,5 +1,6 @@
 """The tables for people who come from another library name what exists, there and here."""
 
+import collections
 import dataclasses
 import inspect
 import re
@@ -12,6 +13,7 @@ import pytest
 
 import datamodules
 import rl_modules
+from tests.training import fit
 
 PAGES = Path(__file__).parents[1] / "docs" / "how_to"
 
@@ -86,3 +88,45 @@ def test_names_that_are_trl_s_are_trl_s() -> None:
             assert set(names(theirs)) <= arguments(cls).keys(), f"{theirs} in {cls.__name__}"
             checked += len(names(theirs))
     assert checked > 10
+
+
+def test_batches_count_as_the_page_says() -> None:
+    """Independent source: TRL's own generation batch, and the prompts that a run asks for."""
+    trl = pytest.importorskip("trl", reason="needs the test extra")
+    common = {"num_generations": 4, "use_cpu": True, "bf16": False}
+    for given in (None, 4, 8):
+        theirs = trl.GRPOConfig(
+            "folder", per_device_train_batch_size=2, gradient_accumulation_steps=4, steps_per_generation=given, **common
+        )
+        ours = datamodules.PromptDataModule(
+            "addition", num_generations=4, batch_size=2 * 4, steps_per_generation=(given or 4) // 4
+        )
+        assert ours.generation_size == theirs.generation_batch_size
+        assert ours.steps_per_generation * 4 == theirs.steps_per_generation
+
+
+def test_passes_over_prompts_take_as_many_epochs_as_the_page_says() -> None:
+    passes, prompts, g, batch_size, steps = 3, 16, 4, 8, 2
+    asked: collections.Counter[str] = collections.Counter()
+    rows_of_steps = []
+
+    def count(prompts: list[str], **columns: Any) -> list[float]:
+        asked.update(prompts[::g])
+        return [0.0] * len(prompts)
+
+    class Spy(rl_modules.GRPO):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            rows_of_steps.append(self.rows)
+            self.rows = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.rows = getattr(self, "rows", 0) + batch["micro_rows"]
+            return super().training_step(batch, batch_idx)
+
+    data = datamodules.PromptDataModule("addition", num_generations=g, batch_size=batch_size, reward_funcs=[count],
+                                        steps_per_generation=steps, n_train=prompts, eval_steps=0)  # fmt: skip
+    model = Spy(model_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+                max_completion_length=2)  # fmt: skip
+    fit(model, data, max_epochs=passes * prompts * g // (batch_size * steps), accumulate_grad_batches=4)
+    assert len(asked) == prompts and set(asked.values()) == {passes}
+    assert set(rows_of_steps) == {batch_size}

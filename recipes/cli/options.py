@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes import configs
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.foreign_names import MEANT
+from rl_modules.common.foreign_names import INSTEAD, MEANT, difference
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -53,8 +53,11 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
         return f"unknown option '{name}': checkpoints are written by `rl fit`, which alone takes this option"
     if rest in known:
         return f"unknown option '{name}': {owner} sets {rest} itself"
-    if (meant := MEANT.get(rest.replace("-", "_"))) and _exists(meant, chosen):
-        return f"unknown option '{name}'; did you mean --{meant}?"
+    foreign = rest.replace("-", "_")
+    if foreign in INSTEAD:
+        return f"unknown option '{name}'; {INSTEAD[foreign]}"
+    if (meant := MEANT.get(foreign)) and _exists(meant, chosen):
+        return f"unknown option '{name}'; did you mean --{meant}{difference(foreign)}?"
     places = [place for place in places_of(rest, chosen) if not place.startswith(f"{group}.")]
     if not places and rest in ELSEWHERE and rest not in known:
         places = [ELSEWHERE[rest]]
@@ -73,8 +76,10 @@ def _exists(place: str, chosen: dict[str, Any] | None) -> bool:
 
 def _meant(name: str, chosen: dict[str, Any] | None = None) -> str:
     """The clause that says what an option without a group was probably meant to be."""
+    if name in INSTEAD:
+        return f"; {INSTEAD[name]}"
     if name in MEANT and _exists(MEANT[name], chosen):
-        return f"; did you mean --{MEANT[name]}?"
+        return f"; did you mean --{MEANT[name]}{difference(name)}?"
     near = did_you_mean(name, [*ALONE, *GROUPS])
     if places := places_of(name):
         return f"; did you mean --{' or --'.join(places)}?"
@@ -132,6 +137,8 @@ def refuse_keys(path: Path, keys: set[str]) -> None:
         if near := did_you_mean(key, GROUPS):
             raise UsageError(f"{path}: the key {key!r} means nothing{near}")
         places = [MEANT[key]] if key in MEANT else places_of(key)
+        if key in INSTEAD:
+            raise UsageError(f"{path}: the key {key!r} means nothing; {INSTEAD[key]}")
         where = f"; it belongs under {' or '.join(_as_yaml(place) for place in places)}" if places else (
             f"; a config has {', '.join(GROUPS[:3])} and {', '.join(ALONE[:5])}")  # fmt: skip
         raise UsageError(f"{path}: the key {key!r} means nothing at the first level{where}")

@@ -40,17 +40,31 @@ TRL = {
     "use_vllm": "model.sampler", "vllm_mode": "model.sampler", "use_peft": "model.lora", "lora_r": "model.lora",
     "lora_alpha": "model.lora", "peft_config": "model.lora", "rloo_k": "data.num_generations",
     "num_ppo_epochs": "data.num_iterations", "response_length": "model.max_completion_length",
-    "max_new_tokens": "model.max_completion_length", "max_prompt_length": "data.max_length", "kl_coef": "model.beta",
+    "max_new_tokens": "model.max_completion_length", "kl_coef": "model.beta",
     "init_kl_coef": "model.beta", "bf16": "trainer.precision", "fp16": "trainer.precision",
     "report_to": "trainer.logger", "logging_dir": "trainer.default_root_dir", "save_steps": "checkpoint.interval_s",
     "eval_strategy": "data.eval_steps", "model": "model.model_name_or_path",
     "processing_class": "model.tokenizer_name_or_path", "train_dataset": "data.dataset",
-    "eval_dataset": "data.eval_path", "chat_template_path": "data.chat_template",
-    "ref_model": "model.ref_model_name_or_path", "reward_model": "model.reward_model_name_or_path",
+    "eval_dataset": "data.eval_path", "ref_model": "model.ref_model_name_or_path",
+    "reward_model": "model.reward_model_name_or_path",
     "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
 }  # fmt: skip
 #: The full name of an option by the name that a person knows.
 MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL}
+#: What is different about an option that has another name here, by the name that a person knows.
+DIFFERENT = {
+    "num_train_epochs": "with PromptDataModule an epoch is one generation, and n passes over the prompts are "
+                        "n*prompts*num_generations/(batch_size*steps_per_generation*ranks) epochs",
+    "per_device_train_batch_size": "the rows of an optimizer step and rank, gradient_accumulation_steps times as many",
+    "gradient_accumulation_steps": "which divides batch_size into micro-batches",
+}  # fmt: skip
+#: What is done here in place of an option that there is none of.
+INSTEAD = {
+    "max_prompt_length": "no prompt is truncated here: overlong=drop of the datamodule leaves out records that are "
+                         "longer than the model's context, or than max_length where the datamodule has one",
+    "chat_template_path": "a template is the tokenizer's: put it as chat_template.jinja into the folder that "
+                          "tokenizer_name_or_path names, or in Python set chat_template of the tokenizer given there",
+}  # fmt: skip
 #: Where a group's options go in Python.
 _OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
 
@@ -64,7 +78,14 @@ def in_python(name: str, known: Iterable[str]) -> str:
     """
     if name == "seed":
         return "; the seed is the datamodule's seed"
+    if name in INSTEAD:
+        return f"; {INSTEAD[name]}"
     group, _, rest = MEANT.get(name, "").partition(".")
     if group == "model" and rest in known:
         return f"; did you mean {rest}?"
-    return f"; here it is {_OWNERS[group]} {rest}" if rest and group in _OWNERS else ""
+    return f"; here it is {_OWNERS[group]} {rest}{difference(name)}" if rest and group in _OWNERS else ""
+
+
+def difference(name: str) -> str:
+    """What is different about the option that a foreign name stands for, in brackets; "" for nothing."""
+    return f" ({DIFFERENT[name]})" if name in DIFFERENT else ""
