@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.lora import begins_unchanged, merged
 from rl_modules.language.models import add_lora, make_model, remove_dropout
 from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
@@ -57,7 +58,8 @@ def value_model_from_policy(
     """A trainable copy of a policy's body with a head of one output, whose value is 0 to begin with.
 
     Args:
-        policy: causal language model, adapters of ``peft`` included; these are new, and are not copied.
+        policy: causal language model, adapters of ``peft`` included; these are new, and are merged where they do not
+            begin at 0.
         gradient_checkpointing: recompute activations in the backward pass, see :func:`make_model`.
         lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
 
@@ -66,6 +68,8 @@ def value_model_from_policy(
     """
     causal = transformers_model(policy)
     weight = next(causal.parameters())
+    if lora is not None and not weight.is_meta and not begins_unchanged(policy):
+        causal = merged(policy)  # adapters that begin with a part of the weights leave others in the base
     dtype, attention = str(weight.dtype).removeprefix("torch."), causal.config._attn_implementation
     model = make_model(causal.config, None, "score", dtype, attention, gradient_checkpointing)
     weights = {

@@ -223,6 +223,16 @@ def test_a_base_that_adapters_have_changed_is_in_the_checkpoint(init: str, tmp_p
     torch.testing.assert_close(logits(exported), logits(whole.model), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("init", [True, "pissa"])
+def test_the_value_model_begins_with_the_policys_states(init: Any) -> None:
+    module = RLHFPPO(model_config=TINY, lora={**LORA, "init_lora_weights": init}, beta=0.0)
+    module.configure_model()
+    with torch.no_grad():
+        policy, value = (part.get_base_model().base_model(input_ids=TOKENS).last_hidden_state
+                         for part in (module.model.eval(), module.value_model.eval()))  # fmt: skip
+    torch.testing.assert_close(value, policy, atol=1e-5, rtol=1e-5)
+
+
 # -------------------------------------------------------------------- arguments
 
 
