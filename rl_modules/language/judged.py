@@ -84,11 +84,7 @@ class JudgedPolicy(LanguagePolicy):
                 shard(judge, split)
 
     def build_model(self, config: Any, source: Any) -> None:
-        """Policy, reference and reward model.
-
-        Raises:
-            UsageError: under LoRA the model without its adapters is not, or does not stay, the policy at its start.
-        """
+        """Policy, reference and reward model."""
         super().build_model(config, source)
         hp: Any = self.hparams
         self.register_buffer("reward_offset", torch.zeros((), dtype=torch.float32))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -149,23 +150,21 @@ def _changes(model: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def check_switched_off(model: Any, lora: dict[str, Any]) -> None:
-    """Refuse adapters whose model without them is not the policy at its start, throughout the run.
+    """Warns of adapters whose model without them is not the policy at its start, throughout the run.
 
     Args:
         model: of peft, with new adapters.
         lora: the arguments that made them.
-
-    Raises:
-        UsageError: names the field of ``lora`` and the remedy.
     """
     remedy = "a reference of its own by ref_model_name_or_path"
     if not begins_unchanged(model):
         value = lora.get("init_lora_weights", True)
-        raise UsageError(f"lora.init_lora_weights={value!r} begins with adapters that change the policy, and the "
-                         f"reference is the policy without them; leave it at true, or give {remedy}")  # fmt: skip
+        rank_zero_warn(f"lora.init_lora_weights={value!r} begins with adapters that change the policy, and the "
+                       f"reference is the policy without them: the KL does not begin at 0; leave it at true, or give "
+                       f"{remedy}")  # fmt: skip
     trained = [name for name, parameter in model.named_parameters()
                if parameter.requires_grad and not any(part in name for part in _SWITCHED)]  # fmt: skip
     if trained:
-        raise UsageError(f"lora.bias={lora.get('bias', 'none')!r} trains {len(trained)} weights of the base, such as "
-                         f"{trained[0].removeprefix('base_model.model.')}, which the reference, the policy without its "
-                         f"adapters, shares; set bias=none, or give {remedy}")  # fmt: skip
+        rank_zero_warn(f"lora.bias={lora.get('bias', 'none')!r} trains {len(trained)} weights of the base, such as "
+                       f"{trained[0].removeprefix('base_model.model.')}, which the reference, the policy without its "
+                       f"adapters, shares: it moves with the policy; set bias=none, or give {remedy}")  # fmt: skip

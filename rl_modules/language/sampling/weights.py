@@ -125,7 +125,7 @@ def _merged(model: Any, tied: bool) -> Weights:
 
 
 def _with_adapters(layer: Any, weight: Tensor) -> Tensor:
-    if any(adapter in layer.lora_magnitude_vector for adapter in layer.active_adapters):
+    if any(adapter in getattr(layer, "lora_magnitude_vector", ()) for adapter in layer.active_adapters):
         # DoRA scales the sum of both.
         merged = copy.deepcopy(layer)
         merged.merge(adapter_names=list(layer.active_adapters))

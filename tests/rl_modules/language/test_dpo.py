@@ -190,7 +190,7 @@ def test_the_reference_stays_where_the_policy_started(make_trainer, data):
 
 
 def test_under_lora_the_reference_is_the_model_without_adapters(make_trainer, data):
-    module = model(lora={"r": 4}, learning_rate=1e-2)
+    module = model(lora={"r": 4, "init_lora_weights": False})
     make_trainer(max_steps=2).fit(module, datamodule=data())
     assert module.reference is None
     batch = Pairs([[5, 6, 7]], [[9, 1]], [[12, 13, 1]]).batch(torch.arange(1), packing=False)

@@ -278,8 +278,7 @@ def test_reinforcement_learning_turns_the_adapters_dropout_off(judge: str) -> No
         tokens = torch.tensor([[5, 6, 7, 8]])
         return [model(input_ids=tokens).logits.detach() for _ in range(2)]
 
-    rlhf = RLHFPPO(model_config=TINY, reward_model_name_or_path=judge, lora=lora, beta=0.0)
-    for module in (grpo(lora=lora), rlhf):
+    for module in (grpo(lora=lora), RLHFPPO(model_config=TINY, reward_model_name_or_path=judge, lora=lora)):
         module.configure_model()
         module.on_fit_start()
         assert module.model.training
