@@ -1,5 +1,7 @@
 """The environments of a run: one to look at, those in which training steps, and those of evaluation."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
@@ -49,17 +51,45 @@ class Environments:
         self.vectorization_mode, self.autoreset_mode = vectorization_mode, autoreset_mode
         self.action_masks = action_masks
         self.seed = seed
-        #: Whether an engine steps in training, and environments of Gymnasium in evaluation.
-        self.has_engine = vectorization_mode in ("vector_entry_point", "envpool")
+        # As given, here and by later assignments: what evaluation inherits is derived when it is needed.
         self.env_kwargs, self.wrappers = env_kwargs, wrappers or []
-        inherited = {} if self.has_engine and eval_env_kwargs is not None else env_kwargs or {}
-        self.eval_env_kwargs = {**inherited, **(eval_env_kwargs or {})}
-        self.eval_wrappers = self.wrappers if eval_wrappers is None else eval_wrappers
-        #: Whether the environments of evaluation are made differently from those of training.
-        self.evaluates_elsewhere = bool(eval_env_kwargs) or eval_wrappers is not None
+        self._eval_env_kwargs, self._eval_wrappers = eval_env_kwargs, eval_wrappers
         self._kept = KeptEnvs()
+        self._kept_settings: tuple[Any, ...] = ()
         self._example: Any = None
         self._mask_source: str | None = None
+
+    # ---------------------------------------------------------------- settings that evaluation inherits
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine steps in training, and environments of Gymnasium in evaluation."""
+        return self.vectorization_mode in ("vector_entry_point", "envpool")
+
+    @property
+    def eval_env_kwargs(self) -> Mapping[str, Any]:
+        """Keyword arguments of the environments of evaluation, read-only; assigned ones go over ``env_kwargs``."""
+        given = self._eval_env_kwargs
+        inherited = {} if self.has_engine and given is not None else self.env_kwargs or {}
+        return MappingProxyType({**inherited, **(given or {})})
+
+    @eval_env_kwargs.setter
+    def eval_env_kwargs(self, given: Mapping[str, Any] | None) -> None:
+        self._eval_env_kwargs = given
+
+    @property
+    def eval_wrappers(self) -> Wrappers:
+        """Wrappers of the environments of evaluation; None assigned: those of training."""
+        return self.wrappers if self._eval_wrappers is None else self._eval_wrappers
+
+    @eval_wrappers.setter
+    def eval_wrappers(self, given: Wrappers | None) -> None:
+        self._eval_wrappers = given
+
+    @property
+    def evaluates_elsewhere(self) -> bool:
+        """Whether the environments of evaluation are made differently from those of training."""
+        return bool(self._eval_env_kwargs) or self._eval_wrappers is not None
 
     # ---------------------------------------------------------------- one to look at
 
@@ -103,7 +133,7 @@ class Environments:
         """
         settings = (self.env_kwargs, self.wrappers)
         # An engine's environments are preprocessed by itself: those of evaluation show what the policy sees.
-        settings = (self.eval_env_kwargs, self.eval_wrappers) if self.has_engine else settings
+        settings = (dict(self.eval_env_kwargs), self.eval_wrappers) if self.has_engine else settings
         self._example = make_env(self.env_id, *settings)
         for name in ("observation_space", "action_space"):
             if not isinstance(getattr(self, name, None), gym.Space):
@@ -150,22 +180,27 @@ class Environments:
         return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
-        """The vector of an evaluation; the same for the same number until :meth:`close`.
+        """The vector of an evaluation; the same for the same number until :meth:`close` or other settings.
 
         Raises:
             UsageError: it can't be made, or has other spaces than that of training.
         """
+        settings = (self.env_id, self.env_kwargs, self.wrappers, self._eval_env_kwargs, self._eval_wrappers)
+        # By identity: arguments may be arrays, whose comparison is none.
+        if [id(x) for x in settings] != [id(x) for x in self._kept_settings]:
+            self._kept.close()
+            self._kept_settings = settings
         return self._kept.get(n_envs, lambda: self._make_for_evaluation(n_envs))
 
     def _make_for_evaluation(self, n_envs: int) -> VectorEnv:
         if self.makes_vector:
-            made = make_env(self.env_id, self.eval_env_kwargs)
+            made = make_env(self.env_id, dict(self.eval_env_kwargs))
             if made is self.example:
                 raise UsageError(f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
                                  "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
             return AsArrays(made) if returns_tensors(made, self.seed) else made
-        envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", self.eval_env_kwargs, self.eval_wrappers,
-                               self._mask_source)  # fmt: skip
+        envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", dict(self.eval_env_kwargs),
+                               self.eval_wrappers, self._mask_source)  # fmt: skip
         if self.evaluates_elsewhere:
             self._require_spaces(self._spaces, spaces_of(envs))
         return envs

@@ -185,3 +185,46 @@ def test_a_subclass_may_set_the_environments_arguments():
     assert data.example_env.spec.max_episode_steps == 4
     assert data.environments.for_training(1).envs[0].spec.max_episode_steps == 4
     data.teardown("test")
+
+
+def test_what_is_assigned_between_two_fits_holds_for_evaluation_too():
+    """Every episode of Pendulum lasts as long as its TimeLimit says."""
+    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 5}, eval_freq=64, **SMALL)
+    model = PPO()
+
+    def trained_and_evaluated():
+        trainer = fit(model, data)
+        return data.metrics()["rollout/ep_len_mean"], float(trainer.callback_metrics["eval/mean_ep_length"])
+
+    assert trained_and_evaluated() == (5, 5)
+    data.env_kwargs = {"max_episode_steps": 9}
+    assert trained_and_evaluated() == (9, 9)
+    data.wrappers = [{"class_path": "TimeLimit", "init_args": {"max_episode_steps": 4}}]
+    assert trained_and_evaluated() == (4, 4)
+    data.eval_wrappers = []
+    assert trained_and_evaluated() == (4, 9)
+    data.eval_env_kwargs = {"max_episode_steps": 7}
+    assert trained_and_evaluated() == (4, 7)
+
+
+def test_assigned_arguments_of_evaluation_go_over_those_of_training():
+    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4, "g": 1.0})
+    data.eval_env_kwargs = {"g": 2.0}
+    assert data.eval_env_kwargs == {"max_episode_steps": 4, "g": 2.0}
+    data.env_kwargs = {"max_episode_steps": 6, "g": 1.0}
+    assert data.eval_env_kwargs == {"max_episode_steps": 6, "g": 2.0}
+    data.vectorization_mode = "vector_entry_point"  # an engine's arguments are its own
+    assert data.eval_env_kwargs == {"g": 2.0}
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        data.eval_env_kwargs["g"] = 3.0  # would be forgotten
+
+
+def test_kept_environments_of_other_settings_are_made_anew():
+    data = RolloutDataModule("Pendulum-v1", n_envs=1)
+    data.setup("test")
+    first = data.environments.for_evaluation(1)
+    assert data.environments.for_evaluation(1) is first
+    data.eval_env_kwargs = {"max_episode_steps": 3}
+    second = data.environments.for_evaluation(1)
+    assert first.closed and second.envs[0].spec.max_episode_steps == 3
+    data.teardown("test")
