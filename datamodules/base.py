@@ -18,7 +18,7 @@ from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
-from datamodules.evaluation import has_time_limit, run_episodes
+from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
 from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
@@ -444,7 +444,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         def play() -> Iterator[Batch]:
             envs = self.environments.for_evaluation(min(n_episodes, 50))
             streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(envs.num_envs)]
-            yield run_episodes(self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps)
+            with sampling_from(self.learner, stream_seed(self.seed, self._rank, f"{purpose} actions")):
+                batch = run_episodes(
+                    self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps
+                )
+            yield batch
 
         return LazyLoader(1, play)
 

@@ -1,6 +1,7 @@
 """Whole episodes of a policy, in environments of their own."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -32,6 +33,17 @@ class Predicts(Protocol):
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[np.ndarray, Any]: ...
+
+
+def sampling_from(policy: Predicts, seed: int) -> AbstractContextManager[None]:
+    """The context in which a policy's ``predict`` samples from a stream of its own.
+
+    Args:
+        policy: without a method ``sampling_from``, as another library's, it samples as always.
+        seed: of the stream.
+    """
+    draw = getattr(policy, "sampling_from", None)
+    return nullcontext() if draw is None else draw(seed)
 
 
 class KeptEnvs:

@@ -1,7 +1,8 @@
 """Base of the control algorithms: building the network, acting, schedules, the optimizer, checkpoints."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -305,6 +306,19 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             state = acted["next_state"].cpu().numpy()
         action = to_environment(self.action_space, acted["action"].cpu().numpy())
         return (action[0] if single else action), state
+
+    @contextmanager
+    def sampling_from(self, seed: int) -> Iterator[None]:
+        """Has :meth:`predict` draw its samples from a stream of their own, as an evaluation does.
+
+        Args:
+            seed: of the stream; outside of the context, ``predict`` continues its own.
+        """
+        kept, self._predict_generator = self._predict_generator, torch.Generator(self.device).manual_seed(seed)
+        try:
+            yield
+        finally:
+            self._predict_generator = kept
 
     def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
         """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from datamodules.base import ControlDataModule
 from datamodules.envs.episodes import episode_seed
 from datamodules.envs.vector import make_env
-from datamodules.evaluation import Predicts
+from datamodules.evaluation import Predicts, sampling_from
 from recipes.callbacks.log_folder import log_folder
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
@@ -53,7 +53,8 @@ def record_episodes(
             # One wrapper per episode: the file is closed, and can be renamed, as soon as its episode has ended.
             name = f"{prefix}-{episode}"
             recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
-            total = _play(policy, recorder, episode_seed(stream, episode), data.eval_deterministic)
+            with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
+                total = _play(policy, recorder, episode_seed(stream, episode), data.eval_deterministic)
             recorder.stop_recording()
             written = folder / f"{name}-episode-0.mp4"
             files.append(written.rename(folder / f"{name}-return-{total:.1f}.mp4"))
