@@ -64,6 +64,8 @@ class Collector:
         self._resets_next = np.zeros(envs.num_envs, bool)
         #: Environments whose current observation is the first of its episode, [N].
         self.episode_start = np.ones(envs.num_envs, bool)
+        #: Whether rows were experienced that nobody has yet: a rollout was begun and, after an error, not finished.
+        self.is_unfinished = False
         #: Environments that a checkpoint's episode could not be repeated in, so that they began another one, [N].
         self.begun_anew = np.zeros(envs.num_envs, bool)
         #: Call :meth:`report` at the end of each rollout; False: its reader does, when the rollout's turn has come.
@@ -92,6 +94,7 @@ class Collector:
         Raises:
             UsageError: a NaN or infinite reward or observation, or environments that failed.
         """
+        self.is_unfinished = True
         if self.generator is None:
             self.generator = torch.Generator(device).manual_seed(self.generator_seed)
         if self._observation is None:
@@ -146,7 +149,9 @@ class Collector:
         if self.reports_at_once:
             self.report()
         require_finite(self.name, observations, reward, finals)
-        return self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, finals)
+        rollout = self._rollout(act, device, observations, reward, terminated, truncated, valid, acted, finals)
+        self.is_unfinished = False
+        return rollout
 
     def report(self) -> None:
         """Adds the last rollout to the statistics of episodes."""
@@ -244,7 +249,9 @@ class Collector:
         """Everything needed to resume exactly, as tensors, numbers, strings, lists and dictionaries."""
         running = None
         if self._observation is not None and self.has_episodes:
-            running = self._episodes_at_close or restore.episode_states(self.envs)
+            # Environments that failed have none; the episodes of an unfinished rollout are not repeated anyway.
+            find = restore.episode_states_or_none if self.is_unfinished else restore.episode_states
+            running = self._episodes_at_close or find(self.envs)
         unreported = None
         if self._unreported is not None:
             *arrays, succeeded = self._unreported
@@ -259,6 +266,7 @@ class Collector:
             "observation": _to_tensors(self._observation),
             "raw": None if self.normalizers.of_observations is None else _to_tensors(self._raw),
             "episodes": running,
+            "is_unfinished": self.is_unfinished,
             "normalizers": self.normalizers.state_dict(),
         }
 
@@ -294,10 +302,16 @@ class Collector:
         self._observation = tree_map(lambda x: x.numpy().copy(), state["observation"])
         raw = state["observation"] if state["raw"] is None else state["raw"]
         self._raw = tree_map(lambda x: x.numpy().copy(), raw)
-        if state["episodes"] is None or not self.has_episodes:
-            self._begin_anew(np.ones(self.envs.num_envs, bool), "its engine has no state to restore")
+        everywhere = np.ones(self.envs.num_envs, bool)
+        if not self.has_episodes:
+            self._begin_anew(everywhere, "its engine has no state to restore")
             return
         self._reset(seed=self._reset_seed())
+        if state["episodes"] is None or state.get("is_unfinished", False):
+            # Their last steps are in no rollout: continued, the episodes would have a gap.
+            restore.place_episodes(self.envs, state["episodes"] or [])
+            self._begin_anew(everywhere, "the checkpoint was written by an error or interrupt while it stepped")
+            return
         differs = restore.repeat_episodes(self.envs, state["episodes"], self.space, self._raw, self._resets_next)
         if differs.any():
             self._begin_anew(differs, "repeating its episode from seed and actions led elsewhere")

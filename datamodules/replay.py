@@ -336,8 +336,10 @@ class ReplayDataModule(ControlDataModule):
         self.before_collecting()
         # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
+        self.collector.is_unfinished = True  # until the buffer has it
         self.after_collecting(rollout["valid"])
         transitions, blocked = self.replay.add(rollout)
+        self.collector.is_unfinished = False
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
         return len(transitions)

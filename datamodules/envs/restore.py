@@ -31,8 +31,9 @@ def episode_states(envs: Any) -> list[dict[str, Any]]:
 
 
 def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
-    """:func:`episode_states`; None where the environments failed and have none."""
-    with contextlib.suppress(gym.error.Error, OSError, EOFError):
+    """:func:`episode_states`; None where the environments failed or were interrupted in a step."""
+    closed, pending = gym.error.ClosedEnvironmentError, gym.error.AlreadyPendingCallError
+    with contextlib.suppress(gym.error.Error, closed, pending, OSError, EOFError):
         return episode_states(envs)
     return None
 
@@ -60,6 +61,22 @@ def repeat_episodes(
         any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(reached), strict=True))
         for i, o in enumerate(observation_arrays(space, o) for o in envs.get_attr("last_observation"))
     ])  # fmt: skip
+
+
+def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
+    """Go to the beginning of running episodes, without repeating their actions.
+
+    Args:
+        envs: a freshly reset vector.
+        episodes: what :func:`episode_states` returned; empty where the environments had failed: the first episodes.
+    """
+    if episodes:
+        lives = [len(e.get("resets", ())) for e in episodes]  # each began an episode of its own
+        states = [
+            {**e, "episode": e["episode"] + n, "actions": [], "resets": []}
+            for e, n in zip(episodes, lives, strict=True)
+        ]
+        envs.set_attr("episode_state", states)
 
 
 def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
