@@ -187,6 +187,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._scheduled_at = -1
         self._rate_applied = self.learning_rate
         self._gradients = {}
+        self._lacks_epoch_end = False
         self.grad_norm = None
 
     def _take_spaces(self, source: ExperienceSource) -> None:

@@ -1,7 +1,9 @@
 """Checkpoints of the control algorithms: plain data, exact resume, warm starts."""
 
+import warnings
 from typing import Any
 
+import lightning as L
 import torch
 from gymnasium import spaces
 
@@ -31,6 +33,8 @@ class CheckpointMixin(MetricsMixin):
         self.normalizer_state: dict[str, Any] | None = None
         # The `learning_rate` that the optimizers were last set to.
         self._rate_applied: float | str | None = None
+        # Whether the loaded checkpoint was written in the last batch of an epoch, whose end Lightning leaves out.
+        self._lacks_epoch_end = False
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
 
@@ -40,6 +44,7 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
         checkpoint["normalizer_state"] = self.normalizer_state
+        checkpoint["lacks_epoch_end"] = self.is_fitting and is_in_last_batch(self.trainer)
         own = self.rank_state()
         # Lightning saves what the first rank has.
         checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
@@ -68,6 +73,7 @@ class CheckpointMixin(MetricsMixin):
             self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
             # In the optimizers' state; absent where a subclass sets it by itself.
             self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate", self._rate_applied)
+            self._lacks_epoch_end = checkpoint.get("lacks_epoch_end", False)
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 
@@ -76,6 +82,14 @@ class CheckpointMixin(MetricsMixin):
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)
         self._gradients = {}
+        if self._lacks_epoch_end:
+            # Lightning counts that epoch as done: its point is written and manual schedulers step here, or never.
+            self._lacks_epoch_end = False
+            self.logs_this_epoch = self.current_epoch % self.log_every == 0
+            with warnings.catch_warnings():
+                # The optimizer has stepped: before the checkpoint, which torch does not know.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.on_train_epoch_end()
 
     def load_initial_weights(self, path: str) -> None:
         """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.
@@ -131,6 +145,14 @@ class CheckpointMixin(MetricsMixin):
         if saved != here:
             raise UsageError(f"the checkpoint holds {saved or 'no control algorithm'}, not {here}; load it with that "
                              "class")  # fmt: skip
+
+
+def is_in_last_batch(trainer: L.Trainer) -> bool:
+    """Whether the last batch of an epoch has been learned from and Lightning has not finished it yet, as where
+    ``ModelCheckpoint(every_n_train_steps=...)`` saves; a run that resumes from there begins with the next epoch.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(batches.is_last_batch) and batches.current.completed < batches.current.processed
 
 
 def statistics_to_tensors(tree: Statistics) -> Any:

@@ -1,0 +1,81 @@
+"""Checkpoints of Lightning's own callback in the last batch of an epoch, before the epoch's end."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import ReplayDataModule, RolloutDataModule
+from rl_modules import DQN, PPO, SAC, TRPO, QLearning
+from tests.datamodules.test_first_evaluation import Curves
+from tests.training import assert_equal_checkpoints, fit
+
+halves = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+ON_POLICY = {"n_envs": 2, "n_steps": 16, "total_timesteps": 256, "eval_freq": 0, "rollouts_per_epoch": 2}
+REPLAY = {"learning_starts": 16, "train_freq": 4, "batch_size": 8, "total_timesteps": 80, "eval_freq": 0,
+          "rollouts_per_epoch": 4}  # fmt: skip
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+    "ppo": (
+        lambda: PPO(net_arch=[8], lr_scheduler=halves),
+        lambda: RolloutDataModule("CartPole-v1", **ON_POLICY, batch_size=16, n_epochs=1), 4,
+    ),
+    "ppo, every second point": (
+        lambda: PPO(net_arch=[8], log_every=2),
+        lambda: RolloutDataModule("CartPole-v1", **ON_POLICY, batch_size=16, n_epochs=1), 4,
+    ),
+    "trpo": (
+        lambda: TRPO(net_arch=[8], lr_scheduler=halves, n_critic_updates=5),
+        lambda: RolloutDataModule("CartPole-v1", **ON_POLICY), 10,
+    ),
+    "sac": (lambda: SAC(net_arch=[8], lr_scheduler=halves), lambda: ReplayDataModule("Pendulum-v1", **REPLAY), 4),
+    "dqn": (lambda: DQN(net_arch=[8], lr_scheduler=halves), lambda: ReplayDataModule("CartPole-v1", **REPLAY), 4),
+    "table": (QLearning, lambda: RolloutDataModule("FrozenLake-v1", **{**ON_POLICY, "n_steps": 1}), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_run_resumed_from_the_last_batch_ends_the_epoch_once(case: str, epoch: int, tmp_path: Path) -> None:
+    make_model, make_data, batches = CASES[case]
+    whole, rest = Curves(), Curves()
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=batches, save_top_k=-1)
+    run = partial(fit, enable_checkpointing=True)
+    run(make_model(), make_data(), logger=whole, callbacks=[saves], max_epochs=4).save_checkpoint(tmp_path / "whole")
+    stopped = tmp_path / f"step={epoch * batches}.ckpt"
+    saves = ModelCheckpoint(tmp_path / "rest", filename="{step}", every_n_train_steps=batches, save_top_k=-1)
+    resumed = run(make_model(), make_data(), logger=rest, callbacks=[saves], max_epochs=4, ckpt_path=stopped)
+    resumed.save_checkpoint(tmp_path / "resumed")
+    assert_equal_checkpoints(tmp_path / "whole", tmp_path / "resumed")
+    first = sorted({step for _, step, _ in whole.points})[(epoch - 1) // (2 if "second" in case else 1)]
+    assert points(rest) == {point for point in points(whole) if point[1] >= first}
+    assert len({step for _, step, _ in points(rest)}) >= 2
+
+
+def points(curves: Curves) -> set[tuple[str, int, float]]:
+    assert len(set(curves.points)) == len(curves.points), "no point comes twice"
+    return {point for point in curves.points if not point[0].startswith("time/")}
+
+
+def test_a_checkpoint_from_within_an_epoch_ends_nothing(tmp_path: Path) -> None:
+    ended = []
+
+    class Counts(SAC):
+        def on_train_epoch_end(self) -> None:
+            super().on_train_epoch_end()
+            ended.append(self.source.num_timesteps)
+
+    def data() -> ReplayDataModule:
+        return ReplayDataModule("Pendulum-v1", **REPLAY)
+
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(Counts(net_arch=[8]), data(), callbacks=[saves], enable_checkpointing=True, max_epochs=3)
+    whole = ended[:]
+    assert len(whole) == 3
+    for step in range(1, 12):
+        ended.clear()
+        fit(Counts(net_arch=[8]), data(), ckpt_path=tmp_path / f"step={step}.ckpt", max_epochs=3)
+        assert ended == whole[(step - 1) // 4:]  # fmt: skip
