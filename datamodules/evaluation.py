@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs.episodes import episode_seed
+from datamodules.envs.restore import has_episodes
 from datamodules.episode_statistics import successes
 
 
@@ -81,16 +82,17 @@ def run_episodes(
 
     Args:
         policy: has ``predict``.
-        envs: a vector of :class:`~datamodules.envs.episodes.SeededEpisodes`, or an engine.
+        envs: a vector of :class:`~datamodules.envs.episodes.SeededEpisodes`, or one of the user's or an engine, which
+            gets the first seed.
         streams: one seed per environment.
         n_episodes: how many.
         deterministic: the policy's most likely actions instead of samples.
         max_steps: steps after which an episode counts as it is, and its environment plays no other; a warning says so.
 
     Returns:
-        ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions), ``seed`` [E] int64
-        (``env.reset(seed=...)`` repeats the episode's start); where an episode ended with ``is_success``, ``success``
-        [E] float32, 1 or 0.
+        ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions); where episodes are
+        seeded one by one, ``seed`` [E] int64 (``env.reset(seed=...)`` repeats the episode's start); where an episode
+        ended with ``is_success``, ``success`` [E] float32, 1 or 0.
     """
     n_envs = envs.num_envs
     mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -98,7 +100,9 @@ def run_episodes(
     played = np.zeros(n_envs, np.int64)
     total, length = np.zeros(n_envs), np.zeros(n_envs, np.int64)
     episodes: dict[tuple[int, int], tuple[float, int, int, float | None]] = {}
-    observation, _ = envs.reset(seed=streams)  # type: ignore[arg-type]
+    are_seeded = has_episodes(envs)
+    # A vector takes one seed; Gymnasium's vectors of single environments alone take a list.
+    observation, _ = envs.reset(seed=streams if are_seeded else streams[0])  # type: ignore[arg-type]
     state: Any = None
     start = np.ones(n_envs, bool)
     resets = np.zeros(n_envs, bool)
@@ -132,8 +136,9 @@ def run_episodes(
     found = {
         "return": torch.tensor([row[0] for row in rows], dtype=torch.float32),
         "length": torch.tensor([row[1] for row in rows], dtype=torch.int64),
-        "seed": torch.tensor([row[2] for row in rows], dtype=torch.int64),
     }
+    if are_seeded:
+        found["seed"] = torch.tensor([row[2] for row in rows], dtype=torch.int64)
     if any(row[3] is not None for row in rows):
         found["success"] = torch.tensor([row[3] or 0.0 for row in rows], dtype=torch.float32)
     return found

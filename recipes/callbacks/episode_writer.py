@@ -14,7 +14,7 @@ from rl_modules.common.errors import UsageError
 
 
 class EpisodeWriter(BasePredictionWriter):
-    """Writes one row per predicted episode: number, return, length, seed.
+    """Writes one row per predicted episode: number, return, length, seed (of episodes that are seeded one by one).
 
     Args:
         path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.

@@ -1,0 +1,152 @@
+"""Vectors of environments that a user's callable makes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules.envs.vector import make_vector_env
+from datamodules.evaluation import run_episodes
+from rl_modules import DQN, PPO
+from rl_modules.common.errors import UsageError
+from tests.training import fit
+
+
+def make_engine() -> VectorEnv:
+    """Gymnasium's own, which takes one seed and no list."""
+    return CartPoleVectorEnv(num_envs=4)
+
+
+def make_plain(n: int = 3) -> VectorEnv:
+    return SyncVectorEnv([lambda: gym.make("CartPole-v1")] * n, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_an_engine_is_evaluated() -> None:
+    data = RolloutDataModule(make_engine, total_timesteps=128, n_steps=32, eval_freq=128, n_eval_episodes=6)
+    model = PPO(net_arch=[8])
+    trainer = fit(model, data)
+    first = trainer.callback_metrics["eval/mean_reward"]
+    assert first == trainer.callback_metrics["eval/mean_ep_length"] > 1
+    assert trainer.validate(model, datamodule=data, verbose=False)[0]["eval/mean_reward"] == float(first)
+
+
+class Follows:
+    def predict(self, observation, state=None, episode_start=None, deterministic=False):
+        return np.zeros(len(observation), np.int64), state
+
+
+def test_the_first_seed_is_that_of_the_vector() -> None:
+    """As one that is stepped by hand from the same seed."""
+    envs = make_engine()
+    envs.reset(seed=5)
+    lengths = np.zeros(4)
+    over = np.zeros(4, bool)
+    while not over.all():
+        _, _, terminated, truncated, _ = envs.step(np.zeros(4, np.int64))
+        lengths += ~over
+        over |= terminated | truncated
+    got = run_episodes(Follows(), make_engine(), [5, 6, 7, 8], n_episodes=4)
+    assert got["length"].tolist() == lengths.tolist()
+
+
+def test_only_seeds_that_repeat_an_episode_are_returned() -> None:
+    assert "seed" not in run_episodes(Follows(), make_plain(), [4, 5, 6], n_episodes=5)
+    assert "seed" not in run_episodes(Follows(), make_engine(), [4, 5, 6, 7], n_episodes=5)
+    assert "seed" in run_episodes(Follows(), make_vector_env("CartPole-v1", 2), [4, 5], n_episodes=5)
+
+
+# ---------------------------------------------------------------- batch_size
+
+
+@pytest.mark.parametrize("make", [make_plain, f"{__name__}:make_plain"])
+def test_batch_size_is_compared_with_the_vectors_own_number(make: Any) -> None:
+    """3 × 32 = 96 transitions, which 24, 48 and 96 divide; none divides the 8 × 32 of the default."""
+    for size in (24, 96, 48):
+        data = RolloutDataModule(make, n_steps=32, batch_size=size, total_timesteps=96, eval_freq=0)
+        model = PPO(net_arch=[8], log_every=1)
+        fit(model, data)
+        assert data.batch_size == size and model.trainer.global_step == 10 * 96 // size
+    with pytest.raises(UsageError, match=r"batch_size=64 does not divide n_envs\*n_steps=96; 48 is the nearest"):
+        fit(PPO(net_arch=[8]), RolloutDataModule(make, n_steps=32, batch_size=64, eval_freq=0))
+
+
+def test_batch_size_of_single_environments_is_checked() -> None:
+    with pytest.raises(UsageError, match="batch_size=24 does not divide"):
+        RolloutDataModule("CartPole-v1", n_steps=32, batch_size=24)
+    with pytest.raises(UsageError, match="batch_size=24 does not divide"):
+        fit(PPO(), RolloutDataModule(lambda: gym.make("CartPole-v1"), n_steps=32, batch_size=24))
+    with pytest.raises(UsageError, match="batch_size=0 must be at least 1"):
+        RolloutDataModule(make_plain, n_steps=32, batch_size=0)
+
+
+# ---------------------------------------------------------------- final observations
+
+
+class Counts(VectorEnv):
+    """Two counters that are truncated at 5 and reset in the same step; final observations under ``key``."""
+
+    def __init__(self, space: str = "box", key: str | None = "final_obs") -> None:
+        self.num_envs, self.key, self.kind = 2, key, space
+        box = spaces.Box(-10, 10, (1,), np.float32)
+        self.single_observation_space = {
+            "box": box, "dict": spaces.Dict({"a": box, "b": spaces.Dict({"c": box})}), "tuple": spaces.Tuple([box, box])
+        }[space]  # fmt: skip
+        self.single_action_space = spaces.Discrete(2)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, 2)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, 2)
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def _observation(self) -> Any:
+        x = self.t[:, None].astype(np.float32)
+        return {"box": x, "dict": {"a": x, "b": {"c": -x}}, "tuple": (x, -x)}[self.kind]
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.t = np.array([0, 2])
+        return self._observation(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.t = self.t + 1
+        done = self.t >= 5
+        info = {self.key: self._observation()} if done.any() and self.key else {}
+        self.t = np.where(done, 0, self.t)
+        return self._observation(), np.ones(2), np.zeros(2, bool), done, info
+
+
+@pytest.mark.parametrize("space", ["box", "dict", "tuple"])
+def test_a_batch_of_final_observations_is_taken_apart(space: str) -> None:
+    data = RolloutDataModule(partial(Counts, space), n_steps=12, total_timesteps=24, eval_freq=0)
+    seen: list[Any] = []
+
+    class Watched(PPO):
+        def prepare(self, rollout: Any) -> Any:
+            seen.append(rollout)
+            return super().prepare(rollout)
+
+    fit(Watched(net_arch=[8]), data)
+    parts = {"box": lambda o: [(1, o)], "dict": lambda o: [(1, o["a"]), (-1, o["b"]["c"])],
+             "tuple": lambda o: [(1, o["0"]), (-1, o["1"])]}[space]  # fmt: skip
+    pairs = zip(parts(seen[0]["observation"]), parts(seen[0]["next_observation"]), strict=True)
+    for (sign, before), (_, after) in pairs:
+        assert torch.equal(after * sign, before * sign + 1)
+        assert (after * sign).max() == 5
+
+
+@pytest.mark.parametrize("key", [None, "final_observation"])
+@pytest.mark.parametrize(("module", "make_data"), [
+    (PPO, partial(RolloutDataModule, n_steps=12)), (DQN, partial(ReplayDataModule, learning_starts=8))
+])  # fmt: skip
+def test_missing_final_observations_are_named(key: str | None, module: Any, make_data: Callable[..., Any]) -> None:
+    data = make_data(partial(Counts, "box", key), total_timesteps=24, eval_freq=0)
+    with pytest.raises(UsageError, match="resets in the step in which an episode ends, and its infos have no final_ob"):
+        fit(module(net_arch=[8]), data)
