@@ -104,6 +104,12 @@ class Environments:
         return isinstance(self.env_id, VectorEnv)
 
     @property
+    def may_be_vector(self) -> bool:
+        """Whether a callable was given that may make a vector with a number of its own; known after :meth:`open`."""
+        is_callable = not isinstance(self.env_id, str | VectorEnv) or ":" in str(self.env_id)
+        return is_callable and not self.is_open
+
+    @property
     def example(self) -> Any:
         """One environment, or the vector; available between :meth:`open` and :meth:`close`."""
         if self._example is None:

@@ -145,8 +145,10 @@ class RolloutDataModule(ControlDataModule):
         most = min(self.total_timesteps // 25, self.eval_freq or self.total_timesteps)
         return max(1, min(wanted, most // (self.n_envs * self.n_steps * self._world_size)))
 
-    @staticmethod
-    def _check_batch_size(batch_size: int, size: int) -> None:
+    def _check_batch_size(self, batch_size: int, size: int) -> None:
+        if self.environments.may_be_vector:
+            at_least("batch_size", batch_size)
+            return  # `setup` makes it, and checks
         if not 1 <= batch_size <= size:
             raise UsageError(f"batch_size={batch_size} must lie between 1 and n_envs*n_steps={size}; {size} would take "
                              "the rollout whole")  # fmt: skip
