@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs import restore
-from datamodules.envs.guard import raise_in_one_sentence, require_finite
+from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite
+from datamodules.envs.tensors import rows_of
 from datamodules.episode_statistics import EpisodeStatistics, successes
 from datamodules.fields import require_acted
 from datamodules.normalizers import Normalizers
@@ -164,7 +166,10 @@ class Collector:
         if self.mode == AutoresetMode.DISABLED:
             ended = observation_arrays(self.space, raw)
             return [(int(i), tree_map(lambda x, i=i: x[i].copy(), ended)) for i in np.flatnonzero(done)]
-        return [(int(i), observation_arrays(self.space, info["final_obs"][i])) for i in np.flatnonzero(done)]
+        final = require_final(self.name, info)
+        if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
+            final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
+        return [(int(i), observation_arrays(self.space, final[i])) for i in np.flatnonzero(done)]
 
     def _rollout(
         self,

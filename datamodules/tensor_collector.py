@@ -7,13 +7,12 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from datamodules.collector import Collector
-from datamodules.envs.guard import raise_in_one_sentence, require_finite
+from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.episode_statistics import successes
 from datamodules.fields import require_acted
 from datamodules.tensor_normalization import TensorNormalizers
 from rl_modules.common.contract import Act, Rollout
-from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves, tree_map
 
 
@@ -114,9 +113,7 @@ class TensorCollector(Collector):
         if "final_obs" in info:
             return raw, self._arrays(info["final_obs"])
         if done.any():
-            raise UsageError(f"the environment {self.name} resets in the step in which an episode ends, and its infos "
-                             "have no final_obs; put the batch of final observations there, or reset in the next step "
-                             "and say so in metadata['autoreset_mode']")  # fmt: skip
+            require_final(self.name, info)
         return raw, self._arrays(raw)
 
     def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:

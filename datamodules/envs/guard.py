@@ -41,6 +41,19 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
                      "from the last checkpoint with --resume") from error  # fmt: skip
 
 
+def require_final(name: str, info: dict[str, Any]) -> Any:
+    """The final observations of the episodes that ended in a step in which the vector reset.
+
+    Raises:
+        UsageError: its infos have none.
+    """
+    if info.get("final_obs") is None:
+        raise UsageError(f"the environment {name} resets in the step in which an episode ends, and its infos "
+                         "have no final_obs; put the batch of final observations there, or reset in the next step "
+                         "and say so in metadata['autoreset_mode']")  # fmt: skip
+    return info["final_obs"]
+
+
 def _wrong_shape(envs: VectorEnv) -> tuple[Any, Any] | None:
     """Shapes of an observation and of its space where they differ; None where they agree or are not known."""
     space = envs.single_observation_space
