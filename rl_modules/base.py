@@ -188,6 +188,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._rate_applied = self.learning_rate
         self._gradients = {}
         self._lacks_epoch_end = False
+        self._optimizers_saved = None
         self.grad_norm = None
 
     def _take_spaces(self, source: ExperienceSource) -> None:

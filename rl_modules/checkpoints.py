@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -15,6 +16,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
 from rl_modules.common.storable import make_loadable
 from rl_modules.metrics import MetricsMixin
+from rl_modules.optimizers import class_names
 from rl_modules.ranks import of_other_ranks, of_this_rank
 
 
@@ -33,6 +35,8 @@ class CheckpointMixin(MetricsMixin):
         self.normalizer_state: dict[str, Any] | None = None
         # The `learning_rate` that the optimizers were last set to.
         self._rate_applied: float | str | None = None
+        # Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
+        self._optimizers_saved: list[str] | None = None
         # Whether the loaded checkpoint was written in the last batch of an epoch, whose end Lightning leaves out.
         self._lacks_epoch_end = False
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
@@ -44,6 +48,7 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
         checkpoint["normalizer_state"] = self.normalizer_state
+        checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
         checkpoint["lacks_epoch_end"] = self.is_fitting and is_in_last_batch(self.trainer)
         own = self.rank_state()
         # Lightning saves what the first rank has.
@@ -73,11 +78,22 @@ class CheckpointMixin(MetricsMixin):
             self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
             # In the optimizers' state; absent where a subclass sets it by itself.
             self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate", self._rate_applied)
+            self._optimizers_saved = checkpoint.get("optimizer_classes")
             self._lacks_epoch_end = checkpoint.get("lacks_epoch_end", False)
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 
     def on_train_start(self) -> None:
+        """Restores what the trainer's own loading left out.
+
+        Raises:
+            UsageError: the checkpoint holds another optimizer's state.
+        """
+        before, here = self._optimizers_saved, class_names(self.trainer.optimizers)
+        if before is not None and before != here:
+            raise UsageError(f"the checkpoint has the state of the optimizer {', '.join(before) or 'none'}, this run "
+                             f"has {', '.join(here) or 'none'}; resume with the same")  # fmt: skip
+        self._optimizers_saved = None
         for name, parameter in self.named_parameters():
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)
@@ -157,7 +173,8 @@ def is_in_last_batch(trainer: L.Trainer) -> bool:
 
 def statistics_to_tensors(tree: Statistics) -> Any:
     """Statistics as a checkpoint may hold them: lists of tensors and numbers."""
-    return tree_map(lambda s: s and [torch.from_numpy(s[0].copy()), torch.from_numpy(s[1].copy()), s[2]], tree)
+    # The mean of a scalar observation is a number of NumPy's.
+    return tree_map(lambda s: s and [torch.from_numpy(np.array(s[0])), torch.from_numpy(np.array(s[1])), s[2]], tree)
 
 
 def statistics_to_arrays(tree: Any) -> Statistics:

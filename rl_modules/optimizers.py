@@ -152,6 +152,11 @@ class FusedAdam(torch.optim.Adam):
         return loss
 
 
+def class_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    """The classes of optimizers by which their states can be exchanged: :class:`FusedAdam` counts as ``Adam``."""
+    return ["Adam" if isinstance(o, FusedAdam) else type(o).__name__ for o in optimizers]
+
+
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
     """Scale gradients so that their global norm is at most ``max_norm``, in place.

@@ -1,10 +1,14 @@
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
 
+from datamodules import RolloutDataModule
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
+from rl_modules import PPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import normalize
+from tests.training import assert_resumes_exactly
 
 
 def test_running_moments_equal_those_of_all_samples():
@@ -63,3 +67,41 @@ def test_a_reset_row_counts_nowhere():
         normalizer(np.array([1.0]), yes, yes)
     other(np.array([0.0]), no, no)
     np.testing.assert_array_equal(one(np.array([2.0]), no, yes), other(np.array([2.0]), no, yes))
+
+
+class Scalars(gym.Env):
+    """Observes a number without dimensions, alone or as a part."""
+
+    def __init__(self, kind: str) -> None:
+        number = spaces.Box(-100, 100, (), np.float32)
+        self.kind = kind
+        self.observation_space = {"alone": number, "dict": spaces.Dict({"x": number}),
+                                  "tuple": spaces.Tuple([number, spaces.Box(-1, 1, (2,))])}[kind]  # fmt: skip
+        self.action_space = spaces.Discrete(2)
+
+    def _observation(self):
+        x = np.float32(self.t)
+        return {"alone": x, "dict": {"x": x}, "tuple": (x, np.zeros(2, np.float32))}[self.kind]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self._observation(), float(action), False, self.t == 7, {}
+
+
+@pytest.mark.parametrize("kind", ["alone", "dict", "tuple"])
+def test_statistics_of_a_number_without_dimensions_are_saved_and_resumed(kind, tmp_path):
+    def data():
+        return RolloutDataModule(Scalars, env_kwargs={"kind": kind}, n_envs=2, n_steps=8, norm_obs=True, eval_freq=0,
+                                 total_timesteps=96, rollouts_per_epoch=1)  # fmt: skip
+
+    assert_resumes_exactly(lambda: PPO(net_arch=[8]), data, tmp_path, epochs=3)
+    loaded = PPO.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    first = loaded.observation_statistics
+    mean, std, _ = {"alone": lambda: first, "dict": lambda: first["x"], "tuple": lambda: first["0"]}[kind]()
+    assert mean.shape == std.shape == () and 2 < mean < 4  # of 0 … 6, or a little more
+    assert 1.8 < std < 2.4

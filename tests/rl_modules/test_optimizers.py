@@ -1,12 +1,16 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from datamodules import ReplayDataModule, RolloutDataModule
+from rl_modules import PPO, SAC
 from rl_modules.common.errors import UsageError
 from rl_modules.optimizers import FusedAdam, RMSpropTFLike
+from tests.training import fit
 
 
 def problem(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -145,3 +149,35 @@ def test_a_profiler_sees_the_step(kind: type[torch.optim.Optimizer]) -> None:
     with torch.autograd.profiler.profile() as profile:
         take_steps(optimizer, parameters, 1)
     assert any(event.name == f"Optimizer.step#{kind.__name__}.step" for event in profile.function_events)
+
+
+def small() -> RolloutDataModule:
+    return RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, total_timesteps=96, eval_freq=0, rollouts_per_epoch=1)
+
+
+@pytest.mark.parametrize(("saved", "resumed", "sentence"), [
+    (torch.optim.SGD, None, "the checkpoint has the state of the optimizer SGD, this run has Adam; resume with the"),
+    (None, torch.optim.SGD, "the checkpoint has the state of the optimizer Adam, this run has SGD; resume with the"),
+])  # fmt: skip
+@pytest.mark.parametrize("algorithm", [PPO, SAC])
+def test_another_optimizer_is_named_on_resume(saved, resumed, sentence, algorithm, tmp_path) -> None:
+    def data():
+        if algorithm is PPO:
+            return small()
+        return ReplayDataModule("Pendulum-v1", learning_starts=16, total_timesteps=96, rollouts_per_epoch=16,
+                                eval_freq=0)  # fmt: skip
+
+    def model(kind):
+        return algorithm(net_arch=[8], optimizer=kind and partial(kind, lr=0.01))
+
+    fit(model(saved), data(), max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(UsageError, match=sentence):
+        fit(model(resumed), data(), ckpt_path=tmp_path / "a.ckpt")
+    fit(model(saved), data(), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_torchs_adam_resumes_the_state_of_the_fused_one(tmp_path) -> None:
+    fit(PPO(net_arch=[8]), small(), max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    adam = partial(torch.optim.Adam, lr=3e-4, eps=1e-5)
+    trainer = fit(PPO(net_arch=[8], optimizer=adam), small(), ckpt_path=tmp_path / "a.ckpt")
+    assert type(trainer.optimizers[0]) is torch.optim.Adam
