@@ -48,7 +48,8 @@ def action_tensors(space: spaces.Space, action: Tensor) -> Tensor:
     """
     if isinstance(space, spaces.Box):
         low, high = (torch.as_tensor(bound, device=action.device) for bound in (space.low, space.high))
-        return action.clamp(low, high).to(low.dtype)
+        clipped = action.clamp(low, high)
+        return (clipped if low.is_floating_point() else clipped.round()).to(low.dtype)
     if isinstance(space, spaces.Discrete):
         return action + int(space.start)
     if isinstance(space, spaces.MultiDiscrete):

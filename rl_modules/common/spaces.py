@@ -230,9 +230,14 @@ def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | N
 
 
 def to_environment(space: spaces.Space, action: np.ndarray) -> np.ndarray:
-    """Actions as a Gymnasium environment takes them: Box clipped to its bounds, Discrete shifted by its start."""
+    """Actions as a Gymnasium environment takes them: Box clipped to its bounds, and rounded where it holds integers;
+    Discrete shifted by its start.
+    """
     if isinstance(space, spaces.Box):
-        return np.clip(action, space.low, space.high).astype(space.dtype, copy=False)
+        clipped = np.clip(action, space.low, space.high)
+        if space.dtype.kind in "iu":
+            clipped = np.rint(clipped)
+        return clipped.astype(space.dtype, copy=False)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return action + space.start
     return action.astype(space.dtype, copy=False)
