@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
@@ -30,6 +31,12 @@ class MetricSums:
         Raises:
             UsageError: a value is not a scalar.
         """
+        if torch.compiler.is_compiling():
+            _add_outside_of_graphs(self, values)
+        else:
+            self._add(values)
+
+    def _add(self, values: Mapping[str, Tensor | float]) -> None:
         tensors: dict[str, Tensor] = {}
         for name, value in values.items():
             if not isinstance(value, Tensor):
@@ -66,6 +73,12 @@ class MetricSums:
         """The inverse of :meth:`state_dict`; the sums go on ``device``, where the next values come from."""
         self._rows = {tuple(row["names"]): list(row["values"].to(device).unbind(0)) for row in state["rows"]}
         self._numbers = {name: (total, count) for name, (total, count) in state["numbers"].items()}
+
+
+@_disable_dynamo
+def _add_outside_of_graphs(sums: MetricSums, values: Mapping[str, Tensor | float]) -> None:
+    """A compiled ``training_step`` calls this between two graphs: a graph would hold for one length of the sums."""
+    sums._add(values)
 
 
 def _over_ranks(sums: dict[str, tuple[float, int]], device: torch.device) -> dict[str, tuple[float, int]]:

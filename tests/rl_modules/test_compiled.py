@@ -1,0 +1,24 @@
+"""``torch.compile(model)``: few graphs, and the same run."""
+
+import pytest
+import torch
+
+from datamodules import RolloutDataModule
+from rl_modules import PPO
+from tests.training import fit
+
+pytest.importorskip("torch._dynamo")
+
+
+def test_recording_metrics_compiles_no_graph_per_update() -> None:
+    """40 updates: as many graphs would pass Dynamo's limit of 8, after which nothing is compiled any more."""
+    sums = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = PPO(net_arch=[8])
+        data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, batch_size=8, total_timesteps=32, eval_freq=0)
+        fit(torch.compile(model, backend="eager") if compiles else model, data)
+        sums.append([p.detach().double().sum().item() for p in model.parameters()])
+    assert sums[0] == sums[1]
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
