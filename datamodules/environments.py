@@ -53,7 +53,8 @@ class Environments:
         self.seed = seed
         # As given, here and by later assignments: what evaluation inherits is derived when it is needed.
         self.env_kwargs, self.wrappers = env_kwargs, wrappers or []
-        self._eval_env_kwargs, self._eval_wrappers = eval_env_kwargs, eval_wrappers
+        self._eval_env_kwargs: Mapping[str, Any] | None = eval_env_kwargs
+        self._eval_wrappers = eval_wrappers
         self._kept = KeptEnvs()
         self._kept_settings: tuple[Any, ...] = ()
         self._example: Any = None

@@ -167,7 +167,7 @@ def is_in_last_batch(trainer: L.Trainer) -> bool:
     """Whether the last batch of an epoch has been learned from and Lightning has not finished it yet, as where
     ``ModelCheckpoint(every_n_train_steps=...)`` saves; a run that resumes from there begins with the next epoch.
     """
-    batches = trainer.fit_loop.epoch_loop.batch_progress
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     return bool(batches.is_last_batch) and batches.current.completed < batches.current.processed
 
 
