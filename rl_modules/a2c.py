@@ -143,7 +143,7 @@ class A2C(ActorCriticModule):
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns the policy-gradient loss, a scalar."""
         advantage = batch["advantage"]
-        if self.normalize_advantage and len(advantage) > 1:
+        if self.normalize_advantage:
             advantage = self.whiten(advantage)
         return F.policy_gradient_loss(log_prob, advantage)
 

@@ -128,11 +128,13 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         return ranks.std_mean(x, self._is_alone)
 
     def whiten(self, x: Tensor) -> Tensor:
-        """``(x - mean) / (std + 1e-8)`` over all ranks, [B].
+        """``(x - mean) / (std + 1e-8)`` over all ranks, [B]; a single number stays as it is.
 
-        Caches the result: a repeated call with the same tensor returns it. If a rollout is a single minibatch, later
-        passes then need no communication between ranks.
+        All ranks call it together, whatever their numbers of rows. Caches the result: a repeated call with the same
+        tensor returns it. If a rollout is a single minibatch, later passes then need no communication between ranks.
         """
+        if self._is_alone and len(x) < 2:
+            return x
         if self._whitened is None or self._whitened[0] is not x:
             std, mean = self.std_mean(x)
             self._whitened = x, (x - mean) / (std + 1e-8)

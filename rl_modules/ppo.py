@@ -185,7 +185,7 @@ class PPO(ActorCriticModule):
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns the clipped surrogate (eq. 7) or the surrogate with KL penalty (eq. 8) as a loss, a scalar."""
         advantage = batch["advantage"]
-        if self.normalize_advantage and len(advantage) > 1:
+        if self.normalize_advantage:
             advantage = self.whiten(advantage)
         if self.penalizes:
             return F.ppo_penalty_loss(log_prob, batch["log_prob"], advantage, batch["kl"], self.kl_coef)

@@ -16,7 +16,7 @@ def std_mean(x: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
     """Standard deviation (unbiased) and mean of a minibatch, scalars.
 
     Args:
-        x: this rank's part, [B], on the strategy's device.
+        x: this rank's part, [B], on the strategy's device; several ranks: of any length, 0 too.
         alone: false where the minibatch is spread over ranks, which call this together.
     """
     if alone:

@@ -157,7 +157,7 @@ class REINFORCE(ActorCriticModule):
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
         """The policy gradient as a loss, a scalar."""
         weight = batch["weight"]
-        if self.normalize_advantage and len(weight) > 1:
+        if self.normalize_advantage:
             weight = self.whiten(weight)
         return F.policy_gradient_loss(log_prob, weight)
 

@@ -193,8 +193,7 @@ class TRPO(ActorCriticModule):
         """
         self._weight = self.rank_weight(len(batch["advantage"]))
         if self.normalize_advantage:
-            std, mean = self.std_mean(batch["advantage"])
-            batch = {**batch, "advantage": (batch["advantage"] - mean) / (std + 1e-8)}
+            batch = {**batch, "advantage": self.whiten(batch["advantage"])}
         parameters = list(self.network.parameters())
         policy = self.policy(batch["observation"])
         old = policy.detach()

@@ -33,10 +33,12 @@ T, N = 8, 6
 class Recorded(RolloutDataModule):
     """The same experience of 2N environments in any number of processes, each of which takes its share.
 
-    With ``holes``, some rows are no transitions, and the ranks have different numbers of those that are.
+    With ``holes``, some rows are no transitions, and the ranks have different numbers of those that are; with
+    ``one_row``, the first of two ranks has a single one.
     """
 
     holes = False
+    one_row = False
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -59,6 +61,9 @@ class Recorded(RolloutDataModule):
         valid = torch.ones(T, N, dtype=torch.bool)
         if self.holes:
             valid[1::3, : N // 2] = False
+        if self.one_row:
+            valid[:, : N // 2] = False
+            valid[0, 0] = True
         rollout.update(
             observation=observation[:-1], next_observation=observation[1:], valid=valid, terminated=ended,
             truncated=torch.zeros_like(ended), reward=torch.randn(T, N, generator=draw) * 3 + 1,
@@ -117,6 +122,15 @@ def with_holes(**arguments: Any) -> Callable[[int], Recorded]:
     return make
 
 
+def with_one_row(**arguments: Any) -> Callable[[int], Recorded]:
+    def make(world_size: int) -> Recorded:
+        data = with_holes(**arguments)(world_size)
+        data.one_row = True
+        return data
+
+    return make
+
+
 def replayed(world_size: int, env_id: str = "CartPole-v1") -> RecordedReplay:
     return RecordedReplay(env_id, n_envs=2 // world_size, train_freq=4, total_timesteps=48, learning_starts=8,
                           rollouts_per_epoch=2, eval_freq=0, batch_size=16 // world_size)  # fmt: skip
@@ -134,7 +148,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
     "a2c": (lambda: A2C(optimizer=sgd), recorded()),
     "a2c normalized": (lambda: A2C(optimizer=sgd, normalize_advantage=True), recorded()),
     "a2c rows that are none": (lambda: A2C(optimizer=sgd), with_holes()),
+    "a2c a single row": (lambda: A2C(optimizer=sgd, normalize_advantage=True), with_one_row()),
+    "ppo a single row": (lambda: PPO(optimizer=sgd), with_one_row(n_epochs=2)),
     "reinforce": (lambda: REINFORCE(optimizer=sgd, psi="baseline", normalize_advantage=True), recorded()),
+    "reinforce a single row": (
+        lambda: REINFORCE(optimizer=sgd, psi="baseline", normalize_advantage=True),
+        with_one_row(),
+    ),
     "trpo": (lambda: TRPO(optimizer=sgd, batch_size=T * N, target_kl=0.05), recorded()),
     "trpo rows that are none": (lambda: TRPO(optimizer=sgd, batch_size=T * N, target_kl=0.05), with_holes()),
     "dqn": (lambda: DQN(optimizer=sgd, target_update_interval=16), replayed),
