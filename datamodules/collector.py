@@ -329,6 +329,7 @@ class Collector:
         self.begun_anew |= which
         self.report()  # what is forgotten began with the last rollout's rewards
         self.episodes.forget(which)
+        self.normalizers.forget(which)
         if not self.has_episodes:
             self._observation = self._arrays(self._reset(seed=self._reset_seed()))
             return

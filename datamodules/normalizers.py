@@ -48,6 +48,11 @@ class Normalizers:
         if self.of_rewards is not None:
             sample["reward"] = torch.from_numpy(self.of_rewards.scaled(sample["reward"].numpy()))
 
+    def forget(self, which: np.ndarray) -> None:
+        """Begin new episodes in the environments chosen by a mask, [N]."""
+        if self.of_rewards is not None:
+            self.of_rewards.returns[which] = 0.0
+
     def statistics(self) -> Any:
         """What :func:`rl_modules.common.spaces.normalize` takes; None where observations stay as they are."""
         return None if self.of_observations is None else self.of_observations.statistics()

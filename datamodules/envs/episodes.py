@@ -22,6 +22,9 @@ class SeededEpisodes(gym.Wrapper):
     actions; setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
     ``set_attr``, in this process or in others.
 
+    An asynchronous vector that resets in the step after an episode's end remembers the end in its workers, where nobody
+    can set it. A state with ``resets_next`` true therefore has the next ``step`` reset, once.
+
     Where a wrapper has the attributes of :class:`~datamodules.envs.atari.EpisodicLife`, an episode may go on in the
     game of the one before. ``episode_state`` then holds the whole game: the number of its first episode, all actions,
     and after how many of them it was reset.
@@ -34,6 +37,7 @@ class SeededEpisodes(gym.Wrapper):
         self._first_episode = 0
         self._actions: list[Any] = []
         self._resets: list[int] = []
+        self._resets_next = False
         self._has_lives = env.has_wrapper_attr("continues_game")
         self._last_observation: Any = None
 
@@ -46,6 +50,9 @@ class SeededEpisodes(gym.Wrapper):
         return self._begin(options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if self._resets_next:
+            observation, info = self.reset()
+            return observation, 0.0, False, False, info
         self._actions.append(action)
         returned = self.env.step(action)
         try:
@@ -63,6 +70,7 @@ class SeededEpisodes(gym.Wrapper):
         return observation, reward, terminated, truncated, info
 
     def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._resets_next = False
         seed = episode_seed(self._stream, self._episode)
         # Some environments draw from their spaces, which a reset does not seed.
         self.unwrapped.action_space.seed(seed)
@@ -94,6 +102,8 @@ class SeededEpisodes(gym.Wrapper):
     def episode_state(self) -> dict[str, Any]:
         """Stream, number and actions of the current episode, or of the game that it is part of."""
         state = {"stream": self._stream, "episode": self._first_episode, "actions": list(self._actions)}
+        if self._resets_next:
+            state["resets_next"] = True
         return {**state, "resets": list(self._resets)} if self._resets else state
 
     @episode_state.setter
@@ -107,6 +117,7 @@ class SeededEpisodes(gym.Wrapper):
             self.step(action)
         if len(state["actions"]) in state.get("resets", ()):
             self.reset()
+        self._resets_next = state.get("resets_next", False)
 
     @property
     def last_observation(self) -> Any:

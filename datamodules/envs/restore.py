@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 
 from rl_modules.common.spaces import observation_arrays, tree_leaves
 
@@ -53,10 +53,11 @@ def repeat_episodes(
     Returns:
         True where the repetition led to another observation, [N].
     """
-    replays = [{**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy())} for e in episodes]
+    replays = [
+        {**e, "actions": [] if e["actions"] is None else list(e["actions"].numpy()), "resets_next": bool(resets)}
+        for e, resets in zip(episodes, resets_next, strict=True)
+    ]
     envs.set_attr("episode_state", replays)
-    if envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP and hasattr(envs, "_autoreset_envs"):
-        envs._autoreset_envs = resets_next.copy()
     return np.array([
         any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(reached), strict=True))
         for i, o in enumerate(observation_arrays(space, o) for o in envs.get_attr("last_observation"))
@@ -82,7 +83,8 @@ def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
 def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
     """Begin the next episode in the chosen environments; returns their first observations by index."""
     states = envs.get_attr("episode_state")
-    fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), "actions": [], "resets": []} if w else s
+    begun: dict[str, Any] = {"actions": [], "resets": [], "resets_next": False}
+    fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s
              for s, w in zip(states, which, strict=True)]  # fmt: skip
     envs.set_attr("episode_state", fresh)
     last = envs.get_attr("last_observation")

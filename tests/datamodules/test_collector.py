@@ -148,6 +148,69 @@ def test_resumed_collector_continues_bit_for_bit(vectorization):
     assert list(straight.episodes.returns) == list(resumed.episodes.returns)
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_run_resumes_between_the_end_of_an_episode_and_its_reset(vectorization):
+    straight = make(mode="next_step", vectorization=vectorization)
+    straight.collect(act, 5, CPU)
+    state = straight.state_dict()
+    assert state["resets_next"].all()
+    resumed = make(mode="next_step", vectorization=vectorization)
+    resumed.load_state_dict(state, CPU)
+    expected, got = straight.collect(act, 8, CPU), resumed.collect(act, 8, CPU)
+    for key in expected:
+        assert torch.equal(expected[key], got[key]), key
+    assert got["valid"][:, 0].tolist() == [False] + [True] * 5 + [False, True]
+    assert list(resumed.episodes.lengths) == [5] * 6
+    for collector in (straight, resumed):
+        collector.envs.close()
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_where_one_episode_is_begun_anew_the_others_still_reset(vectorization):
+    collector = make(mode="next_step", vectorization=vectorization)
+    collector.collect(act, 5, CPU)
+    state = collector.state_dict()
+    state["episodes"][1]["actions"] = state["episodes"][1]["actions"][:3]  # leads to another observation
+    resumed = make(mode="next_step", vectorization=vectorization)
+    with pytest.warns(UserWarning, match=r"environments \[1\] start a new episode"):
+        resumed.load_state_dict(state, CPU)
+    valid = resumed.collect(act, 7, CPU)["valid"].T.tolist()
+    assert valid == [[False] + [True] * 5 + [False], [True] * 5 + [False, True], [False] + [True] * 5 + [False]]
+    for each in (collector, resumed):
+        each.envs.close()
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_episode_that_is_begun_anew_in_place_of_a_reset_is_not_reset_again(vectorization):
+    collector = make(env=Forgetful, n_envs=2, mode="next_step", vectorization=vectorization)
+    collector.collect(act, 5, CPU)
+    state = collector.state_dict()
+    assert state["resets_next"].all()
+    resumed = make(env=Forgetful, n_envs=2, mode="next_step", vectorization=vectorization)
+    with pytest.warns(UserWarning, match=r"environments \[0, 1\] start a new episode"):
+        resumed.load_state_dict(state, CPU)
+    rollout = resumed.collect(act, 6, CPU)
+    for key, values in (("valid", [True] * 5 + [False]), ("reward", [1.0, 2.0, 3.0, 4.0, 5.0, 0.0])):
+        assert rollout[key].T.tolist() == [values] * 2, key
+    assert (rollout["next_observation"][:5, :, 1] == torch.arange(1.0, 6.0)[:, None]).all()
+    assert list(resumed.episodes.lengths) == [5, 5, 5, 5]
+    for each in (collector, resumed):
+        each.envs.close()
+
+
+def test_an_episode_that_is_begun_anew_has_a_discounted_return_of_its_own():
+    make_normalized = lambda: make(  # noqa: E731
+        env=Forgetful, n_envs=2, normalizers=Normalizers(None, RewardNormalizer(2, 0.5))
+    )
+    collector = make_normalized()
+    collector.collect(act, 3, CPU)
+    resumed = make_normalized()
+    with pytest.warns(UserWarning, match="start a new episode"):
+        resumed.load_state_dict(collector.state_dict(), CPU)
+    resumed.collect(act, 2, CPU)
+    assert resumed.normalizers.of_rewards.returns.tolist() == [0.5 * 1.0 + 2.0] * 2  # rewards are 1, 2, …
+
+
 def test_episode_that_cannot_be_repeated_is_begun_anew_and_says_so():
     collector = make(env=Forgetful, n_envs=2)
     collector.collect(act, 7, CPU)
