@@ -102,9 +102,13 @@ class ReplayBuffer:
         environment = np.arange(self.n_envs)
         # An episode that has ended has its final observation in a row of its own.
         newest = self.valid.numpy()[(self.head.numpy() - 1) % self.rows * self.n_envs + environment]
-        head = self.head.numpy() + (which & newest)
+        moves = which & newest
+        head = self.head.numpy() + moves
         self.filled = self.rows if (head >= self.rows).any() else max(self.filled, int(head.max()) + 1)
-        self.head = torch.from_numpy(head % self.rows)
+        head %= self.rows
+        # The newest observation goes there next; in a full ring it holds the oldest transition.
+        self.valid.numpy()[(head * self.n_envs + environment)[moves]] = False
+        self.head = torch.from_numpy(head)
 
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Transitions over up to ``n_steps`` steps.

@@ -160,6 +160,11 @@ class HindsightReplayBuffer(ReplayBuffer):
         if "position" in state:
             self.position[: len(state["position"])] = state["position"]
         self.length = state["length"].numpy().copy()
+        if self.filled < self.rows:
+            # A bounded checkpoint may lack the first rows of its oldest episodes.
+            row = torch.arange(self.total) // self.n_envs
+            self.position = torch.minimum(self.position, row)
+            self.length = np.minimum(self.length, self.head.numpy())
         self.generator.set_state(state["goals"].cpu())
 
 

@@ -174,6 +174,45 @@ def test_a_restored_buffer_draws_the_same(newest: int | None) -> None:
         assert goal[0] == -1.0 or (goal[:2] == [environment, episode] and goal[2] > step)
 
 
+@pytest.mark.parametrize("lengths", [[60], [100]], ids=["ended", "running"])
+def test_a_bounded_checkpoint_has_no_goals_of_rows_that_it_lacks(lengths: list[int]) -> None:
+    arguments: dict[str, Any] = {"goal_selection_strategy": "episode", "n_sampled_goal": 1000}
+    replay, source = buffer(1, 100, **arguments), Recorded(1, lengths)
+    replay.add(source.rollout(60))
+    resumed = buffer(1, 100, **arguments)
+    resumed.load_state_dict(replay.state_dict(20))
+    for more in (0, 7, 70):
+        if more:
+            resumed.add(source.rollout(more))
+        drawn_rows = drawn(resumed, 200)
+        oldest: dict[float, float] = {}
+        for row in drawn_rows:
+            _, episode, step = row["observation"]["achieved_goal"]
+            oldest[episode] = min(step, oldest.get(episode, step))
+        for row in drawn_rows:
+            environment, episode, _ = row["observation"]["achieved_goal"]
+            goal = row["observation"]["desired_goal"]
+            assert goal[0] == -1.0 or (goal[:2] == [environment, episode] and goal[2] > oldest[episode])
+
+
+@given(n_envs=st.integers(1, 3), breaks=st.lists(st.integers(1, 9), min_size=4, max_size=20), rows=st.integers(20, 40))
+def test_a_full_ring_whose_episodes_are_broken_off_has_their_own_goals(
+    n_envs: int, breaks: list[int], rows: int
+) -> None:
+    replay = buffer(n_envs, rows, goal_selection_strategy="episode", n_sampled_goal=1000)
+    source = Recorded(n_envs, [12])
+    for part in breaks * 3:
+        replay.add(source.rollout(part))
+        which = np.arange(n_envs) < n_envs - part % 2
+        replay.break_off(which)
+        source.episode[which] += 1
+        source.step[which] = 0
+        for row in drawn(replay, 3):
+            environment, episode, _ = row["observation"]["achieved_goal"]
+            goal = row["observation"]["desired_goal"]
+            assert goal[0] == -1.0 or (goal[:2] == [environment, episode] and goal[2] > 0)
+
+
 def bits(n_bits: int = 4, **arguments: Any) -> ReplayDataModule:
     sizes = {"total_timesteps": 240, "learning_starts": 40, "eval_freq": 0, "batch_size": 8, "rollouts_per_epoch": 10}
     return ReplayDataModule(lambda: bounded(n_bits), **{**sizes, "n_sampled_goal": 4, "buffer_size": 400, **arguments})

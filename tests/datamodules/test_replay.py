@@ -132,7 +132,7 @@ def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_
             which = stream.rng.random(n_envs) < 0.5
             buffer.break_off(which)
             stream.abandon(which)
-            # A row that a broken-off episode takes writes over none.
+            # The row that a broken-off episode takes is the oldest transition's at most.
             held = set(all_in(buffer, n_steps))
             assert set(stream.remembered(buffer.rows, n_steps)) <= held <= set(stream.remembered(10**6, n_steps))
 
