@@ -77,14 +77,28 @@ class RunningMeanStd:
         return np.sqrt(self.var + 1e-8)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": torch.from_numpy(np.array(self.mean)), "var": torch.from_numpy(np.array(self.var)),
-                "count": float(self.count)}  # fmt: skip
+        state = _as_tensors(self.mean, self.var, self.count)
+        if self._shared is None or self._own is None:
+            return state
+        return {**state, "shared": _as_tensors(*self._shared), "own": self._own.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean, self.var = state["mean"].numpy().copy(), state["var"].numpy().copy()
-        self.count = state["count"]
-        if self._own is not None:
-            self.track_own()
+        self.mean, self.var, self.count = _as_arrays(state)
+        if self._own is None:
+            return
+        self.track_own()
+        # A checkpoint of one process, or of an earlier version, has the statistics that all share and no others.
+        if "own" in state:
+            self._shared = _as_arrays(state["shared"])
+            self._own.load_state_dict(state["own"])
+
+
+def _as_tensors(mean: np.ndarray, var: np.ndarray, count: float) -> dict[str, Any]:
+    return {"mean": torch.from_numpy(np.array(mean)), "var": torch.from_numpy(np.array(var)), "count": float(count)}
+
+
+def _as_arrays(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, float]:
+    return state["mean"].numpy().copy(), state["var"].numpy().copy(), state["count"]
 
 
 class ObservationNormalizer:

@@ -18,7 +18,7 @@ from torch import Tensor
 from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
-from datamodules.normalization import ObservationNormalizer, RewardNormalizer
+from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from datamodules.normalizers import Normalizers
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
@@ -245,6 +245,61 @@ def test_shared_statistics_are_those_of_all_samples_together() -> None:
         assert np.allclose(part.mean, every.mean(0), rtol=1e-4)  # the prior weighs 1e-4 of a sample
         assert np.allclose(part.var, every.var(0), rtol=1e-3)
     assert np.array_equal(ranks[0].mean, ranks[1].mean) and np.array_equal(ranks[0].var, ranks[1].var)
+
+
+def test_statistics_between_two_merges_are_restored() -> None:
+    """As where a rollout was collected ahead of a checkpoint, on each rank another."""
+    rng = np.random.default_rng(0)
+
+    def fresh() -> list[RunningMeanStd]:
+        ranks = [RunningMeanStd((2,)) for _ in range(2)]
+        for part in ranks:
+            part.track_own()
+        return ranks
+
+    def merge(ranks: list[RunningMeanStd]) -> None:
+        own = [part.own() for part in ranks]
+        for part in ranks:
+            part.merge_ranks(own)
+
+    ranks, resumed = fresh(), fresh()
+    for _ in range(2):
+        merge(ranks)
+        for rank, part in enumerate(ranks):
+            part.update(rng.normal(5 * rank, 1, (10, 2)))
+    for part, other in zip(ranks, resumed, strict=True):
+        other.load_state_dict(part.state_dict())
+        assert np.array_equal(part.mean, other.mean) and part.count == other.count
+    for _ in range(2):
+        merge(ranks)
+        merge(resumed)
+        for part, other in zip(ranks, resumed, strict=True):
+            assert np.array_equal(part.mean, other.mean) and np.array_equal(part.var, other.var)
+            assert part.count == other.count
+        assert np.array_equal(resumed[0].mean, resumed[1].mean) and resumed[0].count == resumed[1].count
+        for part in (*ranks, *resumed):
+            part.update(np.ones((3, 2)))
+
+
+def test_a_run_of_two_ranks_that_collects_ahead_resumes_with_its_statistics(tmp_path: Path) -> None:
+    def train(steps: int, ckpt_path: Path | None = None) -> list[Tensor]:
+        data = RolloutDataModule("Pendulum-v1", n_envs=2, n_steps=16, batch_size=None, n_epochs=1, norm_obs=True,
+                                 norm_reward=True, eval_freq=0, total_timesteps=512, rollouts_per_epoch=1,
+                                 overlap=True)  # fmt: skip
+        trainer = fit(PPO(), data, ckpt_path=ckpt_path, max_steps=steps, devices=2, strategy="ddp")
+        if ckpt_path is None and steps < 5:
+            trainer.save_checkpoint(tmp_path / "part.ckpt")
+        seen = [torch.from_numpy(np.atleast_1d(x)) for x in data.learner.observation_statistics[:2]]
+        return [*seen, *(p.detach() for p in data.learner.parameters())]
+
+    def both() -> list[list[Tensor]]:
+        train(2)
+        return [train(5), train(5, tmp_path / "part.ckpt")]
+
+    (whole, resumed), (other_whole, other_resumed) = on_ranks(both, tmp_path / "ranks")
+    assert all(torch.equal(a, b) for a, b in zip(whole, other_whole, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(resumed, other_resumed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
 def test_normalisers_of_two_ranks_merge_what_each_saw() -> None:
