@@ -224,6 +224,12 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
                              "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
 
+    def _refuse_loss_scaling(self) -> None:
+        """Raises under a precision that scales the loss, for algorithms that take the gradients of several."""
+        if self._trainer is not None and self._trainer.precision == "16-mixed":
+            raise UsageError(f"trainer.precision=16-mixed scales one loss, {type(self).__name__} has several; take "
+                             "bf16-mixed")  # fmt: skip
+
     def check_spaces(self) -> None:
         """Refuses an action space that the algorithm does not support.
 

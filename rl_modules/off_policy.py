@@ -96,9 +96,7 @@ class OffPolicyActorCritic(ControlModule):
 
     def _check_trainer(self) -> None:
         super()._check_trainer()
-        if self._trainer is not None and self._trainer.precision == "16-mixed":
-            raise UsageError(f"trainer.precision=16-mixed scales one loss, {type(self).__name__} has several; take "
-                             "bf16-mixed")  # fmt: skip
+        self._refuse_loss_scaling()
 
     def check_spaces(self) -> None:
         """Refuse actions that are no bounded Box of floats.

@@ -138,6 +138,10 @@ class TRPO(ActorCriticModule):
         self.rejected_updates = 0
         self._shuffler = None
 
+    def _check_trainer(self) -> None:
+        super()._check_trainer()
+        self._refuse_loss_scaling()
+
     def build_network(self) -> None:
         hp: Any = self.hparams
         self.network = self.make_network(critic=False)

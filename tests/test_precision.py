@@ -118,6 +118,15 @@ def test_float64_is_kept_by_resuming_and_loading(case: str, tmp_path: Path) -> N
     assert {value.dtype for value in narrow.state_dict().values() if value.is_floating_point()} == {torch.float32}
 
 
+def test_trpo_refuses_the_scaled_loss() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    make_model, make_data = CASES["trpo"]
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UsageError, match="trainer.precision=16-mixed scales one loss, TRPO has several; take bf16"):
+        fit(make_model(), make_data(), plugins=[plugin])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="16-mixed needs a CUDA device, and there is none here")
 @pytest.mark.parametrize("case", ["ppo", "a2c", "dqn"])
 def test_float16_on_a_gpu(case: str) -> None:
