@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
-from rl_modules.ranks import is_alone, largest
+from rl_modules.ranks import episodes_of_all_ranks, is_alone
 
 
 class MetricSums:
@@ -211,18 +211,16 @@ class MetricsMixin(L.LightningModule):
         return batch
 
     def _log_evaluation(self, batch: dict[str, Tensor], prefix: str) -> None:
+        if not is_alone(self.trainer):
+            batch = episodes_of_all_ranks(batch, self.device)
         reward, length = batch["return"], batch["length"]
         metrics = {
             f"{prefix}/mean_reward": reward.mean(),
             f"{prefix}/std_reward": reward.std(correction=0),
             f"{prefix}/mean_ep_length": length.float().mean(),
         }
-        success = batch.get("success")
-        is_known = success is not None
-        if not is_alone(self.trainer):  # every rank logs the same metrics, or one would wait for the others
-            is_known = bool(largest(int(is_known), self.device))
-        if is_known:
-            metrics[f"{prefix}/success_rate"] = (torch.zeros_like(reward) if success is None else success).mean()
+        if "success" in batch:
+            metrics[f"{prefix}/success_rate"] = batch["success"].mean()
         self.log_dict(metrics, logger=not self.is_fitting, batch_size=len(reward), sync_dist=True)
         if self.is_fitting:
             for logger in self.trainer.loggers:

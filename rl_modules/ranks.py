@@ -50,6 +50,25 @@ def largest(n: int, device: torch.device) -> int:
     return int(count)
 
 
+def episodes_of_all_ranks(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The evaluation episodes of all ranks, in their order; all ranks call it together.
+
+    Args:
+        batch: this rank's: return [E] and length [E], and success [E] where its environments say so.
+        device: the strategy's, where collectives take their tensors.
+
+    Returns:
+        The same fields, on the device. success is 0 for the episodes of a rank that does not know it, and left out
+        where none does.
+    """
+    names = ("return", "length", "success")
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, {name: batch[name].cpu() for name in names if name in batch})
+    if any("success" in part for part in everyone):
+        everyone = [{"success": torch.zeros_like(part["return"]), **part} for part in everyone]
+    return {name: torch.cat([part[name] for part in everyone]).to(device) for name in names if name in everyone[0]}
+
+
 def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
     """What the ranks after the first have, for the checkpoint; empty for one process.
 

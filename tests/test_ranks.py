@@ -320,6 +320,36 @@ def test_normalisers_of_two_ranks_merge_what_each_saw() -> None:
     assert ranks[0].of_rewards.running.count == pytest.approx(16, abs=1e-3)
 
 
+# -------------------------------------------------------------------- evaluations
+
+
+class Played(PPO):
+    """Evaluates to known episodes: each rank's have other returns and lengths, and one of two knows of successes."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        rank = self.global_rank
+        known = {"success": torch.tensor([1.0, 1.0, 0.0])} if rank else {}
+        returns = torch.tensor([10.0, 20.0, 60.0]) + 100 * rank
+        super().validation_step({"return": returns, "length": torch.tensor([1, 2, 3]) + rank, **known}, batch_idx)
+
+
+def test_an_evaluation_of_two_ranks_is_of_all_their_episodes(tmp_path: Path) -> None:
+    def evaluate() -> list[dict[str, float]]:
+        points = Points()
+        data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, eval_freq=32, n_eval_episodes=3,
+                                 total_timesteps=32, eval_max_steps=2)  # fmt: skip
+        trainer = fit(Played(), data, devices=2, strategy="ddp", logger=points)
+        monitored = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return [{name: x[name] for name in x if name.startswith("eval/")} for x in (points.last, monitored)]
+
+    (logged, monitored), (_, elsewhere) = on_ranks(evaluate, tmp_path)
+    returns = np.array([10, 20, 60, 110, 120, 160])
+    expected = {"eval/mean_reward": returns.mean(), "eval/std_reward": returns.std(), "eval/mean_ep_length": 2.5,
+                "eval/success_rate": 2 / 6}  # fmt: skip
+    assert logged == pytest.approx(expected)
+    assert monitored == elsewhere == logged
+
+
 # -------------------------------------------------------------------- importance weights
 
 
