@@ -79,7 +79,8 @@ class AsArrays(VectorWrapper):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, *rest, info = self.env.step(torch.as_tensor(actions).to(self._device))
         reward, terminated, truncated = (part.cpu().numpy() for part in rest)
-        arrays = {name: _arrays(value) for name, value in info.items() if name in ("is_success", "_is_success")}
+        said = info.get("final_info", info)
+        arrays = {name: _arrays(said[name]) for name in ("is_success", "_is_success") if name in said}
         if "final_obs" in info:
             arrays["final_obs"] = rows_of(_arrays(info["final_obs"]), self.num_envs)
         return _arrays(observation), reward, terminated.astype(bool), truncated.astype(bool), arrays

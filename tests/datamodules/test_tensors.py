@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
 from datamodules.envs.tensors import AsArrays, rows_of
+from datamodules.episode_statistics import successes
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from datamodules.normalizers import Normalizers
 from datamodules.tensor_collector import TensorCollector
@@ -360,6 +361,28 @@ def test_as_arrays_is_the_vector_in_numpy(observation: str) -> None:
             final = one[4]["final_obs"][i], other[4]["final_obs"][i]
             for a, b in zip(*(_leaves(to_tensors(x)) for x in final), strict=True):
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["info", "final_info"])
+def test_as_arrays_says_who_succeeded(nested: bool) -> None:
+    """As Gymnasium's vectors that reset in the same step do, in the infos of the episodes that ended."""
+
+    class Says(OfTensors):
+        def step(self, actions: Any) -> Any:
+            *rest, info = super().step(actions)
+            said = {name: info.pop(name) for name in ("is_success", "_is_success") if name in info}
+            return *rest, {**info, **({"final_info": said} if nested and said else said)}
+
+    plain, wrapped = vector("same_step"), AsArrays(Says(vector("same_step")))
+    plain.reset(seed=3)
+    wrapped.reset(seed=[3])
+    seen: list[float] = []
+    for _ in range(12):
+        one, other = (env.step(np.array([3, 4, 5])) for env in (plain, wrapped))
+        found = successes(other[2] | other[3], other[4])
+        assert found == successes(one[2] | one[3], one[4])
+        seen += found.values()
+    assert set(seen) == {0.0, 1.0}
 
 
 def test_rows_of_nested_batches() -> None:
