@@ -287,8 +287,11 @@ class RolloutDataModule(ControlDataModule):
         """The inverse of :meth:`rank_state`."""
         super().load_rank_state(state)
         device = self.learner_trainer.strategy.root_device
-        self._ahead.load_state_dict(state.get("ahead", {"rollout": None}), device)
-        self._position = resumed_position(state["position"], state["layout"], self._layout)
+        ahead = state.get("ahead", {"rollout": None})
+        self._ahead.load_state_dict(ahead, device)
+        # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
+        begun = ahead["rollout"] is not None and state["layout"]["n_steps"] != self.n_steps
+        self._position = resumed_position(state["position"], state["layout"], self._layout, begun)
         self._shuffler.set_state(state["shuffler"].cpu())
         self._fields = None if state["fields"] is None else tree_map(lambda x: x.to(device), state["fields"])
         self._order = state["order"]

@@ -109,6 +109,21 @@ def test_without_overlap_a_resumed_run_first_learns_from_the_rollout_that_was_co
     assert model.counted == [192, 256, 320]
 
 
+def test_other_settings_after_a_rollout_that_was_collected_ahead(tmp_path: Path) -> None:
+    fit(PPO(), rollouts(), max_epochs=2).save_checkpoint(tmp_path / "part.ckpt")
+    sentence = r"n_steps=8 \(it has 16\): the checkpoint holds experience of the next epoch"
+    with pytest.raises(UsageError, match=sentence):
+        fit(PPO(), rollouts(n_steps=8), ckpt_path=tmp_path / "part.ckpt")
+    data = rollouts(batch_size=32)
+    fit(PPO(), data, ckpt_path=tmp_path / "part.ckpt")
+    assert data.num_timesteps == 320
+    # Nothing is collected after the last rollout, so that a finished run goes on with other settings.
+    fit(Watched(), rollouts()).save_checkpoint(tmp_path / "whole.ckpt")
+    model = Watched()
+    fit(model, rollouts(n_steps=8, total_timesteps=384), ckpt_path=tmp_path / "whole.ckpt")
+    assert [len(rollout["reward"]) for rollout in model.rollouts] == [8, 8]
+
+
 class Fails(Counter):
     """Fails in its 40th step."""
 
