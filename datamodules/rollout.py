@@ -124,6 +124,10 @@ class RolloutDataModule(ControlDataModule):
         else:
             self.batch_size = size if given.batch_size is None else int(given.batch_size)
         self._check_batch_size(self.batch_size, size)
+        if self._has_reset_rows and self.batch_size == 1 < size:
+            raise UsageError(f"batch_size=1 makes a minibatch of each of n_envs*n_steps={size} rows, and with "
+                             "autoreset_mode=next_step some rows are resets, not transitions; give at least "
+                             "batch_size=2")  # fmt: skip
         self._check_memory(size)
         if wanted.whole_rollouts and (self.n_epochs != 1 or self.batch_size != size):
             raise UsageError(f"{type(self.learner).__name__} learns once from each whole rollout; the datamodule has "
@@ -166,6 +170,10 @@ class RolloutDataModule(ControlDataModule):
             raise UsageError(f"a rollout of n_steps={self.n_steps} in n_envs={self.n_envs} environments takes "
                              f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give smaller "
                              "n_steps or n_envs")  # fmt: skip
+
+    @property
+    def _has_reset_rows(self) -> bool:
+        return self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
 
     @property
     def transitions_per_epoch(self) -> int:
@@ -231,6 +239,11 @@ class RolloutDataModule(ControlDataModule):
             if rollout is None:
                 with precision():
                     rollout = self._collect(rollout_act(learner))
+            while self._has_reset_rows and not learner.experience.takes_empty and not rollout["valid"].any():
+                # Every environment only reset: there is nothing to learn from, and no transition is lost.
+                self.collector.report()
+                with precision():
+                    rollout = self._collect(rollout_act(learner))
             self.collector.report()
             valid = rollout["valid"]
             self.after_collecting(valid)
@@ -258,6 +271,10 @@ class RolloutDataModule(ControlDataModule):
         fields, order = self.rollout, self._order
         if order is None:
             return [fields]
+        if len(order) < n_minibatches:
+            raise UsageError(f"batch_size={self.batch_size} cuts n_steps={self.n_steps} into {n_minibatches} "
+                             f"minibatches, and all rows of the rollout but {len(order)} are resets "
+                             "(autoreset_mode=next_step); give a larger batch_size or n_steps")  # fmt: skip
         shuffled = tree_map(lambda x: x[order.to(x.device)], fields)
         return [tree_map(lambda x, i=i: x.tensor_split(n_minibatches)[i], shuffled) for i in range(n_minibatches)]
 

@@ -256,12 +256,14 @@ class RecurrentMixin(ActorCriticModule):
 
         fields = {**super().prepare(rollout), "episode_start": stored["episode_start"]}
         prepared = {**tree_map(cut, fields), "state": stored["state"][::length]}
+        rows = torch.ones(steps // length, n, dtype=torch.bool, device=self.device)
         if not bool(rollout["valid"].all()):
             prepared["counts"] = cut(rollout["valid"])
+            rows = prepared["counts"].any(-1)
         if burn_in := self.hparams["burn_in"]:
             prepared["burn_in"] = self._burn_in(stored, steps, length, burn_in)
-        # Rows are sequences from here on, and each has some transition in it.
-        return {**prepared, "valid": torch.ones(steps // length, n, dtype=torch.bool, device=self.device)}
+        # Rows are sequences from here on; a sequence of one step may be a reset and no transition.
+        return {**prepared, "valid": rows}
 
     def steps_per_sequence(self, steps: int) -> int:
         """L: ``sequence_length``, or as much of a rollout of ``steps`` as a minibatch holds.

@@ -30,6 +30,7 @@ class Experience:
         train_freq: replay: steps of each environment per round, by default.
         whole_rollouts: true where the update holds only for the policy that acted, so that a rollout is learned from
             once and whole. Other settings are then refused.
+        takes_empty: whether an update takes a rollout without a transition, of reset rows alone; others get no such.
     """
 
     kind: Literal["rollouts", "replay"]
@@ -38,6 +39,7 @@ class Experience:
     n_epochs: int = 10
     train_freq: int = 4
     whole_rollouts: bool = False
+    takes_empty: bool = False
 
 
 #: PPO: shuffled minibatches, several passes.
@@ -47,7 +49,7 @@ WHOLE_ROLLOUTS = Experience("rollouts", batch_size=None, n_epochs=1, whole_rollo
 #: A2C: the same with rollouts of five steps.
 SHORT_ROLLOUTS = Experience("rollouts", n_steps=5, batch_size=None, n_epochs=1, whole_rollouts=True)
 #: Tables: an update after every step.
-EVERY_STEP = Experience("rollouts", n_steps=1, batch_size=None, n_epochs=1, whole_rollouts=True)
+EVERY_STEP = Experience("rollouts", n_steps=1, batch_size=None, n_epochs=1, whole_rollouts=True, takes_empty=True)
 #: DQN: minibatches from a replay buffer.
 REPLAY = Experience("replay", batch_size=32)
 #: DDPG, TD3, SAC, TQC, CrossQ: a minibatch of 256 after every step.

@@ -5,7 +5,7 @@ import torch
 from datamodules import RolloutDataModule
 from datamodules.envs.vector import make_env, make_vector_env
 from datamodules.evaluation import run_episodes
-from rl_modules import PPO
+from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO, RecurrentA2C, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter
 
@@ -53,6 +53,63 @@ def test_reset_rows_reach_no_minibatch(make_trainer):
     assert data.num_timesteps == 20
     counts = torch.cat([b["observation"] for b in batches])[:, 1]
     assert sorted(counts.tolist()) == sorted([0.0, 1.0, 2.0, 3.0, 4.0] * 4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rollout_of_resets_alone_is_followed_by_one_with_transitions(make_trainer, overlap):
+    sizes = {"n_steps": 1, "batch_size": None, "n_epochs": 1, "autoreset_mode": "next_step", "overlap": overlap}
+    batches, data = record(make_trainer, **sizes)
+    # Both environments reset after every fifth step.
+    assert [batch["observation"][:, 1].tolist() for batch in batches] == [[float(i % 5)] * 2 for i in range(24)]
+    assert data.num_timesteps == 48
+    assert list(data.collector.episodes.lengths) == [5] * 8
+
+
+def test_other_algorithms_get_no_rollout_of_resets_alone(make_trainer):
+    for model in (A2C(normalize_advantage=True), REINFORCE(psi="baseline", normalize_advantage=True),
+                  TRPO(batch_size=4), PQN(), RecurrentA2C(lstm_hidden_size=8)):  # fmt: skip
+        data = RolloutDataModule(Counter, n_envs=1, n_steps=1, batch_size=None, n_epochs=1, total_timesteps=24,
+                                 eval_freq=0, autoreset_mode="next_step")  # fmt: skip
+        make_trainer().fit(model, datamodule=data)
+        assert data.num_timesteps == 24
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_sequences_of_one_step_that_are_resets_reach_no_minibatch(make_trainer):
+    class Sequences(RecurrentPPO):
+        def minibatch_loss(self, policy, value, batch):
+            seen.append(len(value))
+            return super().minibatch_loss(policy, value, batch)
+
+    seen = []
+    data = RolloutDataModule(Counter, n_envs=2, n_steps=12, batch_size=2, n_epochs=1, total_timesteps=40, eval_freq=0,
+                             autoreset_mode="next_step")  # fmt: skip
+    model = Sequences(sequence_length=1, lstm_hidden_size=8, normalize_advantage=False)
+    make_trainer().fit(model, datamodule=data)
+    # 24 rows in 12 minibatches; of the 24 four are resets.
+    assert sum(seen) == 40 and len(seen) == 24 and min(seen) == 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+class Uneven(Counter):
+    """Of five instances, the first of which is an example, the second has long episodes, the others single steps."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__(length=1000 if Uneven.made == 1 else 1)
+        Uneven.made += 1
+
+
+def test_minibatches_without_a_transition_are_refused(make_trainer):
+    with pytest.raises(UsageError, match="batch_size=1 .* autoreset_mode=next_step .* give at least batch_size=2"):
+        record(make_trainer, batch_size=1, autoreset_mode="next_step")
+    record(make_trainer, batch_size=1)
+    Uneven.made = 0
+    data = RolloutDataModule(Uneven, n_envs=4, n_steps=1, batch_size=2, total_timesteps=48, eval_freq=0,
+                             autoreset_mode="next_step")  # fmt: skip
+    with pytest.raises(UsageError, match="batch_size=2 cuts n_steps=1 into 2 minibatches, and all rows .* but 1 are"):
+        make_trainer().fit(PPO(), datamodule=data)
 
 
 @pytest.mark.parametrize("bad_at", [-1, 3])
