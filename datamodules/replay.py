@@ -422,7 +422,8 @@ class ReplayDataModule(ControlDataModule):
         device = self.learner_trainer.strategy.root_device
         self._position = resumed_position(state["position"], state["layout"], self._layout)
         # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
-        self._left = state["left"] if state["layout"] == self._layout else 0
+        goes_on = state["layout"] == self._layout
+        self._left = state["left"] if goes_on else 0
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
         self.replay.load_state_dict(state["replay"])
@@ -434,7 +435,8 @@ class ReplayDataModule(ControlDataModule):
                 "transitions are lost, and the run differs from one that was never stopped."
             )
         self.sampler.load_state_dict(state["sampler"])
-        self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
+        if goes_on:
+            self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
 
 
 def _parse_train_freq(given: Any, default: int) -> tuple[int, bool]:

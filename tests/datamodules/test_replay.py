@@ -452,6 +452,23 @@ def test_gradient_steps_minus_one_means_as_many_as_transitions():
     assert len(module.batches) == 24
 
 
+@pytest.mark.parametrize("batch_size", [8, 16])
+def test_minibatches_that_are_drawn_already_are_those_of_unchanged_settings(batch_size, tmp_path):
+    make = lambda size: replay(train_freq=[1, "episode"], n_envs=1, gradient_steps=-1, total_timesteps=3000,  # noqa: E731
+                               env_kwargs={"length": 7}, batch_size=size, learning_starts=0)  # fmt: skip
+    data = make(8)
+    trainer = fit(Listener(), data, max_epochs=1)
+    assert data._left == len(data._drawn) > 0  # 1,000 is no multiple of 7
+    left = [batch["action"] for batch in data._drawn]
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Listener()
+    fit(module, make(batch_size), tmp_path / "a.ckpt", max_epochs=2)
+    first = [batch["action"] for _, batch in module.batches[: len(left)]]
+    if batch_size == 8:
+        assert all(torch.equal(a, b) for a, b in zip(left, first, strict=True))
+    assert {len(batch["action"]) for _, batch in module.batches} == {batch_size}
+
+
 def test_warm_up_actions_are_uniform_whatever_the_policy_says():
     class Stubborn(Listener):
         def act(self, observation, generator=None, deterministic=False):
