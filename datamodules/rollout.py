@@ -176,6 +176,11 @@ class RolloutDataModule(ControlDataModule):
         return self._collector is not None and self._collector.mode == AutoresetMode.NEXT_STEP
 
     @property
+    def _takes_empty(self) -> bool:
+        """Whether any rollout can be learned from: none has reset rows, or the algorithm takes one without a transition."""
+        return not self._has_reset_rows or (self.has_learner and self.learner.experience.takes_empty)
+
+    @property
     def transitions_per_epoch(self) -> int:
         """Transitions that one epoch adds, over all ranks."""
         return self.n_envs * self.n_steps * self.rollouts_per_epoch * self._world_size
@@ -239,7 +244,7 @@ class RolloutDataModule(ControlDataModule):
             if rollout is None:
                 with precision():
                     rollout = self._collect(rollout_act(learner))
-            while self._has_reset_rows and not learner.experience.takes_empty and not rollout["valid"].any():
+            while not self._takes_empty and not rollout["valid"].any():
                 # Every environment only reset: there is nothing to learn from, and no transition is lost.
                 self.collector.report()
                 with precision():
