@@ -42,6 +42,7 @@ class CollectedAhead:
         else:
             for name, part in self._policy._modules.items():
                 part.load_state_dict(learner._modules[name].state_dict())
+            self._policy.__dict__.update(_own_tensors(learner))
 
         def collect() -> Rollout:
             with torch.no_grad(), precision():
@@ -86,9 +87,19 @@ def rollout_act(learner: Any) -> Act:
 
 
 def frozen_copy(learner: Any) -> Any:
-    """A copy whose networks are its own and in evaluation mode, and whose other attributes are the learner's."""
+    """A copy whose networks, parameters and buffers are its own, in evaluation mode, and whose other attributes are the
+    learner's.
+    """
     other = copy.copy(learner)
     other.__dict__["_trainer"] = learner._trainer  # a copy has none
     other.__dict__["_modules"] = {name: copy.deepcopy(part).eval() for name, part in learner._modules.items()}
-    other.__dict__["training"] = False
+    other.__dict__.update(_own_tensors(learner), training=False)
     return other.requires_grad_(False)
+
+
+def _own_tensors(learner: Any) -> dict[str, Any]:
+    """Copies of the parameters and buffers that the learner itself has, beside those of its networks."""
+    copies = {}
+    for kind in ("_parameters", "_buffers"):
+        copies[kind] = {name: None if x is None else x.detach().clone() for name, x in getattr(learner, kind).items()}
+    return copies

@@ -64,6 +64,38 @@ def test_successive_rollouts_follow_each_other_and_counts_are_of_the_rollout_in_
     assert model.finished == ends
 
 
+class Tempered(PPO):
+    """Acts and learns with a temperature of its own: a parameter of the module itself, and a buffer that counts."""
+
+    def build_network(self) -> None:
+        super().build_network()
+        self.log_temperature = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("n_updates", torch.zeros((), dtype=torch.int64))
+        self.acted: list[tuple[float, int]] = []
+        self.trained: list[tuple[float, int]] = []
+
+    def act(self, observation: Any, generator: Any = None, deterministic: bool = False) -> dict[str, Any]:
+        self.acted.append((self.log_temperature.item(), int(self.n_updates)))
+        return super().act(observation, generator, deterministic)
+
+    def policy_loss(self, log_prob: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        return super().policy_loss(log_prob * self.log_temperature.exp(), batch)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.trained.append((self.log_temperature.item(), int(self.n_updates)))
+        self.n_updates += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_parameter_of_the_module_itself_trains_and_the_copy_acts_with_its_value_before_the_update() -> None:
+    model = Tempered(learning_rate=0.01)
+    fit(model, rollouts())
+    assert model.log_temperature.requires_grad
+    assert len({temperature for temperature, _ in model.trained}) == 5 * 8  # every update moves it
+    # The copy acts with what was there when its rollout was begun: 16 steps, and once for the last state's value.
+    assert model.acted == [model.trained[8 * rollout] for rollout in (0, 0, 1, 2, 3) for _ in range(17)]
+
+
 def test_the_last_rollout_is_not_followed_by_another() -> None:
     data = rollouts(Counter)
     fit(PPO(), data)
