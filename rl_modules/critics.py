@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_modules import functional as F
 from rl_modules.common.spaces import is_image
 from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelLinear, activation, full_precision, hidden_widths, mlp
+from rl_modules.layers import ParallelLinear, activation, full_precision, hidden_widths, is_hooked, mlp
 from rl_modules.q_network import apply_tower
 from rl_modules.relu_mlp import pays, relu_mlp
 
@@ -170,8 +170,7 @@ class Critics(nn.Module):
         pairs = zip(sizes[:-1], sizes[1:], strict=True)
         self.layers: Any = nn.ModuleList(ParallelLinear(n_critics, narrow, wide) for narrow, wide in pairs)
         # In place: no derivative reads what comes out of the layer before.
-        self.is_relu = activation_fn == "relu"
-        self.activation = nn.ReLU(inplace=True) if self.is_relu else activation(activation_fn)
+        self.activation = nn.ReLU(inplace=True) if activation_fn == "relu" else activation(activation_fn)
 
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
         """Action values.
@@ -189,7 +188,7 @@ class Critics(nn.Module):
             weights, biases = [w[:1] for w in weights], [b[:1] for b in biases]
         if frozen:
             weights, biases = [w.detach() for w in weights], [b.detach() for b in biases]
-        if self.is_relu and pays(x, weights):
+        if type(self.activation) is nn.ReLU and not is_hooked(self.activation) and pays(x, weights):
             return relu_mlp(x, weights, biases)
         x = x.expand(len(weights[0]), -1, -1)
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):

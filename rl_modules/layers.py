@@ -37,6 +37,14 @@ def call(layer: nn.Module, x: Any) -> Any:
     return layer.forward(x)
 
 
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether ``layer(x)`` does more than its class's ``forward``: hooks, or a ``forward`` of its own."""
+    return bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        or "forward" in layer.__dict__ or any(_GLOBAL_HOOKS)
+    )  # fmt: skip
+
+
 class Tanh(nn.Module):
     """Tanh, computed on a CPU as 2σ(2x) - 1: five times as fast as ``torch.tanh``, equal to 2e-7."""
 

@@ -1,5 +1,6 @@
 """The networks of DQN and of its distributional variants: numbers for every action."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
 from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, mlp
+from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, is_hooked, mlp
+from rl_modules.noisy import NoisyLinear
 from rl_modules.relu_mlp import is_fast, pays, relu_mlp
 
 
@@ -101,13 +103,23 @@ def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
     """The output of hidden layers and a head, float32 at least: [B, in] → [B, out].
 
-    ReLU layers without hooks go through :func:`rl_modules.relu_mlp.relu_mlp` where it is faster.
+    Linear and ReLU layers in turn, as built and without hooks, go through :func:`rl_modules.relu_mlp.relu_mlp` where it
+    is faster.
     """
     x = features.to(head.weight.dtype)
-    if is_fast(x):
+    if is_fast(x) and type(trunk) is nn.Sequential:
         parts: list[Any] = [*trunk, head]
-        if all(isinstance(part, nn.ReLU) for part in parts[1:-1:2]):
+        if _are_relu_layers(tuple(map(type, parts))):
             weights = [layer.weight for layer in parts[::2]]
-            if pays(x, weights) and not any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-                return relu_mlp(x, weights, [layer.bias for layer in parts[::2]])
+            # A hook may change what a layer computes: pruning is one, and a parametrization makes another class.
+            if pays(x, weights) and not (is_hooked(trunk) or any(map(is_hooked, parts))):
+                biases = [layer.bias for layer in parts[::2]]
+                if all(bias is not None for bias in biases):
+                    return relu_mlp(x, weights, biases)
     return full_precision(call(head, call(trunk, x)))
+
+
+@functools.lru_cache
+def _are_relu_layers(types: tuple[type, ...]) -> bool:
+    """Whether these are linear layers with ReLU between them, and no subclasses, which may compute something else."""
+    return len(types) % 2 == 1 and {*types[1::2]} <= {nn.ReLU} and {*types[::2]} <= {nn.Linear, NoisyLinear}
