@@ -144,7 +144,7 @@ class CrossQ(SAC):
         q, next_q = self.joint_values(batch, next_action)
         target = self.td_target(batch, next_q, next_log_prob, ent_coef)
         critic_loss = self.critic_loss(q, target, batch.get("weight"))
-        self.step(lists["critics"], torch.autograd.grad(critic_loss, lists["critics"]))
+        self.step(lists["critics"], self.gradients_of(critic_loss, lists["critics"]))
         self.record(critic_loss=critic_loss, ent_coef=ent_coef)
         self.finish_update()
         loss = critic_loss.detach()
@@ -176,11 +176,11 @@ class CrossQ(SAC):
         with batch_statistics(network.policy):
             action, log_prob = network.policy.sample(observation, noise)
         policy_loss = self.actor_loss(network.critics(observation, action, frozen=True), log_prob, ent_coef)
-        parameters, gradients = lists["policy"], torch.autograd.grad(policy_loss, lists["policy"])
+        parameters, gradients = lists["policy"], self.gradients_of(policy_loss, lists["policy"])
         self.record(actor_loss=policy_loss)
-        if self.log_ent_coef is not None:
+        if self.log_ent_coef is not None and self.log_ent_coef.requires_grad:
             ent_coef_loss = self.ent_coef_loss(self.log_ent_coef, log_prob.detach())
-            gradients += torch.autograd.grad(ent_coef_loss, self.log_ent_coef)
+            gradients += self.gradients_of(ent_coef_loss, [self.log_ent_coef])
             parameters = [*parameters, self.log_ent_coef]
             self.record(ent_coef_loss=ent_coef_loss)
         self.step(parameters, gradients)

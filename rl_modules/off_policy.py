@@ -19,6 +19,7 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
 from rl_modules.gradient_hooks import GradientHooks
+from rl_modules.gradients import gradients, trainable
 
 
 class OffPolicyActorCritic(ControlModule):
@@ -256,14 +257,20 @@ class OffPolicyActorCritic(ControlModule):
         error = (q - target).square()
         return (error if weight is None else error * weight).mean(1).sum()
 
-    def step(self, parameters: Sequence[Tensor], gradients: Iterable[Tensor]) -> None:
+    def gradients_of(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The gradients of a loss for :meth:`step`; None for a parameter that the loss does not depend on."""
+        return gradients(loss, parameters, zeros=not self._is_alone)
+
+    def step(self, parameters: Sequence[Tensor], gradients: Iterable[Any]) -> None:
         """One step of the optimizer for some of its parameters, after the hooks ``on_after_backward`` and
         ``on_before_optimizer_step``.
 
         Args:
-            parameters: those to change.
-            gradients: one of each, over this rank's minibatch; averaged over ranks.
+            parameters: those to change; none: all are frozen, and nothing happens.
+            gradients: one of each, over this rank's minibatch, or None; averaged over ranks.
         """
+        if not parameters:
+            return
         # A graph that `manual_backward` walked would have DDP wait for the gradients of the parameters left out.
         if not self._is_alone:
             gradients = self._over_ranks(list(gradients))
@@ -295,14 +302,16 @@ class OffPolicyActorCritic(ControlModule):
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:
-        """Parameters of ``policy``, ``critics``, ``target`` and what it ``followed``; buffers of the last two.
+        """Parameters of ``policy`` and ``critics`` that are not frozen; all parameters of ``target`` and what it
+        ``followed``, and their buffers.
 
-        Listed once per run: walking through the modules takes as long as a kernel.
+        Listed once per epoch: walking through the modules takes as long as a kernel.
         """
         if self._lists is None:
             parts = {"policy": self.network.policy, "critics": self.network.critics,
                      "target": self.target_network, "followed": self.followed()}  # fmt: skip
-            self._lists = {name: list(part.parameters()) for name, part in parts.items()}
+            self._lists = {name: trainable(parts[name]) for name in ("policy", "critics")}
+            self._lists.update((name, list(parts[name].parameters())) for name in ("target", "followed"))
             self._lists["target_buffers"] = list(parts["target"].buffers())
             self._lists["followed_buffers"] = list(parts["followed"].buffers())
         return self._lists
@@ -314,6 +323,10 @@ class OffPolicyActorCritic(ControlModule):
         torch._foreach_lerp_(lists["target"], lists["followed"], self.tau)
         if lists["target_buffers"]:
             torch._foreach_copy_(lists["target_buffers"], lists["followed_buffers"])
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self._lists = None  # a callback freezes and unfreezes parts between epochs
 
     def on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.n_updates)

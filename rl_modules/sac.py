@@ -171,16 +171,16 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
             target = self.td_target(batch, after, ent_coef)
         q = network.critics(batch["observation"], batch["action"])
         critic_loss = self.critic_loss(q, target, batch.get("weight"))
-        parameters, gradients = lists["critics"], torch.autograd.grad(critic_loss, lists["critics"])
+        parameters, gradients = lists["critics"], self.gradients_of(critic_loss, lists["critics"])
         metrics: dict[str, Tensor | float] = {"critic_loss": critic_loss, "ent_coef": ent_coef}
-        if self.log_ent_coef is not None:
+        if self.log_ent_coef is not None and self.log_ent_coef.requires_grad:
             ent_coef_loss = self.ent_coef_loss(self.log_ent_coef, log_prob.detach())
-            gradients += torch.autograd.grad(ent_coef_loss, self.log_ent_coef)
+            gradients += self.gradients_of(ent_coef_loss, [self.log_ent_coef])
             parameters = [*parameters, self.log_ent_coef]
             metrics["ent_coef_loss"] = ent_coef_loss
         self.step(parameters, gradients)
         policy_loss = self.actor_loss(network.critics(batch["observation"], action, frozen=True), log_prob, ent_coef)
-        self.step(lists["policy"], torch.autograd.grad(policy_loss, lists["policy"]))
+        self.step(lists["policy"], self.gradients_of(policy_loss, lists["policy"]))
         self.finish_update()
         if self.n_updates % self.target_update_interval == 0:
             self.update_target()

@@ -116,13 +116,13 @@ class TD3(OffPolicyActorCritic):
             target = self.td_target(batch)
         q = network.critics(batch["observation"], batch["action"])[..., 0]
         loss = self.critic_loss(q, target, batch.get("weight"))
-        self.step(lists["critics"], torch.autograd.grad(loss, lists["critics"]))
+        self.step(lists["critics"], self.gradients_of(loss, lists["critics"]))
         self.record(critic_loss=loss)
         self.finish_update()
         loss = loss.detach()
         if self.n_updates % self.policy_delay == 0:
             policy_loss = self.actor_loss(batch)
-            self.step(lists["policy"], torch.autograd.grad(policy_loss, lists["policy"]))
+            self.step(lists["policy"], self.gradients_of(policy_loss, lists["policy"]))
             self.update_target()
             self.record(actor_loss=policy_loss)
             loss = loss + policy_loss.detach()

@@ -19,6 +19,7 @@ from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.gradient_hooks import GradientHooks
+from rl_modules.gradients import gradients, trainable
 from rl_modules.networks import ValueNetwork
 
 
@@ -198,11 +199,14 @@ class TRPO(ActorCriticModule):
         self._weight = self.rank_weight(len(batch["advantage"]))
         if self.normalize_advantage:
             batch = {**batch, "advantage": self.whiten(batch["advantage"])}
-        parameters = list(self.network.parameters())
+        parameters = trainable(self.network)
         policy = self.policy(batch["observation"])
         old = policy.detach()
+        if not parameters:  # all are frozen
+            nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+            return {**_scalars(nothing, nothing, 0, success=False), "entropy_loss": -old.entropy().mean()}
         surrogate = self.surrogate(policy, batch)
-        gradient = self.over_ranks(_flat(torch.autograd.grad(surrogate, parameters, retain_graph=True)))
+        gradient = self.over_ranks(_gradient(surrogate, parameters, retain_graph=True))
         fisher = self.fisher_product(old.kl(policy).mean(), parameters)
         direction = F.conjugate_gradient(fisher, gradient, self.cg_max_steps)
         curvature = direction.dot(fisher(direction))
@@ -220,11 +224,11 @@ class TRPO(ActorCriticModule):
             kl: mean KL(π_old || π) at π = π_old, a scalar with a graph; its Hessian there is the Fisher matrix.
             parameters: the policy's.
         """
-        kl_gradient = _flat(torch.autograd.grad(kl, parameters, create_graph=True))
+        kl_gradient = _gradient(kl, parameters, create_graph=True)
 
         def product(vector: Tensor) -> Tensor:
-            hessian_product = torch.autograd.grad(kl_gradient.dot(vector), parameters, retain_graph=True)
-            return self.over_ranks(_flat(hessian_product)) + self.cg_damping * vector
+            hessian_product = _gradient(kl_gradient.dot(vector), parameters, retain_graph=True)
+            return self.over_ranks(hessian_product) + self.cg_damping * vector
 
         return product
 
@@ -273,7 +277,7 @@ class TRPO(ActorCriticModule):
         """
         optimizer: Any = self.optimizers()
         hooks = GradientHooks(self.trainer)
-        parameters = list(self.value_network.parameters())
+        parameters = trainable(self.value_network)
         returns = batch["returns"]
         losses = []
         for _ in range(self.n_critic_updates):
@@ -283,9 +287,9 @@ class TRPO(ActorCriticModule):
                 value = self.state_value(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
                 loss = self.value_loss(value, {"returns": returns[rows]})
                 # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
-                gradients = torch.autograd.grad(loss, parameters)
-                for p, gradient in zip(parameters, gradients, strict=True):
-                    p.grad = self.over_ranks(gradient)
+                found = gradients(loss, parameters, zeros=not self._is_alone)
+                for p, gradient in zip(parameters, found, strict=True):
+                    p.grad = None if gradient is None else self.over_ranks(gradient)
                 hooks.after_backward()
                 optimizer.step()
                 losses.append(loss.detach())
@@ -358,8 +362,10 @@ class TRPO(ActorCriticModule):
         self.rejected_updates = checkpoint["rejected_updates"]
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _gradient(scalar: Tensor, parameters: Sequence[Tensor], **options: bool) -> Tensor:
+    """One number per parameter; 0 for those that the scalar does not depend on: no step moves them."""
+    found = torch.autograd.grad(scalar, parameters, allow_unused=True, materialize_grads=True, **options)
+    return torch.cat([tensor.reshape(-1) for tensor in found])
 
 
 def _scalars(improvement: Tensor, kl: Tensor, tried: int, success: bool) -> dict[str, Tensor]:
