@@ -1,6 +1,7 @@
 """The environments of a run: one to look at, those in which training steps, and those of evaluation."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -8,7 +9,13 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from datamodules.envs.agents import as_vector
-from datamodules.envs.masks import ActionMasks, mask_source
+from datamodules.envs.masks import (
+    IGNORED,
+    VectorWithoutMasks,
+    has_mask,
+    mask_source,
+    with_source,
+)
 from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import KeptEnvs
@@ -58,6 +65,8 @@ class Environments:
         self._kept = KeptEnvs()
         self._kept_settings: tuple[Any, ...] = ()
         self._example: Any = None
+        # The same, with masks as the environment gives them.
+        self._made: Any = None
         self._mask_source: str | None = None
 
     # ---------------------------------------------------------------- settings that evaluation inherits
@@ -145,21 +154,28 @@ class Environments:
         for name in ("observation_space", "action_space"):
             if not isinstance(getattr(self, name, None), gym.Space):
                 raise UsageError(f"the environment {self.name} has no {name}; set it to a space of gymnasium.spaces")
-        if self.action_masks and not self.makes_vector:
-            self._mask_source = mask_source(self._example)
-            if self._mask_source is not None:
-                self._example = ActionMasks(self._example, self._mask_source)
+        self._made = self._example
+        self._mask_source = self._find_masks()
+        if self._mask_source is not None:
+            wrap = VectorWithoutMasks if self.makes_vector else partial(with_source, source=self._mask_source)
+            self._example = wrap(self._made)
         space_to_dict(self.observation_space)
         observation_arrays(self.observation_space, self.observation_space.sample())
         if self.evaluates_elsewhere and not self.makes_vector:
             self._make_for_evaluation(1).close()  # a mistake is reported before training
 
+    def _find_masks(self) -> str | None:
+        """Where the environments give their masks; a vector's own are in its observations already."""
+        if not self.action_masks:
+            return IGNORED if has_mask(self._made) else None
+        return None if self.makes_vector else mask_source(self._made)
+
     def close(self) -> None:
         """Closes what was made here; a vector that the user gave stays open."""
         if self._example is not None:
-            if self._example is not self.env_id and not getattr(self._example, "closed", False):
+            if self._made is not self.env_id and not getattr(self._example, "closed", False):
                 self._example.close()
-            self._example = None
+            self._example = self._made = None
         self._kept.close()
 
     def transition_model(self) -> Any:
@@ -168,7 +184,7 @@ class Environments:
 
         if self.makes_vector:
             return None
-        return transition_model(self.example.env if isinstance(self.example, ActionMasks) else self.example)
+        return transition_model(self._made)
 
     # ---------------------------------------------------------------- vectors
 
@@ -202,9 +218,10 @@ class Environments:
     def _make_for_evaluation(self, n_envs: int) -> VectorEnv:
         if self.makes_vector:
             made = make_env(self.env_id, dict(self.eval_env_kwargs))
-            if made is self.example:
+            if made is self._made:
                 raise UsageError(f"{self.name} was given as one vector, in which training steps: it can't be evaluated "
                                  "meanwhile; give a callable that makes it, or eval_freq=0")  # fmt: skip
+            made = made if self._mask_source is None else VectorWithoutMasks(made)
             return AsArrays(made) if returns_tensors(made, self.seed) else made
         envs = make_vector_env(self.env_id, n_envs, "sync", "same_step", dict(self.eval_env_kwargs),
                                self.eval_wrappers, self._mask_source)  # fmt: skip

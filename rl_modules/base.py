@@ -294,7 +294,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             episode_start: true where an episode begins, so that the recurrent state is reset.
             deterministic: the most likely action instead of a sample.
             action_masks: true where an action is allowed, in sb3-contrib's layout, for one observation or for each of
-                a batch; None: the observation's ``action_mask``, or, without one, all actions.
+                a batch; None: the observation's ``action_mask``, or, without one or where the module was trained
+                without masks, all actions.
 
         Returns:
             The actions for the environment (Box actions clipped to their bounds), and the next ``state``.

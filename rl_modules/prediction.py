@@ -17,6 +17,8 @@ class Observes(Protocol):
 
     observation_space: spaces.Space
     action_space: spaces.Space
+    #: Whether it was trained with action masks.
+    masks_actions: bool
     #: What observations are normalised with; None: nothing.
     observation_statistics: Statistics
 
@@ -30,7 +32,8 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
     Args:
         module: has been built.
         observation: as the environment returns it, alone or with a leading batch dimension.
-        action_masks: true where an action is allowed; None: the observation's own ``action_mask``, if it has one.
+        action_masks: true where an action is allowed; None: the observation's own ``action_mask``, if it has one and
+            the module was trained with such.
 
     Returns:
         The argument of ``act`` with a batch dimension, the number of observations, and whether there was one without.
@@ -55,7 +58,8 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
     n = len(tree_leaves(arrays)[0])
     if module.observation_statistics is not None:
         arrays = tree_map(normalize, arrays, split_mask(module.observation_statistics)[0])
-    mask = mask if action_masks is None else action_masks
+    if action_masks is not None or not module.masks_actions:
+        mask = action_masks
     if mask is not None:
         arrays = join_mask(arrays, mask_rows(module.action_space, mask, n))
     return tree_map(lambda x: torch.as_tensor(x).to(module.device), arrays), n, single

@@ -1,13 +1,18 @@
-"""Where environments say which actions they allow, and the wrapper that puts it into the observation."""
+"""Where environments say which actions they allow, and the wrappers that put it into the observation or take it out."""
 
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.masks import MASK, choices, join_mask, mask_size
+from rl_modules.common.masks import MASK, choices, join_mask, mask_size, split_mask, split_space
+
+#: In place of a source of masks: the observation has one, and it is taken out.
+IGNORED = "ignored"
 
 
 def mask_source(env: gym.Env) -> str | None:
@@ -38,6 +43,54 @@ def mask_source(env: gym.Env) -> str | None:
     except Exception:
         return None  # a broken environment is reported where it is first stepped
     return "info" if MASK in info else None
+
+
+def has_mask(env: gym.Env | VectorEnv) -> bool:
+    """Whether the environment's observation, or that of each of a vector's, contains a mask."""
+    if isinstance(env, VectorEnv):
+        return split_space(env.single_observation_space, env.single_action_space)[1]
+    return split_space(env.observation_space, env.action_space)[1]
+
+
+def with_source(env: gym.Env, source: str) -> gym.Env:
+    """The environment with its masks from ``source``, or without them if that is :data:`IGNORED`."""
+    return WithoutMasks(env) if source == IGNORED else ActionMasks(env, source)
+
+
+class WithoutMasks(gym.ObservationWrapper):
+    """Takes the mask out of each observation; what is left alone, as ``observation``, is no dictionary any more.
+
+    Args:
+        env: environment with a mask in its observations.
+    """
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.observation_space, _ = split_space(env.observation_space, env.action_space)
+
+    def observation(self, observation: Any) -> Any:
+        return split_mask(observation)[0]
+
+
+class VectorWithoutMasks(VectorWrapper):
+    """:class:`WithoutMasks` for a vector of environments, of arrays or tensors."""
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self.single_observation_space, _ = split_space(env.single_observation_space, env.single_action_space)
+        self.observation_space = batch_space(self.single_observation_space, env.num_envs)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return split_mask(observation)[0], info
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observation, *rest, info = self.env.step(actions)
+        if (final := info.get("final_obs")) is not None:
+            info = {**info, "final_obs": split_mask(final)[0]}
+            if not isinstance(final, dict):  # one by one, None where no episode ended
+                info["final_obs"] = [split_mask(one)[0] for one in final]
+        return split_mask(observation)[0], *rest, info
 
 
 class ActionMasks(gym.Wrapper):

@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from datamodules.envs.agents import as_vector
 from datamodules.envs.episodes import SeededEpisodes
-from datamodules.envs.masks import ActionMasks
+from datamodules.envs.masks import IGNORED, VectorWithoutMasks, with_source
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
@@ -63,7 +63,8 @@ def make_env(
         env_id: Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
         env_kwargs: keyword arguments of ``gymnasium.make`` (``max_episode_steps`` among them) or of the callable.
         wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
-        masks: where it gives action masks, as :func:`datamodules.envs.masks.mask_source` says; None: nowhere.
+        masks: where it gives action masks, as :func:`datamodules.envs.masks.mask_source` says; None: nowhere;
+            :data:`datamodules.envs.masks.IGNORED`: they are taken out of its observations.
 
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
@@ -74,7 +75,7 @@ def make_env(
                          "brings its own")  # fmt: skip
     for wrapper in wrappers:
         env = _wrap(env, wrapper)
-    return env if masks is None else ActionMasks(env, masks)
+    return env if masks is None else with_source(env, masks)
 
 
 def make_vector_env(
@@ -104,13 +105,13 @@ def make_vector_env(
         UsageError: as in :func:`make_env`, an unknown mode, or wrappers around a vectorised engine.
     """
     if vectorization_mode in ("vector_entry_point", "envpool"):
-        if wrappers or masks is not None:
+        if wrappers or masks not in (None, IGNORED):
             what = "wrappers are" if wrappers else "action masks are"
             raise UsageError(f"{what} for single environments; with vectorization_mode={vectorization_mode!r} leave "
                              f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
-        return (_make_engine if vectorization_mode == "vector_entry_point" else _make_pool)(
-            env_id, n_envs, env_kwargs or {}
-        )
+        make_engine = _make_engine if vectorization_mode == "vector_entry_point" else _make_pool
+        envs = make_engine(env_id, n_envs, env_kwargs or {})
+        return VectorWithoutMasks(envs) if masks == IGNORED else envs
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.
