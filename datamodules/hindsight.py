@@ -190,13 +190,14 @@ def check_hindsight(arguments: Any) -> None:
         raise UsageError(f"share_frames=True can't go with n_sampled_goal={k}; leave one of them out")
 
 
-def require_goals(observation_space: spaces.Space, env: Any, name: str) -> ComputeReward:
+def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
     """The environment's ``compute_reward``.
 
     Args:
         observation_space: space of one observation.
         env: one environment.
         name: of the environment, for messages.
+        sign_reward: learn from the rewards' signs, as the collector stores them.
 
     Raises:
         UsageError: the observations have no goals, or the environment can't compute the reward of another goal.
@@ -209,4 +210,6 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str) -> Compu
     if compute is None:
         raise UsageError(f"n_sampled_goal needs an environment with compute_reward(achieved_goal, desired_goal, info); "
                          f"{name} has none")  # fmt: skip
+    if sign_reward:
+        return lambda achieved, desired, infos: np.sign(compute(achieved, desired, infos))
     return compute

@@ -210,7 +210,7 @@ class ReplayDataModule(ControlDataModule):
         sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
         given: Any = self.hparams
         if given.n_sampled_goal:
-            compute_reward = require_goals(self.observation_space, self.example_env, self.env_name)
+            compute_reward = require_goals(self.observation_space, self.example_env, self.env_name, self.sign_reward)
             seed = stream_seed(self.seed, self._rank, "goals")
             return HindsightReplayBuffer(
                 *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed

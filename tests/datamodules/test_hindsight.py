@@ -265,6 +265,48 @@ def test_other_algorithms_with_a_replay_buffer_learn_from_it(algorithm: Any) -> 
     assert data.is_complete
 
 
+class Walks(gym.Env):
+    """Reward: minus the distance between the place and the goal, plus one half."""
+
+    observation_space = spaces.Dict({name: spaces.Box(-50, 50, (2,), np.float32) for name in SPACE})
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.place = 0, np.zeros(2, np.float32)
+        self.goal = self.np_random.uniform(-2, 2, 2).astype(np.float32)
+        return self.observe(), {}
+
+    def observe(self) -> dict[str, Any]:
+        return {"observation": self.place, "achieved_goal": self.place, "desired_goal": self.goal}
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        return 0.5 - np.linalg.norm(np.asarray(achieved) - np.asarray(desired), axis=-1)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t, self.place = self.t + 1, self.place + action
+        return self.observe(), float(self.compute_reward(self.place, self.goal, {})), False, self.t >= 10, {}
+
+
+@pytest.mark.parametrize("sign_reward", [False, True])
+def test_rewards_of_replaced_goals_are_of_the_same_kind_as_those_of_the_environment(sign_reward: bool) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watched(TD3):
+        def prepare(self, sample: Any) -> dict[str, Any]:
+            seen.append({"next": sample["next_observation"], "reward": sample["reward"]})
+            return super().prepare(sample)
+
+    data = ReplayDataModule(Walks, total_timesteps=120, learning_starts=60, eval_freq=0, n_sampled_goal=4,
+                            sign_reward=sign_reward, batch_size=64)  # fmt: skip
+    fit(Watched(net_arch=[8]), data)
+    place, goal = (torch.cat([x["next"][f"{name}_goal"] for x in seen]) for name in ("achieved", "desired"))
+    expected = 0.5 - (place - goal).norm(dim=-1)
+    reward = torch.cat([x["reward"] for x in seen]).flatten()
+    torch.testing.assert_close(reward, expected.sign() if sign_reward else expected)
+    assert (reward > 0).any() and (reward < 0).any()
+
+
 def test_an_environment_without_goals_or_their_rewards_is_refused() -> None:
     with pytest.raises(UsageError, match="Dict with the keys observation, achieved_goal, desired_goal; CartPole-v1"):
         fit(DQN(), ReplayDataModule("CartPole-v1", n_sampled_goal=4, eval_freq=0))
