@@ -108,12 +108,17 @@ class OrnsteinUhlenbeckActionNoise(ActionNoise):
         self._noise = state["noise"]
 
 
+def is_foreign(noise: ActionNoise | None) -> bool:
+    """Whether a noise is of a class of the user's, which a checkpoint can't hold."""
+    return noise is not None and type(noise) not in (NormalActionNoise, OrnsteinUhlenbeckActionNoise)
+
+
 def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
     """A noise as plain data for a checkpoint: the name of its class and its arguments.
 
     None stands for no noise, and for a class of the user's: a checkpoint holds no code.
     """
-    if noise is None or type(noise) not in (NormalActionNoise, OrnsteinUhlenbeckActionNoise):
+    if noise is None or is_foreign(noise):
         return None
     defaults = {name: p.default for name, p in inspect.signature(type(noise)).parameters.items()}
     given = {name: value for name, value in noise.arguments.items() if name == "sigma" or value != defaults[name]}

@@ -19,6 +19,7 @@ from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
+from rl_modules.common.factories import warn_of_missing
 from rl_modules.common.import_path import networks_to_plain
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
@@ -340,6 +341,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     # ---------------------------------------------------------------- hooks of a fit
 
     def on_fit_start(self) -> None:
+        warn_of_missing(self, self._missing_factories)
+        self._missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
         torch.set_flush_denormal(True)
 

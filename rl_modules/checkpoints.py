@@ -13,6 +13,7 @@ from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
+from rl_modules.common.factories import factory_names, missing_factories
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
 from rl_modules.common.storable import make_loadable
 from rl_modules.metrics import MetricsMixin
@@ -41,9 +42,12 @@ class CheckpointMixin(MetricsMixin):
         self._lacks_epoch_end = False
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
+        # Factories of the loaded checkpoint that this module was not given, until a fit says so.
+        self._missing_factories: dict[str, str] = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
+        checkpoint["factories"] = factory_names(self)
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
@@ -70,6 +74,8 @@ class CheckpointMixin(MetricsMixin):
         self._check_algorithm(checkpoint)
         if self._trainer is not None:
             self._check_resumable(checkpoint)
+        if self._trainer is None or self.is_fitting:
+            self._missing_factories = missing_factories(self, checkpoint)
         self._load_statistics(checkpoint)
         if not self.is_built:
             self.configure_model()

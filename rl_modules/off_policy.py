@@ -16,6 +16,7 @@ from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.common.storable import name_of
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
 from rl_modules.gradient_hooks import GradientHooks
@@ -78,7 +79,10 @@ class OffPolicyActorCritic(ControlModule):
         self.tau = unit_interval("tau", tau, open_at_zero=True)
         self.n_critics = at_least("n_critics", n_critics)
         self.action_noise = noises.from_plain(action_noise)
-        self.hparams["action_noise"] = noises.to_plain(self.action_noise)
+        for hparams in (self.hparams, self._hparams_initial):
+            hparams["action_noise"] = noises.to_plain(self.action_noise)
+        if "action_noise" in self.given_names and noises.is_foreign(self.action_noise):
+            self.given_objects["action_noise"] = name_of(self.action_noise)
         #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
         self.td_error: Tensor | None = None
         #: Updates of this run so far.

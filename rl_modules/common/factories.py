@@ -1,0 +1,35 @@
+"""Callables that make optimizers and schedulers: a checkpoint holds no code, so that they are named in it alone."""
+
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from rl_modules.common.storable import name_of
+
+#: Arguments of a module, and the attributes that hold them.
+_ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_factory"}
+
+
+def factory_names(module: Any) -> dict[str, str]:
+    """The names of the factories that a module has, by argument."""
+    made_by = {name: getattr(module, attribute, None) for name, attribute in _ATTRIBUTES.items()}
+    # Of a partial, the class is of interest.
+    return {
+        name: name_of(getattr(factory, "func", factory)) for name, factory in made_by.items() if factory is not None
+    }
+
+
+def missing_factories(module: Any, checkpoint: dict[str, Any]) -> dict[str, str]:
+    """The names of the factories that a checkpoint's module had and this one has not."""
+    here = factory_names(module)
+    return {name: given for name, given in checkpoint.get("factories", {}).items() if name not in here}
+
+
+def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
+    """Says at the start of a fit which factories of the checkpoint it does without."""
+    if missing:
+        given = " and ".join(f"{name}={value}" for name, value in missing.items())
+        again = ", ".join(f"{name}=…" for name in missing)
+        rank_zero_warn(f"the checkpoint of {type(module).__name__} was trained with {given}, code that no checkpoint "
+                       f"can hold, and this fit has the default instead; to train as before, give it again: "
+                       f"load_from_checkpoint(…, {again})")  # fmt: skip
