@@ -351,10 +351,18 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        # As in Stable-Baselines3, targets come without dropout and from running statistics. Not earlier: Lightning
+        # warns of parts in evaluation mode before this.
+        if (target := self._modules.get("target_network")) is not None:
+            target.eval()
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
         self._see_epoch()
         self._scheduled_at = self.source.num_timesteps
         self.update_schedules(self.progress_remaining)
+
+    def on_train_end(self) -> None:
+        if (target := self._modules.get("target_network")) is not None:
+            target.train()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         timesteps = self.source.num_timesteps

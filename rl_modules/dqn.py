@@ -262,7 +262,7 @@ class DQN(ControlModule):
     def update_target(self) -> None:
         """Updates the target network if ``target_update_interval`` transitions have passed since its last update. If
         several intervals have passed, k updates by τ equal one by 1 - (1 - τ)^k, because the network has not changed
-        between them.
+        between them. Running statistics are copied.
         """
         updates = self.source.num_timesteps // self.target_update_interval
         moves = updates - self._target_updates
@@ -270,6 +270,8 @@ class DQN(ControlModule):
             self._target_updates = updates
             share = 1.0 - (1.0 - self.tau) ** moves
             torch._foreach_lerp_(list(self.target_network.parameters()), list(self.network.parameters()), share)
+            if buffers := list(self.target_network.buffers()):
+                torch._foreach_copy_(buffers, list(self.network.buffers()))
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
