@@ -374,8 +374,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     @property
     def progress_remaining(self) -> float:
-        """Remaining share of ``total_timesteps``, from 1 down to 0."""
-        return 1.0 - self.source.num_timesteps / self.source.total_timesteps
+        """Remaining share of ``total_timesteps``, from 1 down to 0; the last rollout may end after it."""
+        return max(0.0, 1.0 - self.source.num_timesteps / self.source.total_timesteps)
 
     def update_schedules(self, progress_remaining: float) -> None:
         """Sets every scheduled value; called at the start and after new experience was collected."""

@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from datamodules import RolloutDataModule
-from rl_modules import A2C, PPO, REINFORCE
+from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from tests.training import fit, rollouts
@@ -52,6 +52,37 @@ def test_the_entropy_coefficient_follows_its_schedule_anew_in_each_fit(cls: Any)
         assert seen == pytest.approx([0.35, 0.3, 0.25, 0.2])
     rate = model.trainer.optimizers[0].param_groups[0]["lr"]
     assert rate == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "ends"),
+    [
+        (PPO, {"learning_rate": "lin_1e-3", "clip_range": "0:0.2, 1:0.1", "ent_coef": "cosine_0.4"},
+         {"clip_range": 0.1, "ent_coef": 0.0}),
+        (A2C, {"learning_rate": "lin_1e-3"}, {}),
+        (TRPO, {"target_kl": "lin_0.02"}, {"target_kl": 2e-5}),
+        (PQN, {"learning_rate": "lin_1e-3", "exploration_fraction": 1.0, "exploration_final_eps": 0.1},
+         {"exploration_rate": 0.1}),
+    ],
+)  # fmt: skip
+def test_the_share_that_is_left_ends_at_zero_though_the_last_rollout_goes_beyond(
+    cls: Any, arguments: dict[str, Any], ends: dict[str, float]
+) -> None:
+    seen: list[float] = []
+
+    class Watched(cls):  # type: ignore[misc]
+        def update_schedules(self, progress_remaining: float) -> None:
+            seen.append(progress_remaining)
+            super().update_schedules(progress_remaining)
+
+    model, data = Watched(**arguments), rollouts("CartPole-v1", n_envs=4, n_steps=8, total_timesteps=80)
+    fit(model, data)
+    assert data.num_timesteps == 96
+    assert seen == pytest.approx([1.0, 0.6, 0.2, 0.0])
+    assert seen[-1] == model.progress_remaining == 0.0
+    assert {name: getattr(model, name) for name in ends} == pytest.approx(ends)
+    if "learning_rate" in arguments:
+        assert model.trainer.optimizers[0].param_groups[0]["lr"] == 0.0
 
 
 class Door(gym.Env):
