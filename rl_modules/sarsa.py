@@ -73,13 +73,16 @@ class SARSA(TabularControl):
         self._next_action = None
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """Returns ε-greedy actions [N], or the action that the last update bootstrapped from."""
+        """Returns ε-greedy actions [N], or the action that the last update bootstrapped from where it is allowed."""
         here, mask = split_mask(observation)
         masks = () if mask is None else (mask,)  # a subclass may know none
         action = self.choose(here, generator, deterministic, *masks)
         if self._next_action is not None and not deterministic:
             state, drawn = self._next_action
-            action = torch.where(state == here.cpu(), drawn, action)
+            taken = state == here.cpu()
+            if mask is not None:  # another visit to the state may have allowed the drawn action
+                taken &= mask.cpu().gather(1, drawn[:, None])[:, 0].bool()
+            action = torch.where(taken, drawn, action)
             self._next_action = None
         return {"action": action.to(here.device)}
 

@@ -137,6 +137,49 @@ TABLES = {"MonteCarlo": (MonteCarlo, {}), "SARSA": (SARSA, {}), "expected SARSA"
           "QLearning": (QLearning, {}), "double QLearning": (QLearning, {"double": True})}  # fmt: skip
 
 
+class Phases(gym.Env):
+    """Every step forbids one of three actions, whatever the state; counts those that are taken."""
+
+    observation_space, action_space = spaces.Discrete(3), spaces.Discrete(3)
+    forbidden = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.see()
+
+    def see(self) -> tuple[int, dict[str, Any]]:
+        self.mask = np.arange(3) != self.np_random.integers(3)
+        return int(self.np_random.integers(3)), {"action_mask": self.mask}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        Phases.forbidden += int(not self.mask[action])
+        self.t += 1
+        observation, info = self.see()
+        return observation, 1.0, False, self.t >= 10, info
+
+
+@pytest.mark.parametrize("n_steps", [1, 4])
+@pytest.mark.parametrize("algorithm", [SARSA, QLearning, MonteCarlo])
+def test_tables_respect_masks_that_are_no_function_of_the_state(algorithm: Any, n_steps: int) -> None:
+    Phases.forbidden = 0
+    sizes = {} if algorithm is MonteCarlo else {"n_steps": n_steps}
+    fit(algorithm(), RolloutDataModule(Phases, n_envs=2, total_timesteps=400, eval_freq=0, **sizes))
+    assert Phases.forbidden == 0
+
+
+def test_sarsa_takes_the_action_that_it_bootstrapped_from_where_it_is_allowed() -> None:
+    """The one that :meth:`prepare` drew for the first state is taken whatever the table says by then."""
+    model = SARSA(exploration_initial_eps=0.0, exploration_final_eps=0.0)
+    fit(model, RolloutDataModule(Phases, n_envs=2, total_timesteps=40, eval_freq=0))
+    model.tables.q[:] = torch.tensor([0.0, 1.0, 2.0])
+    state, drawn = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
+    allowed = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.uint8)
+    model._next_action = (torch.tensor([0, 1, 1]), drawn)  # of the third environment: another state
+    taken = model.act({"observation": state, "action_mask": allowed}, torch.Generator().manual_seed(0))["action"]
+    assert taken.tolist() == [0, 2, 1]
+
+
 @pytest.mark.parametrize("name", quick(TABLES, "MonteCarlo", "expected SARSA", "double QLearning"))
 def test_tables_learn_the_values_of_allowed_actions(name: str, tmp_path: Path) -> None:
     make, arguments = TABLES[name]
