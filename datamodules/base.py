@@ -325,7 +325,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_obs, clip_reward = self.hparams["clip_obs"], self.hparams["clip_reward"]
         gamma = self.norm_gamma
         if gamma is None:
-            gamma = (self.learner.discount if self.has_learner else None) or 0.99
+            discount = self.learner.discount if self.has_learner else None
+            gamma = 0.99 if discount is None else discount  # γ may be 0
         normalizers = Normalizers()
         if self.norm_obs or self.norm_reward:
             from datamodules.normalization import ObservationNormalizer, RewardNormalizer

@@ -8,7 +8,7 @@ from datamodules.normalization import ObservationNormalizer, RewardNormalizer, R
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import normalize
-from tests.training import assert_resumes_exactly
+from tests.training import assert_resumes_exactly, fit
 
 
 def test_running_moments_equal_those_of_all_samples():
@@ -105,3 +105,27 @@ def test_statistics_of_a_number_without_dimensions_are_saved_and_resumed(kind, t
     mean, std, _ = {"alone": lambda: first, "dict": lambda: first["x"], "tuple": lambda: first["0"]}[kind]()
     assert mean.shape == std.shape == () and 2 < mean < 4  # of 0 … 6, or a little more
     assert 1.8 < std < 2.4
+
+
+class _One(gym.Env):
+    """Reward 1 per step."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (1,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.zeros(1, np.float32), 1.0, self.t >= 5, False, {}
+
+
+@pytest.mark.parametrize(("gamma", "spread"), [(0.0, 0.0), (0.5, 0.34), (1.0, 1.41)])
+def test_rewards_are_scaled_by_the_spread_of_their_sum_with_the_algorithms_discount(gamma, spread):
+    """Sums within an episode of five ones: 1 to 1 where γ = 0, and 1 to 5 where γ = 1."""
+    data = RolloutDataModule(_One, n_envs=1, n_steps=500, total_timesteps=500, eval_freq=0, norm_reward=True)
+    fit(PPO(net_arch=[8], gamma=gamma), data)
+    variance = float(data.collector.normalizers.of_rewards.running.var)
+    sums = np.cumsum(gamma ** np.arange(5))
+    assert variance**0.5 == pytest.approx(sums.std(), abs=0.01) == pytest.approx(spread, abs=0.01)
