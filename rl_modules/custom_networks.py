@@ -33,6 +33,9 @@ class FeaturesExtractor(nn.Module):
         UsageError: it can't be made, has no ``features_dim``, or returns another shape.
     """
 
+    #: Whoever builds a network on it leaves its weights as they are.
+    is_users = True
+
     def __init__(self, given: Custom, space: spaces.Space) -> None:
         super().__init__()
         self.space = space

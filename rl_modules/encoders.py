@@ -14,6 +14,7 @@ from torch.nn import functional as nnf
 
 from rl_modules.common.import_path import Custom
 from rl_modules.common.spaces import image_channels, pixel_scale
+from rl_modules.layers import orthogonal
 
 _extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default=None)
 
@@ -99,6 +100,12 @@ class CombinedEncoder(nn.Module):
     def forward(self, observation: dict[str, Any]) -> Tensor:
         encoded = [encoder(observation[key]) for key, encoder in zip(self.keys, self.encoders, strict=True)]
         return torch.cat(encoded, dim=1)
+
+
+def init_orthogonal(encoder: nn.Module) -> None:
+    """Orthogonal weights for an encoder of this project; a user's keeps its own, which may be pretrained."""
+    if not getattr(encoder, "is_users", False):
+        orthogonal(encoder)
 
 
 def encoding_width(encoder: Any) -> int:

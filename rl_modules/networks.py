@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
-from rl_modules.encoders import build_encoder, encoding_width
+from rl_modules.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, mlp, orthogonal
 from rl_modules.state_dependent_noise import StateDependentGaussian
 
@@ -62,7 +62,7 @@ class ActorCritic(nn.Module):
             shape = ([width, *pi][-1],) * use_sde + (parameter_count(action_space),)
             self.log_std = nn.Parameter(torch.full(shape, float(log_std_init), dtype=torch.float32, device="cpu"))
         if ortho_init:
-            orthogonal(self.encoder)
+            init_orthogonal(self.encoder)
             orthogonal(self.towers)
             orthogonal(self.policy_head, gain=0.01)
             if self.value_head is not None:
@@ -131,7 +131,7 @@ class ValueNetwork(nn.Module):
         self.tower = mlp(sizes, activation_fn)
         self.head = nn.Linear(sizes[-1], 1)
         if ortho_init:
-            orthogonal(self.encoder)
+            init_orthogonal(self.encoder)
             orthogonal(self.tower)
             orthogonal(self.head, gain=1.0)
 

@@ -16,7 +16,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import is_image, tree_leaves, tree_map
 from rl_modules.distributions import Distribution, parameter_count
-from rl_modules.encoders import build_encoder
+from rl_modules.encoders import build_encoder, init_orthogonal
 from rl_modules.layers import full_precision, hidden_widths, mlp, orthogonal
 from rl_modules.networks import make_policy
 
@@ -82,7 +82,8 @@ class RecurrentActorCritic(nn.Module):
             shape = ([hidden_size, *pi][-1],) * use_sde + (parameter_count(action_space),)
             self.log_std = nn.Parameter(torch.full(shape, float(log_std_init)))
         if ortho_init:
-            for part in (self.encoder, self.policy_tower, self.value_tower):
+            init_orthogonal(self.encoder)
+            for part in (self.policy_tower, self.value_tower):
                 orthogonal(part)
             orthogonal(self.policy_head, gain=0.01)
             orthogonal(self.value_head, gain=1.0)
