@@ -144,10 +144,10 @@ class Pipeline:
             words = [
                 f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()
             ]
-            command = ["fit", "--config", config, *words, *(["--resume"] if (folder / "run").exists() else [])]
+            words = ["--config", str(configs.find(config)), *words, *["--resume"] * (folder / "run").exists()]
             # Each further process of a run repeats its command, which must not be the pipeline.
-            self._has_own_processes = world_size(["--config", str(configs.find(config)), *words]) > 1
-            _or_fail(name, lambda: (_in_a_process if self._has_own_processes else main)(command))
+            self._has_own_processes = world_size(words) > 1
+            _or_fail(name, lambda: (_in_a_process if self._has_own_processes else main)(["fit", *words]))
             shutil.rmtree(folder / "model", ignore_errors=True)  # an interrupted export leaves a part
             _or_fail(name, lambda: main(["export", "--ckpt_path", str(folder / "run" / "checkpoints" / "last.ckpt"),
                                          "--output", str(folder / "model")]))  # fmt: skip

@@ -1,7 +1,10 @@
 """Pipelines skip completed stages, resume stopped ones, and never mix the results of two pipelines."""
 
 import json
+import os
+import signal
 
+import lightning as L
 import pytest
 import torch
 
@@ -152,6 +155,27 @@ def test_a_stage_on_two_devices_trains_what_the_command_trains(tmp_path, capfd):
     checkpoint = torch.load(model.parent / "run/checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 4 and checkpoint["InstructionDataModule"]["ranks"] == 2
     assert capfd.readouterr().out.count("sft: in") == 1  # the second process did not repeat the pipeline
+
+
+class StopsAtStep(L.Callback):
+    """Sends SIGTERM to its own process after an optimizer step, as a queue does to a job whose time is over."""
+
+    stop_at = 3
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_fit_that_was_stopped_goes_on_when_its_pipeline_is_called_again(tmp_path, monkeypatch):
+    arguments = {**ADDITION, "trainer.callbacks": f"{__name__}.StopsAtStep"}
+    with pytest.raises(SystemExit) as stopped:
+        Pipeline(tmp_path).fit("sft", "sft/addition.yaml", arguments)
+    last = tmp_path / "sft/run/checkpoints/last.ckpt"
+    assert stopped.value.code == 128 + signal.SIGTERM and torch.load(last, weights_only=True)["global_step"] == 3
+    monkeypatch.setattr(StopsAtStep, "stop_at", 1)  # not reached by a run that goes on after step 3
+    model = Pipeline(tmp_path).fit("sft", "sft/addition.yaml", arguments)
+    assert torch.load(last, weights_only=True)["global_step"] == 4 and (model / "model.safetensors").exists()
 
 
 def test_a_command_in_a_process_of_its_own_ends_as_that_process_does():
