@@ -226,10 +226,21 @@ class RLCLI(LightningCLI):
                 raise UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
             return
         checkpoint = self._get(self.config, "ckpt_path")
+        self._require_own_networks()
         policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu")
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
         for file in record_episodes(policy, self.datamodule, folder, episodes):
             print(file)
+
+    def _require_own_networks(self) -> None:
+        """Raises where the checkpoint names a class for its network that the command does not: it would be run."""
+        saved = (self.checkpoint or {}).get("hyper_parameters") or {}
+        for name in ("network", "features_extractor"):
+            if saved.get(name) not in (None, self.model.hparams.get(name)):
+                path = saved[name].get("class_path") if isinstance(saved[name], dict) else saved[name]
+                raise UsageError(f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "
+                                 f"runs; if you trust it, give --model.{name} as it was trained (the run's config.yaml "
+                                 "has it)")  # fmt: skip
 
     def _answer_monitor(self, error: Exception) -> None:
         """Raises the sentence for a callback that monitors what the run does not log."""

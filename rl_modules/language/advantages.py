@@ -3,7 +3,10 @@
 Rewards are those of all ranks, a row for each prompt; NaN was not scored and gets 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 
 from torch import Tensor
 
@@ -38,6 +41,22 @@ ADVANTAGES: dict[str, GroupScores] = {
     function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_plus_plus)
 }
 
+#: Whether import paths are those of a checkpoint that is being loaded.
+_loads_checkpoint: ContextVar[bool] = ContextVar("loads_checkpoint", default=False)
+
+
+@contextmanager
+def imported_at_use() -> Iterator[None]:
+    """Within it :func:`load_advantages` leaves import paths to the function's first call: a training step's.
+
+    A checkpoint is untrusted data: to load it must import no module that it names.
+    """
+    token = _loads_checkpoint.set(True)
+    try:
+        yield
+    finally:
+        _loads_checkpoint.reset(token)
+
 
 def load_advantages(name: str) -> GroupScores:
     """An advantage function by name or import path.
@@ -48,7 +67,17 @@ def load_advantages(name: str) -> GroupScores:
     Raises:
         UsageError: an unknown name, or a path without a function.
     """
-    function = ADVANTAGES.get(name) or load_object(name, "advantages", ADVANTAGES)
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    return partial(_call, name) if _loads_checkpoint.get() else _imported(name)
+
+
+def _call(name: str, rewards: Tensor) -> Tensor:
+    return _imported(name)(rewards)
+
+
+def _imported(name: str) -> GroupScores:
+    function = load_object(name, "advantages", ADVANTAGES)
     if not callable(function):
         raise UsageError(f"advantages={name!r} is a {type(function).__name__}; name a function from rewards [P, G] to "
                          "advantages [P, G]")  # fmt: skip

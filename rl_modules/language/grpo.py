@@ -1,5 +1,6 @@
 """Group relative policy optimization, and the family around it."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.advantages import load_advantages
+from rl_modules.language.advantages import imported_at_use, load_advantages
 from rl_modules.language.group_metrics import clip_metrics, generation_metrics, importance_ratio, terminated_lengths
 from rl_modules.language.grpo_arguments import check_arguments
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
@@ -154,6 +155,14 @@ class GRPO(JudgedPolicy):
         self.forward_rows = hp.local_rollout_forward_batch_size
         self.completions_steps = hp.completions_steps
         self._synced_at = 0
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Builds the module of a checkpoint, see :meth:`LoadsCheckpoints.load_from_checkpoint`; a path in its
+        ``advantages`` is imported when the module trains.
+        """
+        with contextlib.nullcontext() if "advantages" in kwargs else imported_at_use():
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def reset_run(self) -> None:
         super().reset_run()

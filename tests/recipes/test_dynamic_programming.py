@@ -1,5 +1,7 @@
 """Exact solutions at the command line, and the pictures of what was learned."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -96,6 +98,45 @@ def test_a_checkpoint_of_another_environment_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         dynamic_programming.main(["--ckpt_path", str(path), "--env_id", "FrozenLake-v1"])
     assert "the checkpoint's table is (6, 4), FrozenLake-v1 needs (16, 4)" in capsys.readouterr().err
+
+
+def small_maze(**arguments):
+    return gym.make("Maze-v0", layout="SG", **arguments)
+
+
+def with_settings(path, **settings):
+    """Changes what a checkpoint says about its environment, as whoever hands it on could."""
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["env_id"] = settings.get("env_id", checkpoint["env_id"])
+    checkpoint["datamodule_hyper_parameters"].update(settings)
+    torch.save(checkpoint, path)
+
+
+@pytest.mark.parametrize("settings", [
+    {"env_id": "os:system", "env_kwargs": {"command": "touch ran"}},
+    {"env_id": "left_by_a_checkpoint:Maze-v0"},  # gymnasium.make would import the module
+    {"wrappers": ["left_by_a_checkpoint.wrap"]},
+    {"wrappers": [{"class_path": "left_by_a_checkpoint:wrap", "init_args": {}}]},
+    {"wrappers": [{"class_path": "gymnasium.wrappers.os.system"}]},
+], ids=str)  # fmt: skip
+def test_a_checkpoint_chooses_no_code(settings, tmp_path, capsys, monkeypatch):
+    path = trained(tmp_path)
+    with_settings(path, **settings)
+    (tmp_path / "left_by_a_checkpoint.py").write_text("open('ran', 'w')\ndef wrap(env): return env\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit):
+        dynamic_programming.main(["--ckpt_path", str(path)])
+    error = capsys.readouterr().err
+    assert "a checkpoint must not choose what code runs" in error and "give --env_id" in error
+    assert not (tmp_path / "ran").exists() and "left_by_a_checkpoint" not in sys.modules
+
+
+def test_an_environment_of_ones_own_is_named_by_the_user(tmp_path, capsys):
+    env_id = f"{__name__}:small_maze"
+    path = trained(tmp_path, env_id=env_id, wrappers=["gymnasium.wrappers.RecordEpisodeStatistics"])
+    dynamic_programming.main(["--ckpt_path", str(path), "--env_id", env_id])
+    assert "10.0000 of QLearning's greedy policy" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- pictures

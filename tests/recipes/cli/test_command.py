@@ -124,6 +124,22 @@ def test_validate_and_predict_evaluate_a_checkpoint(rl, trained):
     assert all(row["return"] == row["length"] for row in rows["csv"])
 
 
+@pytest.mark.parametrize(
+    "named", ["tests.networks.Features", '{"class_path": "tests.networks.Features", "init_args": {"width": 3}}']
+)
+def test_record_runs_no_network_that_a_checkpoint_alone_names(rl, tmp_path, named):
+    words = ["--config", "ppo/cartpole.yaml", "--model.features_extractor", named]
+    assert rl("fit", *words, *SMALL, "--data.total_timesteps=256")[0] == 0
+    folder = next(tmp_path.glob("logs/*/version_0"))
+    checkpoint = ["--ckpt_path", str(folder / "checkpoints/last.ckpt")]
+    code, _, err = rl("record", "--config", "ppo/cartpole.yaml", *checkpoint)
+    assert code == 1 and "a checkpoint must not choose what code runs" in err
+    assert "features_extractor=tests.networks.Features" in err and "--model.features_extractor" in err
+    for words_of_the_user in (words, ["--config", str(folder / "config.yaml")]):
+        code, _, err = rl("record", *words_of_the_user, *checkpoint)
+        assert code == 0, err
+
+
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_the_config_that_a_run_recorded_is_a_config(rl, trained, command):
     """It holds every argument of ``fit``, those of checkpoints among them, which evaluations do not have."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,22 @@ def test_an_advantage_of_ones_own_by_import_path(tmp_path):
     assert rewards.shape == (4, 4) and torch.equal(advantages, signs(rewards)) and advantages.any()
     loaded = GRPO.load_from_checkpoint(tmp_path / "signs.ckpt", weights_only=True)
     assert torch.equal(loaded.score_group(rewards), advantages)
+
+
+def test_a_checkpoint_imports_no_module_before_its_module_trains(tmp_path, monkeypatch):
+    path = tmp_path / "changed.ckpt"
+    fit(grpo(advantages="rloo"), small_addition(tmp_path), max_steps=1).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["hyper_parameters"]["advantages"] = "named_by_a_checkpoint:scores"
+    torch.save(checkpoint, path)
+    (tmp_path / "named_by_a_checkpoint.py").write_text("def scores(rewards): return 2 * rewards\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = GRPO.load_from_checkpoint(path)
+    assert "named_by_a_checkpoint" not in sys.modules
+    assert loaded.score_group(torch.tensor([[1.0, 3.0]])).tolist() == [[2.0, 6.0]]
+    del sys.modules["named_by_a_checkpoint"]
+    with pytest.raises(UsageError, match="advantages 'no.such' can't be imported"):
+        GRPO.load_from_checkpoint(path, advantages="no.such")  # the user's own is checked at once
 
 
 def test_rewards_standardised_over_the_batch_keep_the_signal_of_groups_without_spread(tmp_path):
