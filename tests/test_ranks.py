@@ -420,6 +420,38 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, monkeyp
     assert_equal_checkpoints(tmp_path / "whole/end.ckpt", tmp_path / "rest/end.ckpt")
 
 
+class Clock(L.Callback):
+    """The time that ranks exchange their wishes by: ten batches a second, so that they would after every second one."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.now_s += 0.1
+
+
+def test_ranks_agree_between_optimizer_steps_whatever_their_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("recipes.callbacks.rank_agreement.time", clock)
+
+    def both() -> str:
+        checkpoints = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run", "accumulate_grad_batches": 2}
+        try:
+            run(tmp_path, callbacks=[Checkpoints(), SignalOneRank(), clock], **checkpoints)
+        except Stopped as error:
+            return f"{error.signum}"
+        return "not stopped"
+
+    assert on_ranks(both, tmp_path) == ["15", "15"]
+    step = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"]
+    assert 6 <= step < 10
+
+
 def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) -> None:
     def both() -> list[int]:
         return [run(tmp_path / "whole"), run(tmp_path / "half", max_epochs=2),

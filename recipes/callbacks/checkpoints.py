@@ -206,11 +206,12 @@ class Checkpoints(ModelCheckpoint):
         now_s = time.monotonic()
         if self.progress is not None:
             self.progress.tick(trainer, now_s)
+        # What ranks agree on holds for this moment alone: they are asked only where it can be done.
+        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
         is_due = self.writes and now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
-        if not (stop or is_due) or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        if _position(trainer) != self._saved_at:
+        if (stop or is_due) and _position(trainer) != self._saved_at:
             self._save_last(trainer)
         if stop:
             self._stop(trainer, stop)
