@@ -1,8 +1,10 @@
 """Two processes with N environments each learn what one process with 2N environments learns."""
 
+import errno
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from datamodules.normalizers import Normalizers
+from recipes.callbacks.checkpoint_files import rotate
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
 from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, SFT, TD3, TQC, TRPO, CrossQ
@@ -450,6 +453,35 @@ def test_ranks_agree_between_optimizer_steps_whatever_their_pace(
     assert on_ranks(both, tmp_path) == ["15", "15"]
     step = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"]
     assert 6 <= step < 10
+
+
+def test_a_rank_that_can_not_rename_a_checkpoint_tries_again_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fails_once(folder: Path, keep_previous: bool) -> None:
+        calls.append(folder)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        rotate(folder, keep_previous)
+
+    monkeypatch.setattr("recipes.callbacks.checkpoints.rotate", fails_once)
+
+    def both() -> list:
+        signal.alarm(120)  # ranks that wait for each other end here
+        checkpoints = Checkpoints(interval_s=0.0, max_share=1.0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            done = run(tmp_path, callbacks=[checkpoints], enable_checkpointing=True, default_root_dir=tmp_path / "run")
+        warned = [str(one.message) for one in said if "can't be written" in str(one.message)]
+        return [done, len(calls) > 1, warned, checkpoints._saved_at[0]]
+
+    first, second = on_ranks(both, tmp_path)
+    why = "[Errno 5] Input/output error; there is none before it. Training continues and tries again."
+    assert first == [20, True, [f"The checkpoint can't be written: {why}"], 20]
+    assert second == [20, False, [], 20]
+    assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 20
 
 
 def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) -> None:

@@ -229,32 +229,45 @@ class Checkpoints(ModelCheckpoint):
         return Path(str(self.dirpath))
 
     def _save_last(self, trainer: L.Trainer, is_final: bool = False) -> None:
-        folder = self._folder
-        last, coming = folder / "last.ckpt", folder / "next.ckpt"
+        last = self._folder / "last.ckpt"
         began_s = time.monotonic()
+        error = self._write(trainer)
+        # Only the first rank writes. All must know how that ended, or some would save again without the others.
+        failure = trainer.strategy.broadcast(None if error is None else str(error))
+        if failure is None:
+            self._saved_at, self.last_path = _position(trainer), last
+        else:
+            kept = f"the one before, {last}, is untouched" if last.exists() else "there is none before it"
+            if is_final:
+                raise UsageError(f"the last checkpoint can't be written to {last.parent}: {failure}; {kept}") from error
+            rank_zero_warn(f"The checkpoint can't be written: {failure}; {kept}. Training continues and tries again.")
+        now = time.monotonic()
+        self._pause_s = min(2 * self._pause_s, self.interval_s)
+        self._due_s = now + max(self._pause_s, (now - began_s) * (1 / self.max_share - 1))
+
+    def _write(self, trainer: L.Trainer) -> Exception | None:
+        """Writes a checkpoint and rotates the files; returns the error of a disk that can't take it."""
+        folder, coming = self._folder, self._folder / "next.ckpt"
         try:
             trainer.save_checkpoint(coming, weights_only=False)
-            if trainer.is_global_zero:
-                self._rotate(trainer, folder, coming)
-            self._saved_at, self.last_path = _position(trainer), last
         except (OSError, RuntimeError) as error:
             # torch's writer raises RuntimeError for the system's OSError.
             if isinstance(error, RuntimeError) and "write" not in str(error):
                 raise
             trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait there
-            kept = f"the one before, {last}, is untouched" if last.exists() else "there is none before it"
-            if is_final:
-                raise UsageError(f"the last checkpoint can't be written to {folder}: {error}; {kept}") from error
-            rank_zero_warn(f"The checkpoint can't be written: {error}; {kept}. Training continues and tries again.")
-        now = time.monotonic()
-        self._pause_s = min(2 * self._pause_s, self.interval_s)
-        self._due_s = now + max(self._pause_s, (now - began_s) * (1 / self.max_share - 1))
-
-    def _rotate(self, trainer: L.Trainer, folder: Path, coming: Path) -> None:
-        """Puts the new checkpoint in the place of the last."""
+            return error
         if coming.is_dir():
             raise UsageError(f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
                              "but a run resumes from one file; use ddp or ModelParallelStrategy")  # fmt: skip
+        if trainer.is_global_zero:
+            try:
+                self._rotate(trainer, folder)
+            except OSError as error:
+                return error
+        return None
+
+    def _rotate(self, trainer: L.Trainer, folder: Path) -> None:
+        """Puts the new checkpoint in the place of the last."""
         rotate(folder, self.keep_previous)
         if self.keep_all:
             keep(folder, trainer.global_step)
