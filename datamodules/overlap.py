@@ -11,6 +11,9 @@ import torch
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import tree_map
 
+#: Attributes that a copy has of its own.
+_OWN = ("_trainer", "_modules", "_parameters", "_buffers", "training")
+
 
 class CollectedAhead:
     """The next rollout, collected by a copy of the policy while the policy itself trains.
@@ -26,6 +29,8 @@ class CollectedAhead:
     def __init__(self, collect: Callable[[Act], Rollout]) -> None:
         self._collect = collect
         self._policy: Any = None
+        # The learner's attributes at the last `begin`.
+        self._seen: dict[str, Any] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._future: Future[Rollout] | None = None
         self._rollout: Rollout | None = None
@@ -42,7 +47,11 @@ class CollectedAhead:
         else:
             for name, part in self._policy._modules.items():
                 part.load_state_dict(learner._modules[name].state_dict())
-            self._policy.__dict__.update(_own_tensors(learner))
+            # What has changed: numbers such as an exploration rate. What the copy has changed itself, it keeps.
+            present = learner.__dict__.items()
+            changed = {k: x for k, x in present if k not in _OWN and x is not self._seen.get(k, _OWN)}
+            self._policy.__dict__.update({**changed, **_own_tensors(learner)})
+        self._seen = dict(learner.__dict__)
 
         def collect() -> Rollout:
             with torch.no_grad(), precision():

@@ -177,7 +177,7 @@ class RolloutDataModule(ControlDataModule):
 
     @property
     def _takes_empty(self) -> bool:
-        """Whether any rollout can be learned from: none has reset rows, or the algorithm takes one without a transition."""
+        """Whether any rollout can be learned from: it has no reset rows, or may consist of them alone."""
         return not self._has_reset_rows or (self.has_learner and self.learner.experience.takes_empty)
 
     @property

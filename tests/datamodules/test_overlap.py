@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from datamodules import RolloutDataModule
-from rl_modules import A2C, PPO, REINFORCE, TRPO, RecurrentPPO
+from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter
 from tests.training import assert_resumes_exactly, differences, fit
@@ -94,6 +94,32 @@ def test_a_parameter_of_the_module_itself_trains_and_the_copy_acts_with_its_valu
     assert len({temperature for temperature, _ in model.trained}) == 5 * 8  # every update moves it
     # The copy acts with what was there when its rollout was begun: 16 steps, and once for the last state's value.
     assert model.acted == [model.trained[8 * rollout] for rollout in (0, 0, 1, 2, 3) for _ in range(17)]
+
+
+class Noted(PQN):
+    """Notes the exploration rate that each rollout begins with."""
+
+    rates: list[float]
+
+    def act(self, observation: Any, generator: Any = None, deterministic: bool = False) -> dict[str, Any]:
+        self.rates.append(self.exploration_rate)
+        return super().act(observation, generator, deterministic)
+
+
+def test_a_rate_that_falls_reaches_the_rollouts_that_are_collected_ahead() -> None:
+    seen: dict[bool, list[float]] = {}
+    for overlap in (False, True):
+        model = Noted(net_arch=[8])
+        model.rates = []
+        fit(model, rollouts(total_timesteps=10 * 64, overlap=overlap))
+        seen[overlap] = model.rates[:: SIZES["n_steps"]]
+    # One update old, as the weights are.
+    assert seen[True][:10] == [seen[False][0], *seen[False][:9]]
+    assert seen[True][-1] < 0.5
+
+
+def test_a_falling_rate_resumes_exactly(tmp_path: Path) -> None:
+    assert_resumes_exactly(lambda: PQN(net_arch=[8]), rollouts, tmp_path, epochs=3)
 
 
 def test_the_last_rollout_is_not_followed_by_another() -> None:
