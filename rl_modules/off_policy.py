@@ -79,7 +79,8 @@ class OffPolicyActorCritic(ControlModule):
         self.tau = unit_interval("tau", tau, open_at_zero=True)
         self.n_critics = at_least("n_critics", n_critics)
         self.action_noise = noises.from_plain(action_noise)
-        for hparams in (self.hparams, self._hparams_initial):
+        kept: Any = (self.hparams, self._hparams_initial)
+        for hparams in kept:
             hparams["action_noise"] = noises.to_plain(self.action_noise)
         if "action_noise" in self.given_names and noises.is_foreign(self.action_noise):
             self.given_objects["action_noise"] = name_of(self.action_noise)

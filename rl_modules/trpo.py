@@ -362,7 +362,7 @@ class TRPO(ActorCriticModule):
         self.rejected_updates = checkpoint["rejected_updates"]
 
 
-def _gradient(scalar: Tensor, parameters: Sequence[Tensor], **options: bool) -> Tensor:
+def _gradient(scalar: Tensor, parameters: Sequence[Tensor], **options: Any) -> Tensor:
     """One number per parameter; 0 for those that the scalar does not depend on: no step moves them."""
     found = torch.autograd.grad(scalar, parameters, allow_unused=True, materialize_grads=True, **options)
     return torch.cat([tensor.reshape(-1) for tensor in found])
