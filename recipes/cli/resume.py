@@ -28,10 +28,20 @@ class Run:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """Returns the newest of a logger's folders ``version_0``, ``version_1``, …; None where there is none."""
+    """Returns the newest of a logger's folders; None where there is none.
+
+    Of ``version_0``, ``version_1``, … it is the last; folders of SLURM jobs are compared with it by the time of their
+    last checkpoint.
+    """
     numbered = {int(match.group(1)): path for path in parent.glob("version_*")
                 if (match := re.fullmatch(r"version_(\d+)", path.name)) and path.is_dir()}  # fmt: skip
-    return numbered[max(numbered)] if numbered else None
+    runs = [path for path in parent.glob("job_*") if path.is_dir()]
+    return max([*runs, *([numbered[max(numbered)]] if numbered else [])], key=changed_at, default=None)
+
+
+def changed_at(run: Path) -> float:
+    """When a run's folder or its checkpoints last changed, in seconds since the epoch."""
+    return max(folder.stat().st_mtime for folder in (run, run / "checkpoints") if folder.is_dir())
 
 
 def find(folder: Path, name: str) -> Path | None:

@@ -95,13 +95,21 @@ def _require_free_folder(config: Any) -> None:
 
 
 def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
-    """In a SLURM job, names the run's folder after the job, so that the requeued job finds its run and resumes it."""
+    """In a SLURM job, names the run's folder after the job, so that the requeued job finds its run and resumes it.
+
+    With ``--resume`` a job of another number, which has no such folder, continues the newest run: of the same command
+    if there is one.
+    """
     logger = config["trainer"]["logger"]
     is_tensorboard = str(getattr(logger, "class_path", "")).endswith("TensorBoardLogger")
     if is_tensorboard and SLURMEnvironment.detect() and logger.init_args.get("version") is None:
-        command = zlib.crc32(" ".join(arguments).encode())
-        logger.init_args.version = f"job_{os.environ['SLURM_JOB_ID']}_{command:08x}"
-        folder = _parent_folder(config) / logger.init_args.version
+        command = f"{zlib.crc32(' '.join(word for word in arguments if word != '--resume').encode()):08x}"
+        parent = _parent_folder(config)
+        folder = parent / f"job_{os.environ['SLURM_JOB_ID']}_{command}"
+        if config.get("resume") and not folder.is_dir():
+            same = sorted(parent.glob(f"job_*_{command}"), key=resume.changed_at)
+            folder = same[-1] if same else resume.newest_run(parent) or folder
+        logger.init_args.version = folder.name
         config["trainer"]["default_root_dir"] = config["trainer"]["default_root_dir"] or str(folder)
         config["resume"] = folder.is_dir()
 

@@ -261,6 +261,31 @@ def test_chaos(case: str, tmp_path: Path) -> None:
     assert outcome.differences == []
 
 
+def test_a_job_of_another_number_resumes_what_it_is_told_to(
+    rl: Any, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_job = {"JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in in_job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    # A run outside of SLURM, continued by job 17; a second run, of another command, is newer.
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    code, out, err = rl("fit", *RUN, "--resume")
+    assert code == 0 and f"resuming from {stopped}/checkpoints/last.ckpt (768 transitions)" in out, err
+    shutil.rmtree(FOLDER)
+    assert rl("fit", *RUN, "--resume")[0] == 0  # there is none: job 17 starts one
+    assert rl("fit", *RUN, "--data.seed=3")[0] == 0
+    first, _ = sorted(FOLDER.iterdir(), key=lambda folder: folder.stat().st_mtime)
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    code, out, err = rl("fit", *RUN, "--resume")
+    assert code == 0 and f"resuming from {first}/checkpoints/last.ckpt (1,024 transitions)" in out, err
+    assert len(list(FOLDER.iterdir())) == 2
+    for name in (*in_job, "JOB_ID"):
+        monkeypatch.delenv(f"SLURM_{name}")
+    os.utime(first / "checkpoints")
+    code, out, err = rl("fit", *RUN, "--resume")
+    assert code == 0 and f"resuming from {first}/checkpoints/last.ckpt" in out, err
+
+
 @pytest.mark.slow
 def test_slurm_hands_the_job_back_and_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chaos.import_everything(chaos.CASES["ppo"])
