@@ -278,6 +278,7 @@ class Checkpoints(ModelCheckpoint):
         assert self._trainer is not None
         return {
             **super().state_dict(),
+            "mode": self.mode,
             "settings": self._settings,
             "curves": curves.lengths(self._trainer),
             "loggers": [adapter.position() for adapter in adapters(self._trainer)],
@@ -286,6 +287,9 @@ class Checkpoints(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved_settings = state_dict["settings"]
         best = os.path.join(str(self.dirpath), "best.ckpt")
+        # The best by another metric says nothing about this one.
+        if (state_dict["monitor"], state_dict.get("mode", self.mode)) != (self.monitor, self.mode):
+            return
         # A run's folder may have been moved or be named by another path. A new folder has no best checkpoint yet.
         if state_dict["best_model_path"] and os.path.exists(best):
             score = state_dict["best_model_score"]

@@ -366,3 +366,28 @@ def test_one_callback_serves_two_runs_with_a_folder_and_a_best_each(tmp_path: Pa
     assert checkpoints.last_path == tmp_path / "two/checkpoints/last.ckpt"
     for name in ("best.ckpt", "last.ckpt"):
         assert torch.load(tmp_path / "two/checkpoints" / name, weights_only=True)["env_id"] == "Pendulum-v1"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"), [("eval/mean_reward", "min"), ("eval/mean_ep_length", "min"), ("eval/mean_reward", "max")]
+)
+def test_the_best_by_another_measure_does_not_stand_in_the_way(monitor: str, mode: str, tmp_path: Path) -> None:
+    data = {"env_id": "Pendulum-v1", "eval_freq": 64, "n_eval_episodes": 1}
+    fit(PPO(), ppo_data(**data), **saving(tmp_path, monitor="eval/mean_reward", mode="max"))
+    before = torch.load(tmp_path / "checkpoints/best.ckpt", weights_only=True)
+    arguments = saving(tmp_path, monitor=monitor, mode=mode)
+    [checkpoints] = arguments["callbacks"]
+    first = float(before["callbacks"]["Checkpoints"]["best_model_score"])
+    seen: list[float] = []
+
+    class See(L.Callback):
+        def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            seen.append(float(trainer.callback_metrics[monitor]))
+
+    arguments["callbacks"].append(See())
+    last = tmp_path / "checkpoints/last.ckpt"
+    fit(PPO(learning_rate=0.05), ppo_data(**{**data, "total_timesteps": 320}), last, **arguments)
+    is_same = (monitor, mode) == ("eval/mean_reward", "max")
+    assert len(seen) >= 2 and min(seen) < max(seen) if "reward" in monitor else set(seen) == {200.0}
+    expected = max(first, *seen) if is_same else min(seen)
+    assert float(checkpoints.best_model_score) == pytest.approx(expected, rel=1e-6)
