@@ -52,7 +52,8 @@ def sweep_command(words: list[str]) -> None:
 
     for unfinished in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
         with locked(folder / f"trial_{unfinished.number:04}.lock") as is_free:
-            if is_free:
+            # While this process ran the trials before, another may have finished this one.
+            if is_free and study.get_trials(deepcopy=False)[unfinished.number].state == unfinished.state:
                 print(f"trial {unfinished.number}: resumed", flush=True)
                 run_trial(sweep, study, optuna.trial.Trial(study, unfinished._trial_id), folder)
     while len(study.get_trials(deepcopy=False)) < sweep.n_trials:
@@ -81,7 +82,7 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
     """
     from optuna.trial import TrialState
 
-    failure = None
+    failure: Exception | None = None
     chosen = {name: found.choose(trial, name) for name, found in sweep.search.items()}
     what = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in chosen.items())
     run_folder = folder / "runs" / f"trial_{trial.number:04}"
@@ -92,7 +93,7 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
         state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
     except Pruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"
-    except UsageError as error:
+    except (UsageError, FloatingPointError) as error:  # the second: a language model's logits are NaN
         state, failure, outcome = TrialState.FAIL, error, f"failed: {error}"
     if not sweep.keep_checkpoints:
         for checkpoints in run_folder.glob("*/checkpoints"):

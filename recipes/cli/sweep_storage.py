@@ -68,8 +68,8 @@ def open_study(sweep: Sweep, folder: Path) -> Any:
     )
     begun = study.user_attrs.get("settings")
     if begun not in (None, sweep.identity):
-        raise UsageError(f"{folder} has a sweep with other settings (only n_trials and keep_checkpoints may change); "
-                         "give this one another name, or remove the folder")  # fmt: skip
+        raise UsageError(f"{folder} has a sweep with other settings, or its config had another text (only n_trials and "
+                         "keep_checkpoints may change); give this one another name, or remove the folder")  # fmt: skip
     if begun is None:
         study.set_user_attr("settings", sweep.identity)
     return study

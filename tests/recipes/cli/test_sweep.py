@@ -18,6 +18,8 @@ from recipes.cli import main
 
 optuna = pytest.importorskip("optuna")
 
+sweep_module = pytest.importorskip("recipes.cli.sweep")
+
 SMALL = {
     "config": "ppo/cartpole.yaml",
     "n_trials": 2,
@@ -212,6 +214,54 @@ def test_a_sweep_keeps_its_settings(sweep):
     code, _, err = sweep(**{**changes, "first_seed": 5})
     assert code == 1
     assert "has a sweep with other settings" in err
+
+
+def test_an_edited_config_is_another_sweep(sweep):
+    main(["copy", "ppo/cartpole.yaml", "mine.yaml"])
+    changes = {"config": "mine.yaml", "name": "ppo-cartpole", "n_trials": 1, "seeds": 1}
+    assert sweep(**changes)[0] == 0
+    text = Path("mine.yaml").read_text()
+    Path("mine.yaml").write_text(f"# another comment\n{text}")
+    assert sweep(**{**changes, "n_trials": 2})[0] == 0
+    assert "gamma: 0.98" in text
+    Path("mine.yaml").write_text(text.replace("gamma: 0.98", "gamma: 0.9"))
+    code, _, err = sweep(**{**changes, "n_trials": 3})
+    assert code == 1 and "its config had another text" in err and len(trials()) == 2
+
+
+def test_a_diverged_language_model_is_a_failed_trial(sweep, monkeypatch):
+    def diverges(*args):
+        raise FloatingPointError("the model's logits are NaN: training has diverged")
+
+    run_seed = sweep_module.run_seed
+    monkeypatch.setattr(sweep_module, "run_seed", lambda *args: (diverges if args[1].number == 0 else run_seed)(*args))
+    code, out, err = sweep(seeds=1)
+    assert code == 0, err
+    assert "failed: the model's logits are NaN" in out
+    assert [trial.state.name for trial in trials()] == ["FAIL", "COMPLETE"]
+
+
+def test_a_trial_that_another_process_finished_meanwhile_is_not_run_again(sweep, monkeypatch):
+    """Two trials are unfinished; while this process takes the first, the process of the second finishes that."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def runs_while_another_does(settings, trial, *args):
+        if trial.number == 0:
+            other = optuna.trial.Trial(trial.study, trials()[1]._trial_id)
+            other.set_user_attr("seed_1000", 1.0)
+            trial.study.tell(other, 1.0)
+        return 2.0
+
+    monkeypatch.setattr(sweep_module, "run_seed", interrupted)
+    assert sweep(seeds=1)[0] == 130
+    study = optuna.load_study(study_name="ppo-cartpole", storage="sqlite:///logs/sweep-ppo-cartpole/sweep.db")
+    study.ask()
+    monkeypatch.setattr(sweep_module, "run_seed", runs_while_another_does)
+    code, _, err = sweep(seeds=1)
+    assert code == 0, err
+    assert [(trial.state.name, trial.value) for trial in trials()] == [("COMPLETE", 2.0), ("COMPLETE", 1.0)]
 
 
 def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
