@@ -142,8 +142,12 @@ def _recompute(command: str, args: list[str]) -> None:
 
 
 def _with_configs_found(args: list[str], default_config: str | None) -> list[str]:
-    """Replaces every ``--config NAME`` by the path of its file, which is checked."""
-    found, given = [], False
+    """Replaces every ``--config NAME`` by the path of its file, which is checked.
+
+    Configs come first, in their order: the parser takes the last of two values, and an option overrides every file.
+    """
+    named: list[str] = []
+    options: list[str] = []
     pending = iter(args)
     for arg in pending:
         name, equals, value = arg.partition("=")
@@ -154,13 +158,12 @@ def _with_configs_found(args: list[str], default_config: str | None) -> list[str
                                  "ppo/cartpole.yaml")  # fmt: skip
             path = configs.find(value)
             refuse_keys(path, config_files.check(path))
-            found += ["--config", str(path)]
-            given = True
+            named += ["--config", str(path)]
         else:
-            found.append(arg)
-    if default_config is not None and not given:
-        found = ["--config", str(configs.find(default_config)), *found]
-    return found
+            options.append(arg)
+    if default_config is not None and not named:
+        named = ["--config", str(configs.find(default_config))]
+    return [*named, *options]
 
 
 def _run(command: str, args: list[str]) -> None:
