@@ -88,7 +88,8 @@ class RLCLI(LightningCLI):
         seed = config.get("seed_everything")
         if seed is False or seed is None:
             return
-        seed = int(torch.seed() % 2**31) if seed is True else int(seed)
+        seed = runs.drawn_seed() if seed is True else int(seed)
+        config["seed_everything"] = seed  # the recorded config runs the same again
         if not 0 <= seed < 2**32:
             raise UsageError(f"seed_everything={seed} must lie in [0, {2**32 - 1}], as NumPy takes it")
         L.seed_everything(seed, workers=True, verbose=False)

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -41,6 +42,22 @@ def run_name(algorithm: str, data: Any) -> str:
     """The name of a run's folder, ``<algorithm>-<task>``."""
     task = data.hparams.get("env_id") or language.task_name(data.hparams) or type(data).__name__
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+
+def drawn_seed() -> int:
+    """A seed by chance, the same on all ranks: those that the Trainer starts find it in ``PL_GLOBAL_SEED``.
+
+    Raises:
+        UsageError: other ranks, which torchrun or SLURM started, would draw another.
+    """
+    in_job = SLURMEnvironment.detect()
+    if "PL_GLOBAL_SEED" in os.environ and (in_job or "LOCAL_RANK" in os.environ):
+        return int(os.environ["PL_GLOBAL_SEED"])
+    ranks = int(os.environ.get("WORLD_SIZE") or (os.environ.get("SLURM_NTASKS") if in_job else None) or 1)
+    if ranks > 1:
+        raise UsageError(f"seed_everything=true draws a seed, which {ranks} processes that torchrun or SLURM started "
+                         "don't share; give a number, or set PL_GLOBAL_SEED for all of them")  # fmt: skip
+    return int(torch.seed() % 2**31)
 
 
 def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[dict[str, Any] | None, resume.Run | None]:

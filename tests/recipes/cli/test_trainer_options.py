@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.cli import main
+from recipes.cli.runs import drawn_seed
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=0",
@@ -288,3 +290,41 @@ def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="a mistake in the algorithm") as raised:
         rl("fit", *RUN)
     assert raised.type is ValueError
+
+
+def test_an_option_overrides_every_config_wherever_it_stands(rl: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("trainer: {max_epochs: 7}\nmodel: {class_path: PPO, init_args: {gamma: 0.5}}\n")
+    (tmp_path / "b.yaml").write_text("trainer: {max_epochs: 9}\n")
+    files = [*RUN, "--config", "a.yaml", "--model.gamma=0.75", "--config=b.yaml"]
+    given = ["--trainer.max_epochs", "1", *files]
+    code, _, err = rl("fit", *given)
+    assert code == 0, err
+    recorded = yaml.safe_load(next(tmp_path.glob("logs/*/version_0/config.yaml")).read_text())
+    assert recorded["trainer"]["max_epochs"] == 1 and recorded["model"]["init_args"]["gamma"] == 0.75
+    code, _, err = rl("fit", *files)  # the last of several configs counts
+    assert code == 0, err
+    recorded = yaml.safe_load(next(tmp_path.glob("logs/*/version_1/config.yaml")).read_text())
+    assert recorded["trainer"]["max_epochs"] == 9
+
+
+def test_a_seed_by_chance_is_drawn_once_for_all_ranks(rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(version: int) -> tuple[int, int]:
+        config = yaml.safe_load(next(tmp_path.glob(f"logs/*/version_{version}/config.yaml")).read_text())
+        return config["seed_everything"], config["data"]["init_args"]["seed"]
+
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    words = ["fit", *RUN, "--trainer.max_epochs=1", "--seed_everything", "true"]
+    seeds = []
+    for version in range(2):
+        assert rl(*words)[0] == 0
+        seeds.append(recorded(version))
+        assert os.environ["PL_GLOBAL_SEED"] == str(seeds[-1][0]) and seeds[-1][0] == seeds[-1][1]
+    assert seeds[0] != seeds[1]  # another draw in each run of one process
+    # A further rank, which the Trainer starts with the first one's environment.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert drawn_seed() == seeds[1][0]
+    # torchrun's ranks have nothing in common.
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = rl(*words)
+    assert code == 1 and "seed_everything=true draws a seed, which 2 processes" in err
