@@ -88,6 +88,10 @@ class EpisodeRecorder(Callback):
         self.every = every
         self._next = every
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._next = self.every  # a second fit counts from 0; a checkpoint to resume from is loaded after this hook
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if data.num_timesteps < self._next or not trainer.is_global_zero:

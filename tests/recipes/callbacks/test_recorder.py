@@ -3,10 +3,12 @@ from pathlib import Path
 import pytest
 
 from datamodules import RolloutDataModule
-from recipes.callbacks import record_episodes
+from recipes.callbacks import EpisodeRecorder, record_episodes
 from recipes.cli import main
+from rl_modules import A2C
 from rl_modules.common.errors import UsageError
 from tests.datamodules.test_rollout import Follows
+from tests.training import fit, rollouts
 
 
 class OneAction(Follows):
@@ -41,6 +43,25 @@ def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
     main(["fit", "--config", "ppo/cartpole.yaml", *small, "--record_every", "500"])
     names = sorted(path.name for path in Path().glob("logs/*/version_0/videos/*.mp4"))
     assert [name.split("-0-return")[0] for name in names] == ["step-1024", "step-512"]
+
+
+def test_a_second_fit_is_recorded_as_the_first_and_a_resumed_one_goes_on(tmp_path, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(
+        "recipes.callbacks.recorder.record_episodes", lambda *args, prefix: recorded.append(int(prefix[5:]))
+    )
+    recorder = EpisodeRecorder(every=64)
+
+    def train(total_timesteps, ckpt_path=None):
+        recorded.clear()
+        data = rollouts("CartPole-v1", n_envs=2, n_steps=16, total_timesteps=total_timesteps)
+        trainer = fit(A2C(), data, ckpt_path, callbacks=[recorder], default_root_dir=tmp_path)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return list(recorded)
+
+    assert train(128) == [64, 128]
+    assert train(128) == [64, 128]
+    assert train(256, tmp_path / "end.ckpt") == [192, 256]
 
 
 def test_missing_moviepy_names_the_extra(monkeypatch, tmp_path):
