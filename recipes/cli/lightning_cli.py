@@ -178,10 +178,15 @@ class RLCLI(LightningCLI):
         if self.command == "predict" and not self.records:
             output = self._get(self.config, "output")
             callbacks.append(trainer_settings.prediction_writer(output, self._controls))
+            if not self._controls and config.get("devices") == "auto":
+                config["devices"] = 1
         if writes_nothing := config.get("enable_checkpointing") is False:
             # Lightning refuses any checkpoint callback then; the project's has other tasks, too.
             config["enable_checkpointing"] = None
         trainer = super()._instantiate_trainer(config, callbacks)
+        if self.command == "predict" and not self._controls and trainer.world_size > 1:
+            raise UsageError(f"trainer.devices={config['devices']}: predict writes the rows of one process, and each "
+                             f"of {trainer.world_size} has other records; leave it out, or give 1")  # fmt: skip
         if writes_nothing:
             trainer_settings.stop_writing(trainer)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():

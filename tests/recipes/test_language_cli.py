@@ -110,6 +110,20 @@ def test_validate_and_test_print_the_metrics(rl, trained):
             assert name in out
 
 
+def test_predict_writes_every_record_or_refuses(rl, trained, monkeypatch):
+    """With several devices each process has a share of the records, of which one process's would be written."""
+    words = ["predict", "--config", "tiny.yaml", "--ckpt_path", str(trained / "checkpoints/last.ckpt")]
+    code, _, err = rl(*words, "--trainer.devices=2", "--trainer.accelerator=cpu")
+    assert code == 1 and "trainer.devices=2: predict writes the rows of one process" in err
+    assert not Path("completions.csv").exists()
+    # A machine with two devices that Lightning would take both of.
+    monkeypatch.setattr("lightning.pytorch.accelerators.cpu.CPUAccelerator.auto_device_count", lambda: 2)
+    code, _, err = rl(*words, "--trainer.accelerator=cpu")
+    assert code == 0, err
+    with Path("completions.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == CONFIG["data"]["init_args"]["n_eval"]
+
+
 def test_predict_writes_completions_with_rewards(rl, trained):
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
     for name in ("a.csv", "a.jsonl"):
