@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules import ReplayDataModule
@@ -195,6 +195,7 @@ def test_a_bounded_checkpoint_has_no_goals_of_rows_that_it_lacks(lengths: list[i
             assert goal[0] == -1.0 or (goal[:2] == [environment, episode] and goal[2] > oldest[episode])
 
 
+@settings(max_examples=15)
 @given(n_envs=st.integers(1, 3), breaks=st.lists(st.integers(1, 9), min_size=4, max_size=20), rows=st.integers(20, 40))
 def test_a_full_ring_whose_episodes_are_broken_off_has_their_own_goals(
     n_envs: int, breaks: list[int], rows: int
