@@ -10,6 +10,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rl_modules.common.errors import UsageError
+
 #: Key of the mask in an observation.
 MASK = "action_mask"
 #: Key of what was observed, where that is no dictionary itself.
@@ -40,12 +42,18 @@ def choices(action_space: spaces.Space) -> list[int]:
 
 
 def split_space(observation_space: spaces.Space, action_space: spaces.Space) -> tuple[spaces.Space, bool]:
-    """The space without its mask, and whether there is one."""
+    """The space without its mask, and whether there is one.
+
+    Raises:
+        UsageError: a part with the name of a mask that is none.
+    """
     if not isinstance(observation_space, spaces.Dict) or MASK not in observation_space.spaces:
         return observation_space, False
     size = mask_size(action_space)
     if size is None or observation_space[MASK].shape != (size,):
-        return observation_space, False
+        right = "which has no masks" if size is None else f"whose masks have the shape ({size},)"
+        raise UsageError(f"the observation has {MASK!r} of shape {observation_space[MASK].shape}, but the action space "
+                         f"is {action_space}, {right}; call that part otherwise")  # fmt: skip
     rest = {key: part for key, part in observation_space.items() if key != MASK}
     return (rest[OBSERVED] if rest.keys() == {OBSERVED} else spaces.Dict(rest)), True
 

@@ -13,6 +13,7 @@ from torch.distributions import Categorical as TorchCategorical
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import A2C, DQN, PPO, REINFORCE, SARSA, TRPO, MonteCarlo, QLearning
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import split_space
 from rl_modules.distributions import Categorical, make_distribution, parameter_count, sample_allowed
 from tests.marks import quick
 from tests.masked_envs import MASKED_SPACES, Corridor, DeadEnd, Guarded, make_corridor, make_guarded
@@ -396,3 +397,17 @@ def test_sb3_contribs_action_masker_and_dict_observations() -> None:
     fit(model, data)
     assert (data.rollout["action"] == 1).all()
     assert isinstance(model.observation_space, spaces.Dict) and list(model.observation_space) == ["obs"]
+
+
+@pytest.mark.parametrize(
+    ("action_space", "shape", "right"),
+    [
+        (gym.spaces.Box(-1, 1, (2,)), (2,), "which has no masks"),
+        (gym.spaces.Discrete(3), (2,), r"whose masks have the shape \(3,\)"),
+    ],
+    ids=["box", "size"],
+)
+def test_a_part_that_is_called_as_a_mask_is_and_is_none_is_refused(action_space: Any, shape: Any, right: str) -> None:
+    parts = {"x": gym.spaces.Box(-1, 1, (3,)), "action_mask": gym.spaces.Box(0, 1, shape)}
+    with pytest.raises(UsageError, match=rf"observation has 'action_mask' of shape.*{right}; call that part otherwise"):
+        split_space(gym.spaces.Dict(parts), action_space)
