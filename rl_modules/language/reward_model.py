@@ -62,9 +62,6 @@ class RewardModel(LanguageModule):
         trained = source is not None and is_reward_model(config)
         options = hp.torch_dtype, hp.attn_implementation, hp.gradient_checkpointing
         self.model = make_model(config, source, "score", *options)
-        if not isinstance(getattr(self.model, "score", None), nn.Linear):
-            raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; "
-                             "take a causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
         if not trained:
             initialize_head(self.model.score)
         if trained and hp.description is None:

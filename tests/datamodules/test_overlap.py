@@ -175,7 +175,7 @@ def test_other_settings_after_a_rollout_that_was_collected_ahead(tmp_path: Path)
     data = rollouts(batch_size=32)
     fit(PPO(), data, ckpt_path=tmp_path / "part.ckpt")
     assert data.num_timesteps == 320
-    # Nothing is collected after the last rollout, so that a finished run goes on with other settings.
+    # Nothing is collected after the last rollout, so that a finished run resumes with other settings.
     fit(Watched(), rollouts()).save_checkpoint(tmp_path / "whole.ckpt")
     model = Watched()
     fit(model, rollouts(n_steps=8, total_timesteps=384), ckpt_path=tmp_path / "whole.ckpt")

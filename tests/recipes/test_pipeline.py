@@ -173,7 +173,7 @@ def test_a_fit_that_was_stopped_goes_on_when_its_pipeline_is_called_again(tmp_pa
         Pipeline(tmp_path).fit("sft", "sft/addition.yaml", arguments)
     last = tmp_path / "sft/run/checkpoints/last.ckpt"
     assert stopped.value.code == 128 + signal.SIGTERM and torch.load(last, weights_only=True)["global_step"] == 3
-    monkeypatch.setattr(StopsAtStep, "stop_at", 1)  # not reached by a run that goes on after step 3
+    monkeypatch.setattr(StopsAtStep, "stop_at", 1)  # not reached by a run that resumes after step 3
     model = Pipeline(tmp_path).fit("sft", "sft/addition.yaml", arguments)
     assert torch.load(last, weights_only=True)["global_step"] == 4 and (model / "model.safetensors").exists()
 
