@@ -395,7 +395,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """One batch of held-out completions, with the evaluation's own sampling settings and seeds.
 
         Returns:
-            What :meth:`judge` returns, and the texts as ``tokens`` [P·K, T] right-padded with ``prompt_length`` [P·K].
+            What :meth:`judge` returns, the texts as ``tokens`` [P·K, T] right-padded with ``prompt_length`` [P·K], and
+            ``logged``, see ``RewardFunctions.take_logged``.
         """
         hp: Any = self.hparams
         k = hp.eval_num_generations
@@ -408,7 +409,10 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         early = self.early_rewards(records, k)
         written = self.policy.act(prompts, seeds, k, on_ended=early and early.on_ended, **settings)
         pad_id = int(self.policy.tokenizer.pad_token_id)
-        return {**self.judge(records, written, k, early), **joined_sequences(prompts, written, k, pad_id)}
+        self.rewards.take_logged()  # of a call that was interrupted
+        judged = self.judge(records, written, k, early)
+        texts = joined_sequences(prompts, written, k, pad_id)
+        return {**judged, **texts, "logged": self.rewards.take_logged()}
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
         """What computes rewards while completions are written; None without ``reward_overlap``."""
@@ -432,6 +436,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the
             chat template), ``rewards`` [P·K, F] (NaN: not applicable),
             ``reward_names``, ``token_rewards`` [P·K, L, F] where a function gives one number per token (else None),
+            ``extra`` (P·K dictionaries of what the functions logged by ``log_extra``),
             ``correct`` [P, K] bool (None where there is no reward function), ``answers`` (P
             lists of K), ``length`` and ``finished`` [P·K].
         """
@@ -457,6 +462,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             "texts": texts,
             "rewards": rewards,
             "reward_names": self.rewards.names,
+            "extra": self.rewards.take_extra(len(texts)),
             "token_rewards": None if spread is None else spread.to(rewards.device, non_blocking=True),
             "correct": correct,
             "answers": [answers[i : i + k] for i in range(0, len(answers), k)],

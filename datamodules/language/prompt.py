@@ -263,10 +263,10 @@ class PromptDataModule(LanguageDataModule):
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
         """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
-        self.rewards.take_failures()  # an evaluation's
+        self._take_notes()  # an evaluation's
         rollout = self._first_round(n_prompts)
         if not self.dynamic_sampling:
-            return {**rollout, "failed": self.rewards.take_failures()}
+            return {**rollout, **self._take_notes()}
         lacking = n_prompts - sum(self._with_signal(rollout))
         for _ in range(self.dynamic_sampling):
             # Every rank draws as many, or they would not meet again.
@@ -283,7 +283,11 @@ class PromptDataModule(LanguageDataModule):
             self._told_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
-        return {**rollout, "missing": lacking / n_prompts, "failed": self.rewards.take_failures()}
+        return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
+
+    def _take_notes(self) -> dict[str, Any]:
+        """What the reward functions failed on and logged since the last call."""
+        return {"failed": self.rewards.take_failures(), "logged": self.rewards.take_logged()}
 
     def _with_signal(self, rollout: dict[str, Any]) -> list[bool]:
         flags: list[bool] = has_signal(rollout["reward"], self.num_generations).tolist()

@@ -4,18 +4,17 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from datamodules.language.reward_logging import LOGGING
 from rl_modules.common.errors import UsageError
 
 #: Arguments that are no columns.
-_OWN = frozenset({"prompts", "completions", "completion_ids", "trainer_state"})
+_OWN = frozenset({"prompts", "completions", "completion_ids", "trainer_state", *LOGGING})
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
 _NOT_PASSED = frozenset(
     {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
 )
 #: What is passed that has no value per completion.
-_SHARED = frozenset({"trainer_state"})
-#: Functions that TRL passes, by which a reward function logs.
-_LOGGING_OF_TRL = frozenset({"log_metric", "log_extra"})
+_SHARED = frozenset({"trainer_state", *LOGGING})
 
 
 def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -41,7 +40,7 @@ def refuse_own_names(columns: Iterable[str]) -> None:
 
 
 def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What of ``given`` a function takes.
+    """What of ``given`` a function takes: all that it names, and the columns where it has ``**columns``.
 
     Args:
         func: the reward function.
@@ -54,21 +53,23 @@ def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict
     try:
         parameters = inspect.signature(func).parameters
     except (TypeError, ValueError):  # builtins written in C have no signature
-        return given
+        return _without_logging(given)
     for parameter in parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
         if needed and parameter.name not in given:
             raise UsageError(_missing(name, parameter.name, given))
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    return {key: value for key, value in given.items() if key in parameters}
+    named = {key: value for key, value in given.items() if key in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {**_without_logging(given), **named} if takes_all else named
+
+
+def _without_logging(given: dict[str, Any]) -> dict[str, Any]:
+    """What is no function to log by; a reward function that wants one names it."""
+    return {key: value for key, value in given.items() if key not in LOGGING}
 
 
 def _missing(name: str, parameter: str, given: dict[str, Any]) -> str:
-    if parameter in _LOGGING_OF_TRL:
-        return (f"reward function {name!r} needs {parameter!r}, which TRL passes and this project does not; give it "
-                "the default None, and record metrics with self.record in a subclass's rewards()")  # fmt: skip
     columns = [key for key in given if key not in _OWN]
     return (f"reward function {name!r} needs a column {parameter!r}, but the records have only "
             f"{', '.join(columns) or 'prompts'}; map one with columns")  # fmt: skip

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datamodules.language import reward_logging
 from datamodules.language.reward_arguments import accepted, columns_of, own_part
+from datamodules.language.reward_logging import LOGGING, RewardLog
 from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
 
@@ -53,6 +55,9 @@ class RewardFunctions:
         self.by_token = False
         #: Such lists of the last batch: by function, by sample.
         self._lists: dict[int, dict[int, list[float]]] = {}
+        #: What was logged since the last call of :meth:`take_logged`, and about the last batch.
+        self._logged: list[RewardLog] = []
+        self._last_logged: list[RewardLog] = []
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
         self._has_scored = False
@@ -119,6 +124,8 @@ class RewardFunctions:
             call = _Call(j, first, first + len(records))
             call.values = self._scores(call, arguments, given, 0, len(records))
             call.failures = [(first + i, error) for i, error in call.failures]
+            for log in call.logs:
+                log.start += first
             call.lists = {first + i: numbers for i, numbers in call.lists.items()}
             calls.append(call)
         return calls
@@ -151,6 +158,7 @@ class RewardFunctions:
             ],
             "completion_ids": completion_ids,
             **columns_of(records),
+            **dict.fromkeys(LOGGING),  # each call has its own
         }
         if state is not None:
             given["trainer_state"] = state
@@ -164,6 +172,8 @@ class RewardFunctions:
         """The rewards of all calls, [B, F]; failures are counted and reported."""
         rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
         self._lists = {}
+        self._last_logged = [log for call in sorted(calls, key=lambda c: (c.function, c.start)) for log in call.logs]
+        self._logged += self._last_logged
         for call in calls:
             if call.lists:
                 self._lists.setdefault(call.function, {}).update(call.lists)
@@ -177,6 +187,16 @@ class RewardFunctions:
         """Number of samples that each function has failed on since the last call of this method."""
         taken, self._failures = self._failures, dict.fromkeys(self.names, 0)
         return taken
+
+    def take_logged(self) -> dict[str, tuple[float, int]]:
+        """The mean of each metric that the functions logged since the last call of this method, and its weight."""
+        taken, self._logged = self._logged, []
+        return reward_logging.means(taken)
+
+    def take_extra(self, count: int) -> list[dict[str, Any]]:
+        """What the functions logged about each of the last batch's ``count`` completions, by column."""
+        taken, self._last_logged = self._last_logged, []
+        return reward_logging.rows(taken, count)
 
     def take_token_rewards(self, rewards: Tensor, lengths: Sequence[int]) -> Tensor | None:
         """The last batch's rewards token by token; None where every function returned one number per completion.
@@ -217,7 +237,9 @@ class RewardFunctions:
     ) -> list[float]:
         """The function's values for samples ``start`` to ``stop``; NaN, noted in the call, for those it fails on."""
         func, name, n = self.funcs[call.function], self.names[call.function], stop - start
+        log = RewardLog(start, n)
         part = own_part(arguments, start, stop)
+        part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
         try:
             values = self._call(func, part)
         except (Exception, SystemExit) as error:
@@ -233,6 +255,7 @@ class RewardFunctions:
             raise UsageError(f"reward function {name!r} returned a {type(values).__name__}, not a list of {n} numbers")
         if len(values) != n:
             raise UsageError(f"reward function {name!r} returned {len(values)} values for {n} completions")
+        call.logs.append(log)
         return [self._value(call, value, start + i, given) for i, value in enumerate(values)]
 
     def _value(self, call: "_Call", value: Any, i: int, given: dict[str, Any]) -> float:
@@ -327,6 +350,8 @@ class _Call:
     failures: list[tuple[int, BaseException]] = field(default_factory=list)
     #: Rewards of samples whose tokens have a number each.
     lists: dict[int, list[float]] = field(default_factory=dict)
+    #: What the function logged, where it returned.
+    logs: list[RewardLog] = field(default_factory=list)
 
 
 class _TooLong(Exception):

@@ -236,7 +236,8 @@ class JudgedPolicy(LanguagePolicy):
         Args:
             names: F.
             rewards: of all ranks' completions, [B, F]; NaN: does not apply.
-            rollout: with ``failed``, the number of this rank's completions that each function raised on.
+            rollout: with ``failed``, the number of this rank's completions that each function raised on, and
+                ``logged``, the means and weights of what they logged about them.
             std: also record the standard deviations.
         """
         for name, column in zip(names, rewards.unbind(1), strict=True):
@@ -244,6 +245,7 @@ class JudgedPolicy(LanguagePolicy):
             self.record((n > 0).float(), **{f"{name}/mean": mean, **({f"{name}/std": deviation} if std else {})})
         for name, count in rollout.get("failed", {}).items():
             self.record(**{f"rewards/{name}/failed": count * self._world_size})
+        self.record_logged(rollout.get("logged", {}))
 
     def table_is_due(self) -> bool:
         """Whether this generation's completions are to be logged: the first one after each ``completions_steps``."""

@@ -1,5 +1,6 @@
 """Metrics of the language algorithms: running means by name, one point of every curve per ``logging_steps``."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning as L
@@ -25,6 +26,8 @@ class LanguageMetrics(L.LightningModule):
     regular_metrics: dict[str, float]
     #: Tokens of training so far, over all ranks.
     num_tokens: int
+    #: What the module has recorded by itself.
+    _own_names: set[str]
     _sums: dict[str, Tensor]
     _weights: dict[str, Tensor]
     _logged_at: int
@@ -43,6 +46,25 @@ class LanguageMetrics(L.LightningModule):
         Raises:
             UsageError: a value that is not a scalar.
         """
+        self._own_names.update(metrics)
+        self._add(weight, metrics)
+
+    def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
+        """Adds what reward functions logged.
+
+        Args:
+            logged: mean and weight by name.
+
+        Raises:
+            UsageError: the run has a curve of that name.
+        """
+        for name, (mean, weight) in logged.items():
+            if name in self._own_names:
+                raise UsageError(f"log_metric({name!r}, …) of a reward function: the run has a curve of this name; "
+                                 "choose another")  # fmt: skip
+            self._add(weight, {name: mean})
+
+    def _add(self, weight: Tensor | float, metrics: Mapping[str, Tensor | float]) -> None:
         if self._trainer is not None and self._trainer.evaluating:
             return
         w = self._scalar("weight", weight)
@@ -105,7 +127,7 @@ class LanguageMetrics(L.LightningModule):
 
     def _means_over_ranks(self) -> dict[str, float]:
         """Means of what was recorded since the last point, by displayed name; ranks call this together."""
-        names = self._names_over_ranks()
+        names = self._names_over_ranks(self._sums)
         if not names:
             return {}
         nothing = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -155,12 +177,12 @@ class LanguageMetrics(L.LightningModule):
     def on_validation_end(self) -> None:
         self._throughput.resume()
 
-    def _names_over_ranks(self) -> list[str]:
-        """What any rank has recorded, in one order on all of them."""
+    def _names_over_ranks(self, own: Iterable[str]) -> list[str]:
+        """The names that any rank has, in one order on all of them."""
         if self.trainer.world_size == 1:
-            return list(self._sums)
+            return list(own)
         ranks: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(ranks, list(self._sums))
+        torch.distributed.all_gather_object(ranks, list(own))
         return sorted({name for names in ranks for name in names})
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:

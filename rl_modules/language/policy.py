@@ -162,14 +162,38 @@ class LanguagePolicy(LanguageModule):
         columns = zip(batch["reward_names"], rewards.unbind(-1), scored.unbind(-1), scored.sum(0).tolist(), strict=True)
         for name, column, counts, n in columns:
             self.log_evaluation({f"eval/rewards/{name}": F.masked_mean(column, counts)}, n)
+        self.log_logged(batch.get("logged", {}))
         if batch_idx == 0 and self.trainer.is_global_zero:
-            scores = {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
-            self.write_table("eval/completions", {"prompt": batch["prompts"], "completion": batch["texts"], **scores})
+            table = {"prompt": batch["prompts"], "completion": batch["texts"]}
+            table |= {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
+            self.write_table("eval/completions", {**table, **logged_columns(batch)})
+
+    def log_logged(self, logged: dict[str, tuple[float, int]]) -> None:
+        """Logs what reward functions logged about held-out completions, as ``eval/<name>``.
+
+        Args:
+            logged: mean and weight by name.
+        """
+        # Lightning reduces each metric over the ranks, which must all have it.
+        for name in self._names_over_ranks(logged):
+            mean, weight = logged.get(name, (0.0, 0))
+            self.log_evaluation({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=self.device)}, weight)
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
         """Writes a table to every logger that supports tables, at the current optimizer step."""
         for adapter in adapters(self.trainer):
             adapter.write_table(name, columns, rows, self.trainer.global_step)
+
+
+def logged_columns(batch: dict[str, Any]) -> dict[str, list[Any]]:
+    """What reward functions logged about completions, as columns of a table; None where a completion has nothing.
+
+    Args:
+        batch: with ``extra``, a dictionary for each completion.
+    """
+    extra = batch.get("extra", [])
+    names = dict.fromkeys(name for row in extra for name in row)
+    return {name: [row.get(name) for row in extra] for name in names}
 
 
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:

@@ -181,29 +181,13 @@ def test_a_function_may_change_what_it_gets(workers):
     assert record == before
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state"])
+@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_metric", "log_extra"])
 def test_a_column_with_the_name_of_an_argument_is_refused(name):
     rows = records(2, **{name: ["of another model"] * 2})
     with pytest.raises(UsageError, match=f"a column '{name}', .* own {name}; rename or remove the column"):
         RewardFunctions([exact_answer])(rows, ["a", "b"])
     rows = records(2, completion_ids=[[9], [9]])  # an encoded demonstration's; the call's own are passed
     assert RewardFunctions([length_reward(2)])(rows, ["a", "b"], [[1, 2], [1]]).tolist() == [[0.0], [-0.5]]
-
-
-def test_what_trl_passes_for_logging_is_refused_by_name():
-    def metric(completions, log_metric):
-        return [0.0] * len(completions)
-
-    def extra(completions, *, log_extra, **columns):
-        return [0.0] * len(completions)
-
-    def may_log(completions, log_metric=None, log_extra=None, **columns):
-        return [float(log_metric is None and log_extra is None)]
-
-    for func, name in ((metric, "log_metric"), (extra, "log_extra")):
-        with pytest.raises(UsageError, match=f"needs '{name}', which TRL passes .* default None.*self.record"):
-            RewardFunctions([func])(records(1, level=[1]), ["a"])
-    assert RewardFunctions([may_log])(records(1), ["a"]).tolist() == [[1.0]]
 
 
 def test_trainer_state_is_passed_whole_and_never_cut_by_samples():
