@@ -106,7 +106,12 @@ class HindsightReplayBuffer(ReplayBuffer):
         for name in ("observation", "next_observation"):
             sample[name]["desired_goal"][chosen] = goal
         achieved = sample["next_observation"]["achieved_goal"][chosen].numpy()
-        reward = np.asarray(self.compute_reward(achieved, goal.numpy(), [{} for _ in range(len(goal))]), np.float32)
+        infos: list[dict[str, Any]] = [{} for _ in range(len(goal))]
+        try:
+            reward = np.asarray(self.compute_reward(achieved, goal.numpy(), infos), np.float32)
+        except KeyError as error:
+            raise UsageError(f"the environment's compute_reward reads {error} from the infos, which replay does not "
+                             "keep; compute rewards from the goals alone") from error  # fmt: skip
         if reward.shape != (len(goal),):
             raise UsageError(f"the environment's compute_reward returned an array of shape {reward.shape} for "
                              f"{len(goal)} goals; return one reward per goal")  # fmt: skip

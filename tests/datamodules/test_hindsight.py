@@ -322,6 +322,12 @@ def test_an_environment_without_goals_or_their_rewards_is_refused() -> None:
         def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
             return np.zeros(()) if np.ndim(achieved_goal) > 1 else 0.0
 
+    class ReadsInfos(BitFlipping):
+        def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+            return np.array([i["weight"] for i in info]) if isinstance(info, list) else 0.0
+
+    with pytest.raises(UsageError, match="compute_reward reads 'weight' from the infos, which replay does not keep"):
+        fit(DQN(), ReplayDataModule(lambda: ReadsInfos(4), n_sampled_goal=4, eval_freq=0, learning_starts=20))
     with pytest.raises(UsageError, match=r"compute_reward returned an array of shape \(\) for"):
         fit(DQN(), ReplayDataModule(lambda: Scalar(4), n_sampled_goal=4, eval_freq=0, learning_starts=20))
 
