@@ -35,7 +35,8 @@ class REINFORCE(ActorCriticModule):
     the reward earned within the rollout. Choose the datamodule's ``n_steps`` much larger than 1 / (1 - γ) or than the
     episodes' length. With V ("baseline", "advantage"), V estimates the later rewards, and rollouts can be short.
 
-    The factor γ^t of the exact gradient of the discounted return is omitted, as is usual in practice.
+    The factor γ^t of the exact gradient of the discounted return is omitted, as is usual in practice, except by
+    "return", whose G_0 contains it.
 
     Args:
         psi: Ψ, the weight of log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``.

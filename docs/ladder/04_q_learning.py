@@ -53,4 +53,4 @@ plot(curves, "eval/true_return", "transitions", "greedy policy, exact", model.op
 # %% [markdown]
 # SARSA's greedy policy takes the longer, safer way. With a constant step size of 0.5 the table keeps changing: after a
 # single fall the greedy policy may no longer reach the goal, as at the end of this run. `sarsa/cliffwalking_decay.yaml`
-# decays step size and ε.
+# lowers ε to 0, with a step size of 0.2 and optimistic initial values.

@@ -6,6 +6,7 @@
 #
 # ```
 # A_t = Σ_k (γλ)^k δ_{t+k},    δ_t = r_t + γ (1 - terminated) V(s_{t+1}) - V(s_t)
+# R_t = A_t + V(s_t)
 # L = -mean log π(a|s) A + c_v (V(s) - R)² - c_e entropy
 # ```
 #
