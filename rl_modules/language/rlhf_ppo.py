@@ -36,8 +36,8 @@ class RLHFPPO(JudgedPolicy):
     E is the mean over all completion tokens of the optimizer step, over micro-batches and ranks. The
     score is a reward model's, or that of the datamodule's ``reward_funcs`` as in :class:`~rl_modules.GRPO`, or a sum of
     both. The value model starts as a copy of the reward model; without one, as a copy of the policy's body with a head
-    initialised to 0. Policy, reference, reward and value model are all in a checkpoint, which therefore loads and
-    resumes without the directories that they came from.
+    initialised to 0. A checkpoint holds the models that train; of frozen ones that were read from a path it holds the
+    path and a digest, unless ``save_frozen_weights`` is set.
 
     Names and defaults are those of TRL's PPO, with two exceptions that follow GRPO: ``beta`` is TRL's ``kl_coef``,
     and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score is the
