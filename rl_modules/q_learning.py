@@ -23,12 +23,12 @@ class QLearning(TabularControl):
         double: two tables, each evaluating the other's best action, which removes the upward bias of the maximum.
         gamma: discount γ per transition, in [0, 1].
         learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, ``1/n`` for the mean of all targets that an entry has seen, or ``1/n^<w>`` with w in
-            (½, 1), which forgets the first of them.
+            ``total_timesteps``, ``1/n`` for the mean of all targets of an entry, or ``1/n^<w>`` with w in (½, 1), which
+            weights recent targets more.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
-        exploration_final_eps: ε after the fall, in [0, 1]; equal to the initial one: constant ε.
-        initial_value: what the table holds at first, in units of return; optimistic values make an agent explore.
+        exploration_final_eps: final ε, in [0, 1]; equal to the initial one: constant ε.
+        initial_value: initial value of all entries, in units of return; optimistic values cause exploration.
         log_every: epochs between two points of the training curves.
         observation_space: description of the space; None takes the datamodule's.
         action_space: likewise.

@@ -31,11 +31,11 @@ class QRDQN(DQN):
         n_quantiles: N, quantiles per action.
         gamma: discount γ per transition, in [0, 1].
         target_update_interval: transitions, over all environments and ranks, between updates of the target network.
-        tau: how far an update moves the target network towards the network, in (0, 1]; 1 is a copy.
-        exploration_fraction: share of ``total_timesteps`` over which ε falls, in (0, 1].
-        exploration_initial_eps: ε at the start: the probability of a random action.
-        exploration_final_eps: ε from there on.
-        double: choose the next action by the network, value it by the target network.
+        tau: step of the target network towards the network, in (0, 1]; 1: copy.
+        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
+        exploration_initial_eps: initial ε, the probability of a random action.
+        exploration_final_eps: final ε.
+        double: select the next action with the network, evaluate it with the target network.
         dueling: V(s) and advantages in separate streams.
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.

@@ -27,12 +27,12 @@ class TQC(SAC):
 
     Args:
         gamma: discount γ per transition, in [0, 1].
-        tau: how far an update moves the target critics, in (0, 1].
+        tau: step of the target critics per update, in (0, 1].
         ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
             ``auto_<number>`` to learn it from that number.
-        target_entropy: entropy, in nats, that a learned α holds the policy at; ``auto``: minus the number of action
+        target_entropy: target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action
             dimensions.
-        target_update_interval: updates between two moves of the target critics.
+        target_update_interval: updates between two updates of the target critics.
         top_quantiles_to_drop_per_net: target quantiles left out per critic, in [0, n_quantiles).
         n_quantiles: N, quantiles per critic.
         n_critics: K, number of critics.

@@ -201,7 +201,7 @@ def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) 
     be right.
 
     Args:
-        answers: P lists of K final answers; None (no answer) votes like the others.
+        answers: P lists of K final answers; None (no answer) does not vote.
         correct: which of them are right, [P, K].
 
     Returns:
