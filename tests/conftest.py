@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, quiet Lightning, and a trainer that writes nowhere."""
 
+import functools
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ import lightning as L
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from lightning.fabric.utilities import registry
 
 # The same examples in every run, and no judgement of how fast a busy machine is.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,6 +31,8 @@ if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
 torch.set_num_threads = lambda _: None
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+# Every Trainer looks for callbacks of other packages in the metadata of all: a seventh of a short fit.
+registry.entry_points = functools.cache(registry.entry_points)
 
 
 def pytest_collection_modifyitems(config, items):
