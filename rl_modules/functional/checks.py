@@ -39,6 +39,8 @@ def require_shape(name: str, tensor: Tensor, expected: torch.Size, like: str) ->
 
 def require_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
     """Refuses a tensor with another number of dimensions than ``ndim``; ``layout`` spells them out, as in "[B, L]"."""
+    if not isinstance(tensor, Tensor):
+        require_tensors(**{name: tensor})
     if tensor.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {ndim} dimensions {layout}.")
 

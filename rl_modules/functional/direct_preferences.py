@@ -19,6 +19,7 @@ from rl_modules.functional.checks import (
     require_nonnegative,
     require_positive,
     require_shape,
+    require_tensors,
 )
 
 _DPO_LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
@@ -211,5 +212,6 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 def _require_vector(name: str, tensor: Tensor) -> None:
+    require_tensors(**{name: tensor})
     if tensor.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected 1 dimension [B].")

@@ -26,6 +26,7 @@ from rl_modules.functional.checks import (
     require_nonnegative,
     require_positive,
     require_shape,
+    require_tensors,
 )
 from rl_modules.functional.kl import kl_estimate
 from rl_modules.functional.reductions import masked_mean
@@ -115,6 +116,7 @@ def grpo_loss(
     require_ndim("log_prob", log_prob, 2, "[B, L]")
     require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
     require_shape("mask", mask, log_prob.shape, "log_prob")
+    require_tensors(advantage=advantage)
     if advantage.ndim == 1:
         require_shape("advantage", advantage, log_prob.shape[:1], "log_prob's first dimension")
         advantage = advantage.unsqueeze(-1)

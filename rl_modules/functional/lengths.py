@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_modules.functional.checks import as_float
+from rl_modules.functional.checks import as_float, require_tensors
 
 
 def soft_overlong_punishment(length: Tensor, max_completion_length: int, soft_punish_cache: int) -> Tensor:
@@ -27,6 +27,7 @@ def soft_overlong_punishment(length: Tensor, max_completion_length: int, soft_pu
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 13. Equals TRL 1.16's ``get_soft_overlong_punishment``.
     """
+    require_tensors(length=length)
     if length.ndim != 1:
         raise ValueError(f"length has shape {tuple(length.shape)}, expected 1 dimension [B].")
     if max_completion_length < 1:

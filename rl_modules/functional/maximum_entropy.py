@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from rl_modules.functional.checks import as_constant, as_float, require_in, require_nonnegative, require_shape
+from rl_modules.functional.checks import (
+    as_constant,
+    as_float,
+    require_in,
+    require_nonnegative,
+    require_shape,
+    require_tensors,
+)
 
 _LOG_2 = math.log(2.0)
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -41,6 +48,7 @@ def soft_q_target(
 
     Source: Haarnoja et al. 2018, arXiv:1812.05905, eqs. 2 and 3.
     """
+    require_tensors(reward=reward)
     for name, tensor in (("terminated", terminated), ("next_q", next_q), ("next_log_prob", next_log_prob)):
         require_shape(name, tensor, reward.shape, "reward")
     if isinstance(alpha, Tensor):
@@ -81,6 +89,7 @@ def squashed_gaussian_log_prob(mean: Tensor, log_std: Tensor, pre_tanh: Tensor) 
     Source: Haarnoja et al. 2018, arXiv:1812.05905, appendix C; the identity is that of TensorFlow Probability's
         ``Tanh`` bijector, made symmetric.
     """
+    require_tensors(mean=mean)
     if mean.ndim == 0:
         raise ValueError("mean has shape (), expected at least one dimension [..., A].")
     require_shape("log_std", log_std, mean.shape, "mean")

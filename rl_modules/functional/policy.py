@@ -34,6 +34,7 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
 
     Source: Williams 1992; Sutton & Barto 2018, eq. 13.8, sign flipped.
     """
+    require_tensors(log_prob=log_prob)
     require_shape("weight", weight, log_prob.shape, "log_prob")
     return -_mean(as_float(log_prob) * as_constant(weight), mask)
 
@@ -60,7 +61,6 @@ def ppo_clip_loss(
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7, sign flipped.
     """
-    require_tensors(log_prob=log_prob)
     require_nonnegative("clip_range", clip_range)
     ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
     surrogate = ratio * advantage
@@ -95,6 +95,7 @@ def ppo_penalty_loss(
     """
     require_nonnegative("beta", beta)
     ratio, advantage = _ratio_and_advantage(log_prob, old_log_prob, advantage, mask)
+    require_tensors(kl=kl)
     if kl.ndim == 0:
         penalty = as_float(kl)
     else:
@@ -155,6 +156,7 @@ def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> 
     Source: the diagnostic of OpenAI Baselines' PPO2, logged by Stable-Baselines3 as ``train/clip_fraction``.
     """
     require_nonnegative("clip_range", clip_range)
+    require_tensors(log_prob=log_prob)
     require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
     ratio = (as_constant(log_prob) - as_constant(old_log_prob)).exp()
     return ((ratio - 1).abs() > clip_range).float().mean()
@@ -163,6 +165,7 @@ def clip_fraction(log_prob: Tensor, old_log_prob: Tensor, clip_range: float) -> 
 def _ratio_and_advantage(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    require_tensors(log_prob=log_prob)
     require_shape("old_log_prob", old_log_prob, log_prob.shape, "log_prob")
     require_shape("advantage", advantage, log_prob.shape, "log_prob")
     log_ratio = as_float(log_prob) - as_constant(old_log_prob)

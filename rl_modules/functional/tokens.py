@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_modules.functional.checks import as_float, require_positive, require_shape
+from rl_modules.functional.checks import as_float, require_positive, require_shape, require_tensors
 
 # Elements per piece. On a CPU: half a megabyte of float32, which stays in the second-level cache from one kernel to
 # the next. On a GPU: 64 MB, enough to keep it busy, little beside the logits of one batch.
@@ -157,6 +157,7 @@ class _TokenEntropy(torch.autograd.Function):
 
 
 def _check_logits(logits: Tensor) -> None:
+    require_tensors(logits=logits)
     if logits.ndim < 2:
         raise ValueError(
             f"logits has shape {tuple(logits.shape)}, expected at least 2 dimensions, [B, L, V] or [L, V]."

@@ -96,6 +96,7 @@ def dqn_target(
 
     Source: Mnih et al. 2015 (Nature 518), algorithm 1; van Hasselt et al. 2016, arXiv:1509.06461, eq. 4.
     """
+    require_tensors(reward=reward, next_q_target=next_q_target)
     require_shape("terminated", terminated, reward.shape, "reward")
     if next_q_target.shape[:-1] != reward.shape or next_q_target.ndim != reward.ndim + 1:
         raise ValueError(
@@ -138,6 +139,7 @@ def td_loss(prediction: Tensor, target: Tensor, loss: str = "mse", weight: Tenso
     Source: Mnih et al. 2015 (Nature 518), error clipping in its Methods; weights: Schaul et al. 2016, arXiv:1511.05952.
     """
     require_choice("loss", loss, ("mse", "huber"))
+    require_tensors(prediction=prediction)
     require_shape("target", target, prediction.shape, "prediction")
     reduction = "mean" if weight is None else "none"
     prediction, target = _promoted(as_float(prediction), as_constant(target))
@@ -168,6 +170,7 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
 
     Source: Stable-Baselines3's ``train/explained_variance``; the coefficient of determination of V + constant.
     """
+    require_tensors(value=value)
     require_shape("returns", returns, value.shape, "value")
     value, returns = as_constant(value), as_constant(returns)
     total = returns.var(correction=0)

@@ -240,6 +240,26 @@ def test_inputs_are_never_changed(name):
         assert torch.equal(given, kept)
 
 
+#: Arguments that may be numbers or lists.
+TAKE_LISTS = {
+    ("soft_q_target", 4),
+    ("kto_loss", 3),
+    ("pass_at_k", 0),
+    ("pass_at_k", 1),
+    ("cons_at_k", 0),
+    ("cons_at_k", 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_list_in_place_of_a_tensor_is_refused(name):
+    function, tensors = CASES[name]
+    for i, tensor in enumerate(tensors):
+        if (name, i) not in TAKE_LISTS:
+            with pytest.raises(ValueError, match=r"must be a tensor, got list; torch\.as_tensor converts it"):
+                function(*tensors[:i], tensor.tolist(), *tensors[i + 1 :])
+
+
 # pass_at_k checks its counts, once per evaluation, as documented.
 @pytest.mark.parametrize("name", [name for name in CASES if name.split()[0] != "pass_at_k"])
 def test_no_value_is_read_off_the_device(name):
