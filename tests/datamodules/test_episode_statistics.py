@@ -1,0 +1,48 @@
+"""Returns and lengths of finished episodes against a list of rewards per episode."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.episode_statistics import EpisodeStatistics
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10**6), n_envs=st.integers(1, 3), ends=st.sampled_from([0.0, 0.1, 0.5]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+)  # fmt: skip
+def test_rollouts_of_any_length_add_up_to_episodes(seed: int, n_envs: int, ends: float, lengths: list[int]) -> None:
+    """Rows that are no transitions, as the resets of ``next_step``, count for nothing."""
+    rng = np.random.default_rng(seed)
+    statistics = EpisodeStatistics(n_envs, window=3)
+    heard: list[tuple[float, int]] = []
+    statistics.on_finished = lambda total, length: heard.append((total, length))
+    running: list[list[float]] = [[] for _ in range(n_envs)]
+    finished: list[tuple[float, int]] = []
+    known: list[float] = []
+    for length in lengths:
+        reward = rng.normal(size=(length, n_envs))
+        valid = rng.random((length, n_envs)) < 0.8
+        done = valid & (rng.random((length, n_envs)) < ends)
+        successes = rng.integers(0, 2, size=length % 3).tolist()
+        statistics.update(reward, done, valid, successes)
+        known += successes
+        for t in range(length):
+            for i in range(n_envs):
+                if valid[t, i]:
+                    running[i].append(reward[t, i])
+                if done[t, i]:
+                    finished.append((sum(running[i]), len(running[i])))
+                    running[i] = []
+    assert statistics.running_return == pytest.approx([sum(rewards) for rewards in running])
+    assert statistics.running_length.tolist() == [len(rewards) for rewards in running]
+    assert [length for _, length in heard] == [length for _, length in finished]
+    assert [total for total, _ in heard] == pytest.approx([total for total, _ in finished])
+    means = {}
+    if finished:
+        means = dict(zip(("rollout/ep_rew_mean", "rollout/ep_len_mean"), np.mean(finished[-3:], 0), strict=True))
+    if known:
+        means["rollout/success_rate"] = np.mean(known[-3:])
+    assert statistics.means() == pytest.approx(means)
