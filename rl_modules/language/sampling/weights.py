@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -111,26 +112,38 @@ def _merged(model: Any, tied: bool) -> Weights:
         name = name.removeprefix(_LORA)
         if "lora_" in name or ".original_module." in name:
             continue
-        layer_name, found, kind = name.partition(".base_layer.")
+        # Parameters of one module that are adapted by themselves have a wrapper each, one around the other.
+        layer_name, _, kind = name.rpartition(".")
         weight = parameter.detach()
-        if found and kind == "weight":
-            if layer_name not in layers:
+        while layer_name.endswith(".base_layer"):
+            layer_name = layer_name.removesuffix(".base_layer")
+            if layer_name in layers:
+                weight = _with_adapters(layers[layer_name], kind, weight)
+            elif kind == "weight":
                 raise UsageError(f"lora changes {layer_name} by trainable_token_indices or the like, which can't be "
                                  "merged for another sampler; take sampler=native")  # fmt: skip
-            weight = _with_adapters(layers[layer_name], weight)
-        name = name.replace(".base_layer.", ".")
+        name = re.sub(r"(\.base_layer)+\.", ".", name)
         for adapter in model.active_adapters:
             name = name.replace(f".modules_to_save.{adapter}.", ".")
         yield name, weight
 
 
-def _with_adapters(layer: Any, weight: Tensor) -> Tensor:
-    if any(adapter in getattr(layer, "lora_magnitude_vector", ()) for adapter in layer.active_adapters):
+def _with_adapters(layer: Any, kind: str, weight: Tensor) -> Tensor:
+    """A parameter of the layer below adapters, ``kind`` by name, with what they add to it."""
+    adapters = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+    if kind == "bias":
+        for adapter in adapters:
+            if layer.lora_bias.get(adapter):
+                weight = weight + (layer.lora_B[adapter].bias * layer.scaling[adapter]).to(weight.dtype)
+        return weight
+    if kind != getattr(layer, "parameter_name", "weight"):
+        return weight
+    if any(adapter in getattr(layer, "lora_magnitude_vector", ()) for adapter in adapters):
         # DoRA scales the sum of both.
         merged = copy.deepcopy(layer)
-        merged.merge(adapter_names=list(layer.active_adapters))
+        merged.merge(adapter_names=adapters)
         return merged.get_base_layer().weight.detach()
-    for adapter in layer.active_adapters:
+    for adapter in adapters:
         weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
     return weight
 

@@ -17,10 +17,11 @@ from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_
 from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, settings, tiny_model
 
 
-def adapted(**options: Any) -> Any:
+def adapted(model: Any = None, **options: Any) -> Any:
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
-    model = get_peft_model(tiny_model(tied=False), lora).eval()
+    options = {"target_modules": ["q_proj", "down_proj"], **options}
+    lora = LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(tiny_model(tied=False) if model is None else model, lora).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:
@@ -30,16 +31,31 @@ def adapted(**options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True}],
-    ids=["matrices", "a whole module", "DoRA", "rsLoRA"],
-)
+    [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True},
+     {"target_modules": ["q_proj"], "lora_bias": True}],
+    ids=["matrices", "a whole module", "DoRA", "rsLoRA", "biases"],
+)  # fmt: skip
 def test_adapters_are_merged_as_peft_merges_them(options: dict[str, Any]) -> None:
     model = adapted(**options)
-    found = dict(named_weights(model, untied=False))
+    found = {name: weight.clone() for name, weight in named_weights(model, untied=False)}  # peft merges in place
     expected = dict(model.merge_and_unload().named_parameters())
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name].detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=["one", "two"])
+def test_adapters_of_experts_are_merged_as_peft_merges_them(parameters: list[str]) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)  # fmt: skip
+    targets = {"target_modules": ["q_proj"], "target_parameters": [f"mlp.experts.{name}" for name in parameters]}
+    model = adapted(AutoModelForCausalLM.from_config(config), **targets)
+    found = {name: weight.clone() for name, weight in named_weights(model, untied=False)}
+    expected = dict(named_weights(model.merge_and_unload(), untied=False))
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_without_matrices_are_refused() -> None:
