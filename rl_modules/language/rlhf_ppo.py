@@ -452,6 +452,7 @@ class RLHFPPO(JudgedPolicy):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        # A run that resumes with another `beta` begins with that.
-        if checkpoint["hyper_parameters"].get("beta") == self.hparams["beta"]:
+        # A run that resumes with another `beta` begins with that. What a subclass sets is in no checkpoint.
+        start = self.hparams["beta"]
+        if checkpoint["hyper_parameters"].get("beta", start) == start:
             self.beta = checkpoint["beta"]

@@ -460,6 +460,24 @@ def test_beta_follows_the_kl_and_is_in_the_checkpoint(make, tmp_path):
     assert held.beta == 0.2
 
 
+class WithItsPrice(RLHFPPO):
+    """Sets β by itself, which then is no argument."""
+
+    def __init__(self, **arguments):
+        super().__init__(beta=0.2, target_kl=5.0, **arguments)
+
+
+def test_an_adapted_beta_of_a_subclass_is_kept(make, tmp_path):
+    module, data = make(WithItsPrice)
+    fit(module, data, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    resumed, data = make(WithItsPrice)
+    curves = Curves()
+    fit(resumed, data, max_steps=2, logger=curves, log_every_n_steps=1, ckpt_path=tmp_path / "last.ckpt")
+    betas = [metrics["train/beta"] for _, metrics in curves.points if "train/beta" in metrics]
+    assert module.beta != 0.2 and betas == pytest.approx([module.beta])
+    assert WithItsPrice.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True).beta == module.beta
+
+
 def test_another_beta_holds_for_a_run_that_resumes(make, tmp_path):
     fit(*make(beta=0.2), max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
     curves = Curves()
