@@ -149,8 +149,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         if lr_scheduler is not None and lr_scheduler_kwargs:
             raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "
                              "replaces; give one of them")  # fmt: skip
-        # An optimizer of the user's brings a rate of its own.
-        check_schedule(lr_scheduler_type, hp.lr_scheduler_kwargs, warmup_steps, 1.0 if optimizer else learning_rate)
+        # An optimizer of the user's brings a rate of its own; a checkpoint, which has a description, does not hold it.
+        rate = learning_rate if optimizer is None and description is None else 1.0
+        check_schedule(lr_scheduler_type, hp.lr_scheduler_kwargs, warmup_steps, rate)
         self.learning_rate: float = hp.learning_rate
         self.max_grad_norm: float | None = hp.max_grad_norm
         self.logging_steps: int = hp.logging_steps

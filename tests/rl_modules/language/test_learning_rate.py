@@ -1,6 +1,7 @@
 """Schedules of the learning rate: their values over a run, resuming, and what is refused before it."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_a_resumed_run_goes_on_in_its_schedule(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "resumed.ckpt")
     assert differences(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt") == []
     loaded = SFT.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=True)
+    assert loaded.hparams["lr_scheduler_kwargs"] == arguments["lr_scheduler_kwargs"]
+
+
+def test_a_schedule_that_fits_the_optimizers_rate_alone_is_no_obstacle_to_loading(tmp_path: Path) -> None:
+    """A checkpoint lacks the optimizer, which is code."""
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    arguments = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.1}}
+    fit(module(optimizer=optimizer, **arguments), data(), max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    loaded = SFT.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert loaded.hparams["lr_scheduler_kwargs"] == arguments["lr_scheduler_kwargs"]
 
 
