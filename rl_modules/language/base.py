@@ -166,7 +166,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             self._given_model = (model_name_or_path,)
         if "tokenizer_name_or_path" in objects:
             self._tokenizer = prepared(tokenizer_name_or_path, "tokenizer_name_or_path")
-        self._own_names: set[str] = set()
+        self._own_names = {"train/learning_rate", "train/num_tokens"}
+        self._logged_names: set[str] = set()
         # Sums of (metric · weight) and of weights since the last point of the curves.
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}

@@ -26,8 +26,9 @@ class LanguageMetrics(L.LightningModule):
     regular_metrics: dict[str, float]
     #: Tokens of training so far, over all ranks.
     num_tokens: int
-    #: What the module has recorded by itself.
+    #: Curves of the module, and those of reward functions, by displayed name.
     _own_names: set[str]
+    _logged_names: set[str]
     _sums: dict[str, Tensor]
     _weights: dict[str, Tensor]
     _logged_at: int
@@ -46,7 +47,7 @@ class LanguageMetrics(L.LightningModule):
         Raises:
             UsageError: a value that is not a scalar.
         """
-        self._own_names.update(metrics)
+        self._claim(metrics)
         self._add(weight, metrics)
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
@@ -59,10 +60,31 @@ class LanguageMetrics(L.LightningModule):
             UsageError: the run has a curve of that name.
         """
         for name, (mean, weight) in logged.items():
-            if name in self._own_names:
-                raise UsageError(f"log_metric({name!r}, …) of a reward function: the run has a curve of this name; "
-                                 "choose another")  # fmt: skip
+            self.claim_logged(name, displayed_name(name))
             self._add(weight, {name: mean})
+
+    def claim_logged(self, name: str, curve: str) -> None:
+        """Makes a curve that of a reward function.
+
+        Args:
+            name: what the function calls it.
+            curve: displayed name.
+
+        Raises:
+            UsageError: the run has a curve of that name.
+        """
+        self._logged_names.add(curve)
+        if curve in self._own_names:
+            raise UsageError(f"log_metric({name!r}, …) of a reward function: the run has a curve of this name; "
+                             "choose another")  # fmt: skip
+
+    def _claim(self, names: Iterable[str]) -> None:
+        """Makes curves the module's own; reward functions may have logged some of them before."""
+        curves = set(map(displayed_name, names))
+        self._own_names |= curves
+        for curve in curves & self._logged_names:
+            name = curve.partition("/")[2]
+            self.claim_logged(name, curve)
 
     def _add(self, weight: Tensor | float, metrics: Mapping[str, Tensor | float]) -> None:
         if self._trainer is not None and self._trainer.evaluating:
@@ -200,6 +222,10 @@ class LanguageMetrics(L.LightningModule):
             metrics: scalars by name, ``eval/…``.
             weight: of the batch in the mean, such as its number of prompts or tokens.
         """
+        self._claim(metrics)
+        self._log_means(metrics, weight)
+
+    def _log_means(self, metrics: dict[str, Tensor], weight: int) -> None:
         # Lightning takes the mean of the ranks' weights in integers: without a remainder it is exact.
         weight *= self.trainer.world_size
         self.log_dict(

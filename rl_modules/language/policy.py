@@ -173,11 +173,15 @@ class LanguagePolicy(LanguageModule):
 
         Args:
             logged: mean and weight by name.
+
+        Raises:
+            UsageError: the run has a curve of that name.
         """
         # Lightning reduces each metric over the ranks, which must all have it.
         for name in self._names_over_ranks(logged):
             mean, weight = logged.get(name, (0.0, 0))
-            self.log_evaluation({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=self.device)}, weight)
+            self.claim_logged(name, f"eval/{name}")
+            self._log_means({f"eval/{name}": torch.tensor(mean, dtype=torch.float32, device=self.device)}, weight)
 
     def write_table(self, name: str, columns: dict[str, Any], rows: int = 8) -> None:
         """Writes a table to every logger that supports tables, at the current optimizer step."""

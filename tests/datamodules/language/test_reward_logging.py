@@ -48,6 +48,14 @@ def logs_reward(completions: Any, log_metric: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def logs_by_name(name: str) -> Any:
+    def reward(completions: Any, log_metric: Any) -> list[float]:
+        log_metric(name, 100.0)
+        return [float(len(text)) for text in completions]
+
+    return reward
+
+
 def logs_on_one_rank(completions: Any, log_metric: Any) -> list[float]:
     if torch.distributed.get_rank() == 1:
         log_metric("rank", 2)
@@ -143,3 +151,19 @@ def test_what_one_of_two_ranks_logs_is_the_mean_of_both(tmp_path: Path) -> None:
 def test_the_name_of_a_curve_of_the_run_is_refused() -> None:
     with pytest.raises(UsageError, match=r"log_metric\('reward', …\) .* has a curve of this name"):
         fit(spy(), addition(reward_funcs=[f"{HERE}:logs_reward"]), max_steps=1)
+
+
+@pytest.mark.parametrize("name", ["loss", "train/loss", "learning_rate", "num_tokens"])
+def test_a_curve_that_the_run_has_later_is_refused_before_it_is_written(name: str) -> None:
+    module = spy(logging_steps=1)
+    with pytest.raises(UsageError, match=r"log_metric\('.*', …\) .* has a curve of this name"):
+        fit(module, addition(reward_funcs=[logs_by_name(name)]), max_steps=1)
+    assert not module.latest_metrics
+
+
+@pytest.mark.parametrize("name", ["pass@1", "mean_length", "rewards/reward"])
+def test_the_name_of_a_curve_of_evaluations_is_refused(name: str) -> None:
+    """Lightning would take the mean of both, by which the best checkpoint is chosen."""
+    data = addition(reward_funcs=[logs_by_name(name)], eval_steps=1, n_eval=8)
+    with pytest.raises(UsageError, match=rf"log_metric\('{name}', …\) .* has a curve of this name"):
+        fit(spy(), data, max_steps=1)
