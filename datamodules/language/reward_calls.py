@@ -157,7 +157,7 @@ class RewardFunctions:
                 for record, text in zip(records, completions, strict=True)
             ],
             "completion_ids": completion_ids,
-            **columns_of(records),
+            **(columns_of(records) if self.funcs else {}),
             **dict.fromkeys(LOGGING),  # each call has its own
         }
         if state is not None:

@@ -186,6 +186,7 @@ def test_a_column_with_the_name_of_an_argument_is_refused(name):
     rows = records(2, **{name: ["of another model"] * 2})
     with pytest.raises(UsageError, match=f"a column '{name}', .* own {name}; rename or remove the column"):
         RewardFunctions([exact_answer])(rows, ["a", "b"])
+    assert RewardFunctions([])(rows, ["a", "b"]).shape == (2, 0)  # nobody gets it
     rows = records(2, completion_ids=[[9], [9]])  # an encoded demonstration's; the call's own are passed
     assert RewardFunctions([length_reward(2)])(rows, ["a", "b"], [[1, 2], [1]]).tolist() == [[0.0], [-0.5]]
 
