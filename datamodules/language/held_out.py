@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from datamodules.language.sources import parse_split
+from datamodules.language.sources import parse_split, split_name
 from rl_modules.common.errors import UsageError
 
 
@@ -49,7 +49,7 @@ def require_held_out(hparams: Any, dataset: Any, fits: bool) -> None:
                          "IterableDatasetDict with the split of eval_split; or set eval_steps=0")  # fmt: skip
     if not isinstance(dataset, datasets.Dataset) or not fits:
         return
-    name = str(dataset.split or "train")
+    name = split_name(dataset)
     if parse_split(hparams.eval_split)[0] != name:
         raise UsageError(f"eval_split={hparams.eval_split!r} is no part of dataset, a Dataset of {name!r} rows that "
                          f"are all trained on; give a DatasetDict or eval_path, or divide it by dataset_split="

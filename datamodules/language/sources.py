@@ -201,7 +201,7 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
     if not isinstance(name, str):
         name = describe_dataset(name)
         base = base if isinstance(found, datasets.DatasetDict) else None
-    splits = dict(found) if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
+    splits = dict(found) if isinstance(found, datasets.DatasetDict) else {split_name(found): found}
     if base is None and len(splits) > 1:
         raise UsageError(f"dataset {name!r} has several splits; set dataset_split to one of {', '.join(splits)}")
     if base is not None and base not in splits:
@@ -281,6 +281,15 @@ def parse_split(split: str | None) -> tuple[str | None, str | None, str | None]:
     if match is None:
         raise UsageError(f"dataset_split={split!r} is not understood; write 'train', 'train[:1000]' or 'train[90%:]'")
     return match[1], match[2], match[3]
+
+
+def split_name(dataset: Any) -> str:
+    """The name of a dataset's split; of one that was loaded as a part of it, ``train[:1000]``, without the brackets.
+
+    Args:
+        dataset: a ``datasets.Dataset``.
+    """
+    return str(dataset.split or "train").partition("[")[0]
 
 
 def _position(text: str | None, length: int) -> int | None:

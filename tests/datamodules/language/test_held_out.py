@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset
 
 from datamodules import InstructionDataModule, PromptDataModule
 from datamodules.language.sources import load_records
@@ -55,6 +55,18 @@ def test_a_run_is_not_evaluated_on_its_training_rows_unless_it_is_asked_for():
     model = SFT(model_config=TINY, max_completion_length=2)
     fit(model, data, max_steps=1).validate(model, datamodule=data, verbose=False)
     assert len(data.eval_records) == len(ROWS)
+
+
+def test_a_part_of_a_split_is_divided_by_the_splits_name(held_out, tmp_path):
+    """``load_dataset(…, split="train[:8]")`` calls its rows so."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *ROWS]))
+    table = load_dataset("json", data_files=str(path), split="train[:8]", cache_dir=str(tmp_path))
+    with pytest.raises(UsageError, match=r"divide it by dataset_split='train\[:90%\]' and eval_split='train\[90%:\]'"):
+        evaluated(dataset=table)
+    assert evaluated(dataset=table, dataset_split="train[:6]", eval_split="train[6:]") == ["6+1=", "7+1="]
+    table.save_to_disk(tmp_path / "saved")
+    assert len(load_records(dataset=str(tmp_path / "saved"), dataset_split="train[:6]")) == 6
 
 
 def test_held_out_rows_of_a_stream_are_its_split():
