@@ -116,7 +116,9 @@ class TextEncoder:
         if not self.chats or self._is_asked_to_chat:
             return
         template = str(self.tokenizer.chat_template)
-        marks = [mark for mark in self.tokenizer.get_added_vocab() if mark in template]
+        # A tag such as <think>, which a prompt may speak of, is an added token as well, but no special one.
+        marks = [token.content for token in self.tokenizer.added_tokens_decoder.values()
+                 if token.special and token.content in template]  # fmt: skip
         for text in texts:
             if found := next((mark for mark in marks if mark in text), None):
                 raise UsageError(f"the prompt {text[:40]!r} holds {found!r}, which the chat template writes: it was "

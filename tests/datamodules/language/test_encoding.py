@@ -144,6 +144,14 @@ def test_a_text_that_was_rendered_already_is_refused():
         assert tokenizer.decode(ids) == text
 
 
+def test_a_prompt_may_speak_of_a_tag_that_the_chat_template_writes():
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>"
+    (ids,) = TextEncoder(tokenizer).prompts(["answer after <think>"])
+    assert tokenizer.decode(ids) == "answer after <think><think>"
+
+
 @pytest.mark.parametrize("settings", [{"system_prompt": "be"}, {"chat_template_kwargs": {"think": False}}])
 def test_settings_of_the_chat_template_need_it(settings):
     for template, why in ((None, "the tokenizer has none"), (EACH, "chat_template=false")):
