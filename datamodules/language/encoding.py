@@ -98,10 +98,15 @@ class TextEncoder:
         return prompt if isinstance(prompt, str) and not self.chats else self.messages(prompt)
 
     def ends_turns(self) -> bool:
-        """Whether the chat template ends the assistant's turns with the EOS token, as :meth:`completions` does."""
-        asked = [{"role": "user", "content": "?"}]
-        ended = self._render([*asked, {"role": "assistant", "content": "!"}], {})
-        return str(self.tokenizer.eos_token) in ended[ended.rindex("!") :]
+        """Whether the chat template ends the assistant's turns with the EOS token, as :meth:`completions` does; true
+        of a template that does not render a question and its answer alone.
+        """
+        asked = self.messages("?")
+        try:
+            ended = self._render([*asked, {"role": "assistant", "content": "!"}], {})
+        except UsageError:
+            return True
+        return "!" not in ended or str(self.tokenizer.eos_token) in ended[ended.rindex("!") :]
 
     def _check_texts(self, texts: Sequence[str]) -> None:
         """Refuses prompts that are rendered already, and settings of the chat template that no text would meet."""

@@ -164,6 +164,10 @@ def test_templates_that_end_turns_with_eos():
     eos = character_tokenizer().eos_token
     assert not encoder().ends_turns()
     assert encoder(EACH.replace("){%", f"){eos}{{%") + OPEN).ends_turns()
+    # Of these nothing can be said, which ends no run.
+    refuses = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('who am I?') }}{% endif %}"
+    assert encoder(refuses + EACH).ends_turns() and not encoder(refuses + EACH, system_prompt="be").ends_turns()
+    assert encoder("{{ messages[0]['content'] }}").ends_turns()
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
