@@ -14,7 +14,14 @@ from datamodules.language.held_out import check_splits, require_held_out
 from datamodules.language.notices import notice
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import TEXTS, as_record, check_prompt_lengths, describe_dataset, load_records
+from datamodules.language.sources import (
+    TEXTS,
+    as_record,
+    check_prompt_lengths,
+    describe_dataset,
+    load_records,
+    refuse_stream,
+)
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.trainer_state import TrainerState, trainer_state
@@ -235,6 +242,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             source: dict[str, Any] = {"path": hp.eval_path}
         else:
             dataset = hp.dataset if self.dataset_object is None else self.dataset_object
+            if training and self.dataset_object is not None:
+                refuse_stream(dataset)
             source = {"task": self.task, "path": hp.path, "dataset": dataset}
         records = load_records(
             **source,

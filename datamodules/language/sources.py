@@ -194,10 +194,12 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
         found = open_dataset(name, config) if isinstance(name, str) else name
     except Exception as error:  # `datasets` raises errors of many libraries
         raise UsageError(unreadable(name, error)) from error
-    if isinstance(found, datasets.IterableDatasetDict) and base in found and start is None and stop is None:
+    if isinstance(found, datasets.IterableDatasetDict):
+        if base not in found or start is not None or stop is not None:
+            raise UsageError(f"split {split!r} is no whole split of dataset, an {describe_dataset(found)}, whose "
+                             "streams can't be divided; name one of them")  # fmt: skip
         return _listed(describe_dataset(found), found[base])
-    if isinstance(found, datasets.IterableDataset | datasets.IterableDatasetDict):
-        raise UsageError("an IterableDataset is read as it goes; set streaming=true, or give a Dataset")
+    refuse_stream(found)
     if not isinstance(name, str):
         name = describe_dataset(name)
         base = base if isinstance(found, datasets.DatasetDict) else None
@@ -210,6 +212,18 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
     rows = splits[base] if base is not None else next(iter(splits.values()))
     part = range(len(rows))[_position(start, len(rows)) : _position(stop, len(rows))]
     return _listed(name, rows.select(part) if part else [])
+
+
+def refuse_stream(dataset: Any) -> None:
+    """Refuses a stream where all rows are to be loaded.
+
+    Raises:
+        UsageError: it may have no end.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset | datasets.IterableDatasetDict):
+        raise UsageError("an IterableDataset is read as it goes; set streaming=true, or give a Dataset")
 
 
 def _listed(name: str, rows: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -73,6 +73,11 @@ def test_held_out_rows_of_a_stream_are_its_split():
     parts = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(HELD_OUT)}
     streams = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in parts.items()})
     assert evaluated(dataset=streams, streaming=True) == ["40+1="]
+    with pytest.raises(UsageError, match="an IterableDataset is read as it goes; set streaming=true"):
+        evaluated(dataset=streams)
+    for part in ("test[:1]", "validation"):
+        with pytest.raises(UsageError, match=r"^split '.*' is no whole split of .*IterableDatasetDict of train, test"):
+            evaluated(dataset=streams, streaming=True, eval_split=part)
     with pytest.raises(UsageError, match="beside an IterableDataset needs eval_path"):
         evaluated(dataset=streams["train"], streaming=True)
 
