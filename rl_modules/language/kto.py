@@ -24,8 +24,8 @@ class KTO(PreferencePolicy):
     with the answers to other prompts, over a micro-batch on all ranks.
 
     Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at an answer's first
-    visit and kept, also in checkpoints; the mismatched answer is that of a record half the data away, not of the
-    preceding one (which often answers the same prompt); dropout is off.
+    visit and kept, also in checkpoints; the mismatched answer is that of the first record with another prompt, from
+    half the data away on, not of the preceding one (which often answers the same prompt); dropout is off.
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.
