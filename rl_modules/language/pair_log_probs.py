@@ -32,7 +32,8 @@ def can_pack_pairs(model: Any) -> bool:
     for i, prompt in ((1, 3), (2, 3), (4, 2), (5, 2)):
         position[i] = position[i] + prompt
     packed = {
-        "tokens": tokens.unsqueeze(0), "lengths": lengths, "last": (sizes.cumsum(0) - 1)[[1, 4, 2, 5]],
+        "tokens": tokens.unsqueeze(0), "lengths": lengths,
+        "last": (sizes.cumsum(0) - 1).view(2, 3)[:, 1:].T.flatten(),  # chosen answers, then rejected ones
         "position_ids": torch.cat(position).unsqueeze(0), "segment": segment.unsqueeze(0),
         "prompt_segment": (segment // 3 * 3).unsqueeze(0),
     }  # fmt: skip

@@ -180,8 +180,9 @@ class PreferencePolicy(JudgedPolicy):
             table = self._table("train", 0)
             ranks = table.unsqueeze(0).clone()
             if self._world_size > 1:
-                gathered: Any = self.all_gather(table.to(self.device))
-                ranks = gathered.cpu()
+                # After a fit the module is on the CPU, the ranks' collectives still work on the strategy's device.
+                strategy = self.trainer.strategy
+                ranks = strategy.all_gather(table.to(strategy.root_device)).cpu()
             checkpoint["reference_log_probs"] = {"data": self._fingerprint(), "ranks": ranks}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

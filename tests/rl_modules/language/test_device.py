@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from rl_modules.language.dpo import DPO
 from rl_modules.language.grpo import GRPO
+from rl_modules.language.kto import KTO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
@@ -52,6 +54,9 @@ def case(name: str, judge: str) -> tuple[Any, Any]:
                                                     eval_max_completion_length=5)  # fmt: skip
     if name == "reward model":
         return RewardModel(**MODEL), PreferenceDataModule("paths", n_train=32, batch_size=8, eval_steps=0)
+    if name in ("dpo", "kto"):
+        module = (DPO if name == "dpo" else KTO)(**MODEL)
+        return module, PreferenceDataModule("paths", n_train=32, batch_size=8, eval_steps=2, n_eval=8, packing=False)
     prompts = {"n_train": 24, "batch_size": 16, "reward_funcs": [f"{HERE}:reward"], "eval_steps": 2, "n_eval": 4}
     if name == "rlhf":
         module = RLHFPPO(reward_model_name_or_path=judge, whiten_rewards=True, target_kl=1.0, **WRITTEN)
@@ -181,7 +186,7 @@ def on_two_devices(name: str, judge: str, folder: Path) -> dict[str, Any]:
     return {"steps": trainer.global_step}
 
 
-@pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
+@pytest.mark.parametrize("name", quick([*CASES, "dpo", "kto"], "grpo kl", "dpo"))
 def test_collectives_get_tensors_of_the_strategys_device(name: str, judge: str, tmp_path: Path) -> None:
     """Whitening, quantiles of entropies, replaced groups, metrics, evaluation, checkpoints: all that ranks exchange."""
     assert on_ranks(lambda: on_two_devices(name, judge, tmp_path), tmp_path / "ranks") == [{"steps": 3}] * 2
