@@ -68,7 +68,10 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         gradients = accumulated_gradients(self)
         if is_sharded(self.model):  # and averaged already
             return whole(gradients)
-        return {name: self.trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
+        # After a fit the module is on the CPU, the ranks' collectives still work on the strategy's device.
+        strategy = self.trainer.strategy
+        there = {name: g.detach().to(strategy.root_device, copy=True) for name, g in gradients.items()}
+        return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
 
     def on_train_start(self) -> None:
         self.began_with = self.num_tokens

@@ -192,6 +192,26 @@ def test_collectives_get_tensors_of_the_strategys_device(name: str, judge: str, 
     assert on_ranks(lambda: on_two_devices(name, judge, tmp_path), tmp_path / "ranks") == [{"steps": 3}] * 2
 
 
+class StopsWithinAStep(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.batch_idx == 2
+
+
+def saved_within_a_step(judge: str, folder: Path) -> int:
+    with fake_device():
+        module, data = case("sft", judge)
+        trainer = fit(module, data, max_steps=4, accumulate_grad_batches=2, accelerator="auto", strategy=FakeRanks(),
+                      devices=2, callbacks=[StopsWithinAStep()])  # fmt: skip
+        trainer.save_checkpoint(folder / "last.ckpt")
+    return len(torch.load(folder / "last.ckpt", weights_only=True)["gradients"])
+
+
+def test_gradients_of_an_unfinished_step_are_saved_after_the_fit(judge: str, tmp_path: Path) -> None:
+    """The module is on the CPU by then, and the ranks still exchange on the device."""
+    first, second = on_ranks(lambda: saved_within_a_step(judge, tmp_path), tmp_path / "ranks")
+    assert first == second > 0
+
+
 def reduce_a_cpu_tensor() -> dict[str, bool]:
     seen = {}
 
