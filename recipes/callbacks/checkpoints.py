@@ -177,7 +177,7 @@ class Checkpoints(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Only the project's LazyLoader calls back before each batch; with other loaders a run saves after each epoch.
         if not self._between_batches:
-            self._safe_point(trainer)
+            self._safe_point(trainer, ends_epoch=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.requests.restore()
@@ -195,8 +195,12 @@ class Checkpoints(ModelCheckpoint):
 
     # ---------------------------------------------------------------- safe points
 
-    def _safe_point(self, trainer: L.Trainer) -> None:
+    def _safe_point(self, trainer: L.Trainer, ends_epoch: bool = False) -> None:
         """Saves if a checkpoint is due or a signal came; called after the last batch and before the next.
+
+        Args:
+            trainer: of the run.
+            ends_epoch: whether an optimizer step has just ended, for an epoch's last batch makes one in any case.
 
         Raises:
             Stopped: after saving, if a signal came.
@@ -207,7 +211,7 @@ class Checkpoints(ModelCheckpoint):
         if self.progress is not None:
             self.progress.tick(trainer, now_s)
         # What ranks agree on holds for this moment alone: they are asked only where it can be done.
-        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not ends_epoch and (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         is_due = self.writes and now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)

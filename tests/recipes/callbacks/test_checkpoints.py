@@ -306,6 +306,31 @@ def test_a_signal_saves_after_the_step_and_stops(signum: int, tmp_path: Path, ca
     assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
 
 
+class Regression(L.LightningModule):
+    """Any LightningModule, with a loader of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_signal_stops_a_run_whose_epochs_end_within_an_accumulation(tmp_path: Path) -> None:
+    """Lightning steps after an epoch's last batch, whatever the number before."""
+    loader = torch.utils.data.DataLoader(torch.ones(5, 1))
+    settings = saving(tmp_path, Signal(signal.SIGTERM, 2))
+    trainer = L.Trainer(max_epochs=4, accumulate_grad_batches=2, logger=False, accelerator="cpu",
+                        enable_progress_bar=False, enable_model_summary=False, **settings)  # fmt: skip
+    with pytest.raises(Stopped):
+        trainer.fit(Regression(), loader)
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
 def test_a_second_ctrl_c_ends_at_once() -> None:
     requests = StopRequests()
     before = signal.getsignal(signal.SIGINT)
