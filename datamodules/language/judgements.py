@@ -106,8 +106,10 @@ def mismatched(prompts: list[list[int]]) -> list[int]:
     n, half = len(prompts), len(prompts) // 2
     if all(prompt == prompts[0] for prompt in prompts):
         return [(i + half) % n for i in range(n)]
-    partners = []
-    for i, prompt in enumerate(prompts):
-        away = (i + half + step for step in range(n))
-        partners.append(next(place % n for place in away if prompts[place % n] != prompt))
-    return partners
+    # Of each place the first after it with another prompt, in one pass: equal prompts may stand together by thousands.
+    other = [0] * n
+    for place in range(2 * n - 1, -1, -1):  # the last ones are known after the first round
+        here, after = place % n, (place + 1) % n
+        other[here] = after if prompts[after] != prompts[here] else other[after]
+    away = [(i + half) % n for i in range(n)]
+    return [place if prompts[place] != prompts[i] else other[place] for i, place in enumerate(away)]

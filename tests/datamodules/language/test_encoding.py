@@ -196,6 +196,21 @@ def test_mismatched_answers_stand_half_the_list_away_where_that_is_another_promp
     assert mismatched([[0]] * 4) == [2, 3, 0, 1]
 
 
+def test_mismatched_answers_cost_as_many_comparisons_as_there_are_records():
+    compared = 0
+
+    class Prompt(list):
+        def __ne__(self, other):
+            nonlocal compared
+            compared += 1
+            return list(self) != list(other)
+
+    prompts = [Prompt([max(0, i - 900)]) for i in range(1000)]
+    partners = mismatched(prompts)
+    assert compared <= 4 * len(prompts)
+    assert all(prompts[partner] != prompt for partner, prompt in zip(partners, prompts, strict=True))
+
+
 def test_a_conversation_may_repeat_its_first_message_as_prompt():
     record = as_conversation({"prompt": "hi", "messages": CHAT[:2]}, "here")
     assert record["conversation"] == CHAT[:2] and record["prompt"] == CHAT[:1]
