@@ -76,6 +76,24 @@ def test_a_group_is_judged_while_others_are_written() -> None:
     assert early.result([records[0]] * 2 + [records[1]] * 2, ["t"] * 4).flatten().tolist() == [1.0] * 4
 
 
+def test_the_completion_that_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not one of the first prompt, whose rewards are a part of the batch as well."""
+
+    class Tokenizer:
+        def batch_decode(self, ids: Any, skip_special_tokens: bool) -> list[str]:
+            return [f"text {row[0]}" for row in ids]
+
+    def reward(completions: Any, **columns: Any) -> list[float]:
+        return [1 / (text != "text 7") for text in completions]
+
+    records = [{"prompt": "a"}, {"prompt": "b"}]
+    early = EarlyRewards(RewardFunctions([reward]), Tokenizer(), records, 2)
+    early.on_written([[4], [5], [6], [7]], [True] * 4)
+    rewards = early.result([records[0]] * 2 + [records[1]] * 2, [f"text {i}" for i in (4, 5, 6, 7)])
+    assert rewards[:3, 0].tolist() == [1.0] * 3 and bool(rewards[3, 0].isnan())
+    assert "on 1 of 4 completions, such as 'text 7'" in capsys.readouterr().out
+
+
 def test_overlapped_runs_resume_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0,
