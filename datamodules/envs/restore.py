@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AsyncVectorEnv, VectorEnv
 
 from rl_modules.common.spaces import observation_arrays, tree_leaves
 
@@ -17,6 +17,8 @@ def has_episodes(envs: VectorEnv) -> bool:
     if not hasattr(envs, "get_attr"):
         return False
     with contextlib.suppress(Exception):
+        if isinstance(envs, AsyncVectorEnv):  # a worker that is asked for an attribute it lacks ends
+            return all(envs.call("has_wrapper_attr", "episode_state"))
         envs.get_attr("episode_state")
         return True
     return False

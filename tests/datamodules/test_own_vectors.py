@@ -10,7 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.envs.vector import make_vector_env
@@ -39,6 +39,17 @@ def test_an_engine_is_evaluated() -> None:
     first = trainer.callback_metrics["eval/mean_reward"]
     assert first == trainer.callback_metrics["eval/mean_ep_length"] > 1
     assert trainer.validate(model, datamodule=data, verbose=False)[0]["eval/mean_reward"] == float(first)
+
+
+def test_environments_in_other_processes_go_on() -> None:
+    """A worker that is asked for an attribute that its environment lacks ends."""
+
+    def make() -> VectorEnv:
+        return AsyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    data = RolloutDataModule(make, total_timesteps=32, n_steps=16, eval_freq=32, n_eval_episodes=2, eval_max_steps=500)
+    trainer = fit(PPO(net_arch=[8]), data)
+    assert data.num_timesteps == 32 and trainer.callback_metrics["eval/mean_ep_length"] > 1
 
 
 class Follows:
