@@ -377,7 +377,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if self._world_size > 1 and not self.ranks_differ_in_size:
             count *= self._world_size  # every row is a transition, on every rank
         elif self._world_size > 1:
-            count = self.learner_trainer.strategy.reduce(count, reduce_op="sum")
+            strategy = self.learner_trainer.strategy
+            # Replayed experience is on the CPU.
+            count = strategy.reduce(count.to(strategy.root_device), reduce_op="sum")
         self.num_timesteps += int(count)
         normalizers = self.collector.normalizers
         if self._world_size > 1:

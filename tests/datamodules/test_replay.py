@@ -1,5 +1,6 @@
 import logging
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -467,6 +468,25 @@ def test_minibatches_that_are_drawn_already_are_those_of_unchanged_settings(batc
     if batch_size == 8:
         assert all(torch.equal(a, b) for a, b in zip(left, first, strict=True))
     assert {len(batch["action"]) for _, batch in module.batches} == {batch_size}
+
+
+def test_reset_rows_of_several_ranks_are_counted_on_their_device():
+    """Replayed experience is on the CPU, whose tensors a GPU's collective refuses."""
+
+    class TwoRanks:
+        root_device = torch.device("meta")
+
+        def reduce(self, x, reduce_op):
+            assert x.device == self.root_device
+            return torch.tensor(5)
+
+    sizes = {"n_envs": 2, "learning_starts": 4, "total_timesteps": 16}
+    data = ReplayDataModule("CartPole-v1", autoreset_mode="next_step", eval_freq=0, **sizes)
+    fit(DQN(net_arch=[8]), data)
+    before = data.num_timesteps
+    data.trainer = SimpleNamespace(world_size=2, strategy=TwoRanks(), lightning_module=data.learner)
+    data.after_collecting(torch.tensor([[True, False], [True, True]]))
+    assert data.num_timesteps == before + 5
 
 
 def test_warm_up_actions_are_uniform_whatever_the_policy_says():
