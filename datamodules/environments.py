@@ -155,7 +155,7 @@ class Environments:
             if not isinstance(getattr(self, name, None), gym.Space):
                 raise UsageError(f"the environment {self.name} has no {name}; set it to a space of gymnasium.spaces")
         self._made = self._example
-        self._mask_source = self._find_masks()
+        self._mask_source = self.mask_source_of(self._made)
         if self._mask_source is not None:
             wrap = VectorWithoutMasks if self.makes_vector else partial(with_source, source=self._mask_source)
             self._example = wrap(self._made)
@@ -164,11 +164,11 @@ class Environments:
         if self.evaluates_elsewhere and not self.makes_vector:
             self._make_for_evaluation(1).close()  # a mistake is reported before training
 
-    def _find_masks(self) -> str | None:
-        """Where the environments give their masks; a vector's own are in its observations already."""
+    def mask_source_of(self, env: Any) -> str | None:
+        """Where one of these environments gives its masks; a vector's own are in its observations already."""
         if not self.action_masks:
-            return IGNORED if has_mask(self._made) else None
-        return None if self.makes_vector else mask_source(self._made)
+            return IGNORED if has_mask(env) else None
+        return None if isinstance(env, VectorEnv) else mask_source(env)
 
     def close(self) -> None:
         """Closes what was made here; a vector that the user gave stays open."""

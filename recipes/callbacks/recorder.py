@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from datamodules.base import ControlDataModule
 from datamodules.envs.episodes import episode_seed
+from datamodules.envs.masks import with_source
 from datamodules.envs.vector import make_env
 from datamodules.evaluation import Predicts, sampling_from
 from recipes.callbacks.log_folder import log_folder
@@ -45,6 +46,8 @@ def record_episodes(
         raise UsageError(f"n_episodes={n_episodes} must be at least 1")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
     env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
+    if (masks := data.environments.mask_source_of(env)) is not None:
+        env = with_source(env, masks)
     stream = stream_seed(data.seed, 0, "record")
     files = []
     with warnings.catch_warnings():

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
 from datamodules import RolloutDataModule
@@ -8,6 +9,7 @@ from recipes.cli import main
 from rl_modules import A2C
 from rl_modules.common.errors import UsageError
 from tests.datamodules.test_rollout import Follows
+from tests.masked_envs import make_guarded
 from tests.training import fit, rollouts
 
 
@@ -16,6 +18,17 @@ class OneAction(Follows):
 
     def predict(self, observation, state=None, episode_start=None, deterministic=False):
         return super().predict(observation[None])[0][0], state
+
+
+class Unfilmed(gym.Wrapper):
+    """Writes an empty film."""
+
+    def __init__(self, env, folder, trigger, name_prefix, disable_logger):
+        super().__init__(env)
+        self.file = Path(folder) / f"{name_prefix}-episode-0.mp4"
+
+    def stop_recording(self):
+        self.file.touch()
 
 
 def test_each_file_holds_one_whole_episode_and_its_return(tmp_path):
@@ -33,6 +46,22 @@ def test_each_file_holds_one_whole_episode_and_its_return(tmp_path):
         with VideoFileClip(str(file)) as clip:
             assert clip.n_frames == pytest.approx(total + 1, abs=1)
     assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == sorted(file.name for file in files)
+
+
+def make_filmed(source, render_mode=None):
+    return make_guarded(source=source)
+
+
+@pytest.mark.parametrize("source", ["info", "method", "observation"])
+def test_an_episode_is_played_with_the_masks_of_training(tmp_path, monkeypatch, source):
+    """The environment raises for a forbidden action, which a policy without masks takes sooner or later."""
+    monkeypatch.setattr("recipes.callbacks.recorder.RecordVideo", Unfilmed)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    (tmp_path / "videos").mkdir()
+    data = rollouts(make_filmed, n_envs=2, total_timesteps=32, env_kwargs={"source": source}, eval_deterministic=False)
+    model = A2C(net_arch=[8])
+    fit(model, data)
+    assert len(record_episodes(model, data, tmp_path / "videos", n_episodes=5)) == 5
 
 
 def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
