@@ -27,6 +27,8 @@ def record_episodes(
 ) -> list[Path]:
     """Plays episodes and writes each to an mp4 file with its return in the file name.
 
+    An episode that does not end is cut after ``data.eval_max_steps``.
+
     Args:
         policy: acts deterministically where ``data.eval_deterministic`` is set.
         data: names the environment, its wrappers and the seed.
@@ -57,7 +59,8 @@ def record_episodes(
             name = f"{prefix}-{episode}"
             recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
             with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
-                total = _play(policy, recorder, episode_seed(stream, episode), data.eval_deterministic)
+                seed = episode_seed(stream, episode)
+                total = _play(policy, recorder, seed, data.eval_deterministic, data.eval_max_steps)
             recorder.stop_recording()
             written = folder / f"{name}-episode-0.mp4"
             files.append(written.rename(folder / f"{name}-return-{total:.1f}.mp4"))
@@ -65,15 +68,16 @@ def record_episodes(
     return files
 
 
-def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool) -> float:
+def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool, max_steps: int) -> float:
     observation, _ = env.reset(seed=seed)
     state: Any = None
-    total, has_ended = 0.0, False
-    while not has_ended:
+    total = 0.0
+    for _ in range(max_steps):
         action, state = policy.predict(observation, state=state, deterministic=deterministic)
         observation, reward, terminated, truncated, _ = env.step(action)
         total += float(reward)
-        has_ended = terminated or truncated
+        if terminated or truncated:
+            break
     return total
 
 

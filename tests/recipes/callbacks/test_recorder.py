@@ -9,6 +9,7 @@ from recipes.cli import main
 from rl_modules import A2C
 from rl_modules.common.errors import UsageError
 from tests.datamodules.test_rollout import Follows
+from tests.envs import InfiniteHorizon
 from tests.masked_envs import make_guarded
 from tests.training import fit, rollouts
 
@@ -62,6 +63,21 @@ def test_an_episode_is_played_with_the_masks_of_training(tmp_path, monkeypatch, 
     model = A2C(net_arch=[8])
     fit(model, data)
     assert len(record_episodes(model, data, tmp_path / "videos", n_episodes=5)) == 5
+
+
+FOUR = {"type": "Discrete", "n": 4, "start": 0}
+
+
+def make_endless(render_mode=None):
+    return InfiniteHorizon()
+
+
+def test_an_episode_without_an_end_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.callbacks.recorder.RecordVideo", Unfilmed)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    data = RolloutDataModule(make_endless, eval_max_steps=20)
+    (file,) = record_episodes(A2C(observation_space=FOUR, action_space=FOUR), data, tmp_path)
+    assert file.name == "episode-0-return-20.0.mp4"
 
 
 def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
