@@ -14,6 +14,7 @@ from torch import Tensor
 from datamodules.envs.episodes import episode_seed
 from datamodules.envs.restore import has_episodes
 from datamodules.episode_statistics import successes
+from rl_modules.common.masks import MASK
 
 
 def has_time_limit(env: Any) -> bool:
@@ -128,6 +129,7 @@ def run_episodes(
             )
         if mode == AutoresetMode.NEXT_STEP:
             start, resets = resets, done
+            observation = _allowing_all(observation, done)
         else:
             start = done
             if mode == AutoresetMode.DISABLED and done.any():
@@ -142,3 +144,12 @@ def run_episodes(
     if any(row[3] is not None for row in rows):
         found["success"] = torch.tensor([row[3] or 0.0 for row in rows], dtype=torch.float32)
     return found
+
+
+def _allowing_all(observation: Any, which: np.ndarray) -> Any:
+    """Observations whose masks allow every action in the chosen rows, [N]: where an episode has ended, nobody acts."""
+    if not which.any() or not isinstance(observation, dict) or MASK not in observation:
+        return observation
+    mask = np.array(observation[MASK])
+    mask[which] = 1
+    return {**observation, MASK: mask}

@@ -77,6 +77,33 @@ def test_only_seeds_that_repeat_an_episode_are_returned() -> None:
     assert "seed" in run_episodes(Follows(), make_vector_env("CartPole-v1", 2), [4, 5], n_episodes=5)
 
 
+class Closes(gym.Env):
+    """Five steps with one allowed action each; none is where the episode has ended, as nobody acts there."""
+
+    observation_space = spaces.Dict({"observation": spaces.Box(0, 9, (1,)), "action_mask": spaces.MultiBinary(2)})
+    action_space = spaces.Discrete(2)
+
+    def _observation(self) -> Any:
+        mask = np.arange(2) == self.t % 2 if self.t < 5 else np.zeros(2)
+        return {"observation": np.array([self.t], np.float32), "action_mask": mask.astype(np.int8)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        assert action == self.t % 2
+        self.t += 1
+        return self._observation(), 1.0, self.t == 5, False, {}
+
+
+def test_an_ended_episode_needs_no_allowed_action() -> None:
+    data = RolloutDataModule(partial(SyncVectorEnv, [Closes] * 2), total_timesteps=32, n_steps=16, n_eval_episodes=3)
+    trainer = fit(PPO(net_arch=[8]), data)
+    (result,) = trainer.validate(trainer.lightning_module, datamodule=data, verbose=False)
+    assert result["eval/mean_reward"] == result["eval/mean_ep_length"] == 5
+
+
 # ---------------------------------------------------------------- batch_size
 
 
