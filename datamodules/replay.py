@@ -262,11 +262,12 @@ class ReplayDataModule(ControlDataModule):
         return self.num_timesteps >= self.total_timesteps and self._left == 0
 
     def _minibatches(self) -> Iterator[Batch]:
-        """One epoch's minibatches, from where the checkpoint left off."""
+        """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
         length = self._epoch_length
-        if self._position >= length:
-            self._position = 0
-        for position in range(self._position, length):
+        position = self._position
+        # Lightning knows how many of them an epoch has.
+        for _ in range(length):
+            position = 0 if position >= length else position
             self._update_priorities()
             if self._left == 0:
                 transitions = self._new_experience()
@@ -283,6 +284,7 @@ class ReplayDataModule(ControlDataModule):
             batch = self._drawn.popleft()
             self._learning = batch.get("index")
             yield batch
+            position += 1
 
     def _new_experience(self) -> int:
         """One round of the policy; before the first, the warm-up at random. Returns how many transitions it made."""

@@ -212,14 +212,15 @@ class RolloutDataModule(ControlDataModule):
         return self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
 
     def _minibatches(self) -> Iterator[Batch]:
-        """One epoch's minibatches, from where the checkpoint left off."""
+        """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
         per_pass = self.n_envs * self.n_steps // self.batch_size
         per_rollout = self._batches_per_rollout
         length = self.rollouts_per_epoch * per_rollout
-        if self._position >= length:
-            self._position = 0
         batches: list[Batch] = []
-        for position in range(self._position, length):
+        position = self._position
+        # Lightning knows how many of them an epoch has.
+        for _ in range(length):
+            position = 0 if position >= length else position
             if position % per_rollout == 0:
                 self._fields = self._new_rollout()
             if position % per_pass == 0:
@@ -233,6 +234,7 @@ class RolloutDataModule(ControlDataModule):
                 # The epoch ends here, should the run be resumed with a larger total_timesteps.
                 self._position = length
             yield batches[position % per_pass]
+            position += 1
 
     def _new_rollout(self) -> Batch:
         """Collect, let the module prepare, and flatten [T, N] to the valid rows."""

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -79,3 +80,27 @@ def test_a_checkpoint_from_within_an_epoch_ends_nothing(tmp_path: Path) -> None:
         ended.clear()
         fit(Counts(net_arch=[8]), data(), ckpt_path=tmp_path / f"step={step}.ckpt", max_epochs=3)
         assert ended == whole[(step - 1) // 4:]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "replay"])
+def test_every_epoch_has_as_many_batches_as_the_trainer_limits_it_to(kind: str) -> None:
+    """Of 8; the third epoch had the 2 that were left, and then neither an evaluation nor its scheduler's step."""
+    environment: dict[str, Any] = {"n_envs": 2, "total_timesteps": 10**6, "eval_freq": 1, "n_eval_episodes": 1}
+    model: Any
+    if kind == "rollouts":
+        data: Any = RolloutDataModule(
+            "CartPole-v1", n_steps=16, batch_size=8, n_epochs=1, rollouts_per_epoch=2, **environment
+        )
+        model = PPO(net_arch=[8])
+    else:
+        data = ReplayDataModule("CartPole-v1", learning_starts=8, train_freq=1, rollouts_per_epoch=8, **environment)
+        model = DQN(net_arch=[8])
+    steps: list[int] = []
+
+    class Evaluations(L.Callback):
+        def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if not trainer.sanity_checking:
+                steps.append(trainer.global_step)
+
+    fit(model, data, callbacks=[Evaluations()], limit_train_batches=3, max_epochs=5)
+    assert steps == [3, 6, 9, 12, 15]
