@@ -12,7 +12,7 @@ from rl_modules.language.advantages import imported_at_use, load_advantages
 from rl_modules.language.group_metrics import clip_metrics, generation_metrics, importance_ratio, terminated_lengths
 from rl_modules.language.grpo_arguments import check_arguments
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
-from rl_modules.language.policy import logged_columns
+from rl_modules.language.policy import with_logged_columns
 from rl_modules.language.sampling.correction import correction_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
@@ -463,7 +463,7 @@ class GRPO(JudgedPolicy):
             advantage = F.masked_mean(advantage, completion_mask(rollout["length"], advantage.shape[1]), 1)
         columns = {"prompt": rollout["prompts"], "completion": rollout["texts"]}
         columns |= {name: column.tolist() for name, column in scores} | {"advantage": advantage.tolist()}
-        self.write_table("completions", {**columns, **logged_columns(rollout)})
+        self.write_table("completions", with_logged_columns(columns, rollout))
         for adapter in adapters(self.trainer):
             adapter.write_histogram("train/completions/length", length, self.trainer.global_step)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids
@@ -166,7 +167,7 @@ class LanguagePolicy(LanguageModule):
         if batch_idx == 0 and self.trainer.is_global_zero:
             table = {"prompt": batch["prompts"], "completion": batch["texts"]}
             table |= {n: c.tolist() for n, c in zip(batch["reward_names"], rewards.unbind(-1), strict=True)}
-            self.write_table("eval/completions", {**table, **logged_columns(batch)})
+            self.write_table("eval/completions", with_logged_columns(table, batch))
 
     def log_logged(self, logged: dict[str, tuple[float, int]]) -> None:
         """Logs what reward functions logged about held-out completions, as ``eval/<name>``.
@@ -189,15 +190,22 @@ class LanguagePolicy(LanguageModule):
             adapter.write_table(name, columns, rows, self.trainer.global_step)
 
 
-def logged_columns(batch: dict[str, Any]) -> dict[str, list[Any]]:
-    """What reward functions logged about completions, as columns of a table; None where a completion has nothing.
+def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
+    """A table of completions with what reward functions logged about them; None where a completion has nothing.
 
     Args:
+        columns: of the table, by name.
         batch: with ``extra``, a dictionary for each completion.
+
+    Raises:
+        UsageError: a function logged a column that the table has.
     """
     extra = batch.get("extra", [])
     names = dict.fromkeys(name for row in extra for name in row)
-    return {name: [row.get(name) for row in extra] for name in names}
+    if (taken := next((name for name in names if name in columns), None)) is not None:
+        raise UsageError(f"log_extra({taken!r}, …) of a reward function: the table of completions has a column of this "
+                         "name; choose another")  # fmt: skip
+    return {**columns, **{name: [row.get(name) for row in extra] for name in names}}
 
 
 def majority_is_right(answers: Sequence[Sequence[str | None]], correct: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_m
 from rl_modules.language.drawing import NextToken
 from rl_modules.language.judged import JudgedPolicy, Rollout, length_metrics, require_room
 from rl_modules.language.logits import log_probs_at
-from rl_modules.language.policy import logged_columns
+from rl_modules.language.policy import with_logged_columns
 from rl_modules.language.scoring import (
     Extent,
     completion_log_probs,
@@ -408,7 +408,7 @@ class RLHFPPO(JudgedPolicy):
                    "kl": kl.tolist()}  # fmt: skip
         for name, column in zip(rollout["reward_names"], rollout["rewards"].unbind(-1), strict=True):
             columns[name] = column.tolist()
-        self.write_table("completions", {**columns, **logged_columns(rollout)})
+        self.write_table("completions", with_logged_columns(columns, rollout))
 
     @torch.no_grad()
     def record_minibatch(self, log_prob: Tensor, value: Tensor, policy_loss: Tensor, value_loss: Tensor,

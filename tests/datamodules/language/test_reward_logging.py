@@ -62,6 +62,11 @@ def logs_on_one_rank(completions: Any, log_metric: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def logs_completion(completions: Any, log_extra: Any) -> list[float]:
+    log_extra("completion", ["another"] * len(completions))
+    return [1.0] * len(completions)
+
+
 def records(n: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{i // 2}"} for i in range(n)]
 
@@ -167,3 +172,8 @@ def test_the_name_of_a_curve_of_evaluations_is_refused(name: str) -> None:
     data = addition(reward_funcs=[logs_by_name(name)], eval_steps=1, n_eval=8)
     with pytest.raises(UsageError, match=rf"log_metric\('{name}', …\) .* has a curve of this name"):
         fit(spy(), data, max_steps=1)
+
+
+def test_the_name_of_a_column_of_the_table_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"log_extra\('completion', …\) .* has a column of this name"):
+        fit(spy(completions_steps=1), addition(reward_funcs=[f"{HERE}:logs_completion"]), max_steps=1)
