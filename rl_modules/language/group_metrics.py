@@ -29,6 +29,23 @@ def generation_metrics(
     }
 
 
+def quantile(values: Tensor, q: float) -> Tensor:
+    """The ``q``-quantile of the numbers among ``values``, interpolated linearly; NaN where there are none.
+
+    ``torch.nanquantile``, which this equals, takes 16 million values at most: a micro-batch of 64 completions of 32,000
+    tokens on eight ranks has more.
+
+    Args:
+        values: of any shape, with NaN for what does not count.
+        q: in [0, 1].
+    """
+    ordered = values.flatten().sort().values  # NaN comes last
+    rank = (values.isnan().logical_not().sum() - 1).clamp(min=0) * q
+    below = rank.floor()
+    low, high = ordered[torch.stack([below, rank.ceil()]).long()]
+    return low.lerp(high, (rank - below).to(low.dtype))
+
+
 def terminated_lengths(length: Tensor, ended: Tensor) -> dict[str, Tensor]:
     """Mean, smallest and largest length of the completions that ended by themselves.
 

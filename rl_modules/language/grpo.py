@@ -9,7 +9,13 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import imported_at_use, load_advantages
-from rl_modules.language.group_metrics import clip_metrics, generation_metrics, importance_ratio, terminated_lengths
+from rl_modules.language.group_metrics import (
+    clip_metrics,
+    generation_metrics,
+    importance_ratio,
+    quantile,
+    terminated_lengths,
+)
 from rl_modules.language.grpo_arguments import check_arguments
 from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
 from rl_modules.language.policy import with_logged_columns
@@ -405,8 +411,7 @@ class GRPO(JudgedPolicy):
         if self._world_size > 1:
             width = self.most_over_ranks(values.shape[1])
             values = self.gathered(torch.nn.functional.pad(values, (0, width - values.shape[1]), value=torch.nan))
-        threshold = values.flatten().nanquantile(1 - self.top_entropy_quantile)
-        return mask & (entropy >= threshold)
+        return mask & (entropy >= quantile(values, 1 - self.top_entropy_quantile))
 
     # ---------------------------------------------------------------- reference
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.common.errors import UsageError
+from rl_modules.language.group_metrics import quantile
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.scoring import completion_log_probs
@@ -184,6 +185,22 @@ def test_a_kl_is_paid_by_silent_rows_too():
     module = spy(beta=0.1)
     fit(module, addition("blind_half"), max_steps=1)
     assert len(module.seen[0][0]) == 16
+
+
+@pytest.mark.parametrize("q", [0.0, 0.1, 0.25, 0.8, 1.0])
+def test_the_quantile_is_torchs(q):
+    values = torch.rand(7, 31)
+    values[torch.rand(7, 31) < 0.4] = torch.nan
+    assert torch.equal(quantile(values, q), values.nanquantile(q))
+    assert quantile(torch.full((2, 3), torch.nan), q).isnan()
+
+
+@pytest.mark.slow
+def test_the_quantile_takes_a_micro_batch_of_many_ranks():
+    values = torch.arange(2**24 + 3, dtype=torch.float32) / 2**24
+    with pytest.raises(RuntimeError, match="too large"):
+        values.nanquantile(0.8)
+    torch.testing.assert_close(quantile(values, 0.8), torch.tensor(0.8), rtol=0, atol=1e-6)
 
 
 def test_policy_gradient_is_of_the_tokens_with_the_highest_entropy():
