@@ -44,9 +44,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Leaves what the imports made out of every later garbage collection: seven per cent of the suite's time."""
+    """Collects what the imports made no more, and the rest less often: each was seven per cent of the suite's time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(200_000, 50, 1_000)
 
 
 @pytest.fixture
