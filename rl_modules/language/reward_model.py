@@ -207,12 +207,20 @@ class RewardModel(LanguageModule):
         self.model.config.reward_offset = self.reward_offset
         return export_model(self.model, self.tokenizer, folder)
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        # `score` and `export` read the offset; the last checkpoint may be older than the weights, or not exist.
+        self._measure_offset()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
+        self._measure_offset()
+        checkpoint["reward_offset"] = self.reward_offset
+
+    def _measure_offset(self) -> None:
         demonstrations = getattr(getattr(self._trainer, "datamodule", None), "demonstrations", None)
         if demonstrations is not None:
             self.normalize(demonstrations())
-        checkpoint["reward_offset"] = self.reward_offset
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

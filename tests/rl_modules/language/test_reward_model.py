@@ -270,6 +270,14 @@ def test_demonstrations_average_zero(trained):
     assert abs(scores.mean()) < 1e-6
 
 
+def test_demonstrations_average_zero_after_a_fit_that_wrote_no_checkpoint(make_trainer, data, tmp_path):
+    module, pairs = model(), data()
+    make_trainer(max_steps=2).fit(module, datamodule=pairs)
+    assert abs(module.score([row["prompt"] for row in ROWS], [row["chosen"] for row in ROWS]).mean()) < 1e-5
+    module.export(tmp_path)
+    assert load_reward_model(tmp_path).offset == module.reward_offset != 0
+
+
 @pytest.mark.parametrize("form", ["reward.ckpt", "export"])
 def test_a_loaded_reward_model_scores_as_the_trained_one(trained, form):
     module, _, folder = trained
