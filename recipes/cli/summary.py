@@ -11,6 +11,7 @@ from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
+import rl_modules
 from datamodules.base import ControlDataModule
 from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
@@ -164,13 +165,27 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
         **files_of(trainer),
     }
     if exports and checkpoints.last_path:
-        path = _relative(best or str(checkpoints.last_path))
-        rows["export"] = f"rl export --ckpt_path {path} --output model"
+        rows["export"] = export_of(model, _relative(best or str(checkpoints.last_path)))
     # Nothing is wrapped, so that a copied path or command is whole.
     width = max(map(len, rows))
     for left, right in rows.items():
         print(f"{left:{width}}  {right}")
     return str(checkpoints.last_path)
+
+
+def export_of(model: Any, path: str) -> str:
+    """Returns the command that exports a checkpoint; for a class that no command can import, the line of Python.
+
+    Args:
+        model: the algorithm.
+        path: of the checkpoint.
+    """
+    kind = type(model)
+    if kind.__name__ in rl_modules.__all__:
+        return f"rl export --ckpt_path {path} --output model"
+    if kind.__module__ == "__main__" or kind.__name__ != kind.__qualname__:
+        return f'{kind.__name__}.load_from_checkpoint("{path}").export("model")'
+    return f"rl export --ckpt_path {path} --output model --model {kind.__module__}.{kind.__name__}"
 
 
 def curves_of(trainer: Trainer) -> str:

@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.cli import main
+from recipes.cli.summary import export_of
+from rl_modules import SFT
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -99,6 +101,26 @@ def test_fit_prints_a_summary(rl):
     code, out, _ = rl(*command[1:])
     assert code == 0
     assert (Path("model") / "model.safetensors").is_file()
+
+
+def test_the_summarys_export_names_a_class_of_ones_own(rl):
+    Path("own_sft.py").write_text("from rl_modules import SFT\n\n\nclass Mine(SFT):\n    pass\n")
+    own = {**CONFIG, "model": {**CONFIG["model"], "class_path": "own_sft.Mine"}}
+    Path("own.yaml").write_text(yaml.safe_dump(own))
+    code, out, err = rl("fit", "--config", "own.yaml", "--trainer.max_steps", "1", "--data.eval_steps", "0")
+    assert code == 0, err
+    command = next(line for line in out.splitlines() if line.startswith("export")).split()[1:]
+    code, _, err = rl(*command[1:])
+    assert code == 0, err
+    assert (Path("model") / "model.safetensors").is_file()
+
+
+def test_the_summarys_export_is_python_where_no_command_can_import_the_class():
+    class Inner(SFT):
+        pass
+
+    assert export_of(SFT(), "a.ckpt") == "rl export --ckpt_path a.ckpt --output model"
+    assert export_of(Inner(), "a.ckpt") == 'Inner.load_from_checkpoint("a.ckpt").export("model")'
 
 
 def test_validate_and_test_print_the_metrics(rl, trained):
