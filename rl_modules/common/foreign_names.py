@@ -48,6 +48,7 @@ TRL = {
     "eval_dataset": "data.eval_path", "ref_model": "model.ref_model_name_or_path",
     "reward_model": "model.reward_model_name_or_path",
     "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
+    "assistant_only_loss": "data.completion_only_loss", "dataset_text_field": "data.columns",
 }  # fmt: skip
 #: The full name of an option by the name that a person knows.
 MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL}
@@ -57,9 +58,19 @@ DIFFERENT = {
                         "n*prompts*num_generations/(batch_size*steps_per_generation*ranks) epochs",
     "per_device_train_batch_size": "the rows of an optimizer step and rank, gradient_accumulation_steps times as many",
     "gradient_accumulation_steps": "which divides batch_size into micro-batches",
+    "assistant_only_loss": "of a conversation it counts the assistant's turns, by default",
+    "dataset_text_field": "{text: the field}",
 }  # fmt: skip
+_ONE_TURN = ("a completion is one turn here: nothing calls tools or an environment while it is written, and reward "
+             "functions get it when it has ended")  # fmt: skip
 #: What is done here in place of an option that there is none of.
 INSTEAD = {
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations"), _ONE_TURN),
+    "generation_kwargs": "what samples differently are arguments of the module: temperature, top_k, top_p, min_p and "
+                         "repetition_penalty",
+    "formatting_func": "columns of the datamodule builds texts from columns, {prompt: '{question}'}; for anything else "
+                       "map the dataset before",
+    "shuffle_dataset": "every pass has an order of its own; streaming=true with streaming_buffer=1 keeps the source's",
     "max_prompt_length": "no prompt is truncated here: overlong=drop of the datamodule leaves out records that are "
                          "longer than the model's context, or than max_length where the datamodule has one",
     "chat_template_path": "a template is the tokenizer's: put it as chat_template.jinja into the folder that "
