@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ def plain_lora(lora: Any) -> dict[str, Any] | None:
             raise UsageError(f"lora.{name} is a {type(value).__name__}, which no checkpoint can hold; give numbers, "
                              "texts, and lists and dicts of them")  # fmt: skip
     return fields
+
+
+def refuse_adapters_alone(name: str) -> None:
+    """Refuses a directory of PEFT's adapters, which lack the model that they belong to.
+
+    Raises:
+        UsageError: names the line that merges them.
+    """
+    if Path(name, "adapter_config.json").is_file():
+        raise UsageError(f"{name!r} holds adapters of PEFT without their model; merge them first, "
+                         f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
+                         ", and give FOLDER; lora={...} trains new ones from there")  # fmt: skip
 
 
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
