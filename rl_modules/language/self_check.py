@@ -85,6 +85,8 @@ class _Verdict(NamedTuple):
 def _verdict(compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: float, must_run: bool) -> _Verdict:
     try:
         fast, alone, batched = compare()
+        if fast.shape != alone.shape:  # a compiled model does not call hooks that came later
+            raise ValueError(f"gives numbers of shape {tuple(fast.shape)} in place of {tuple(alone.shape)}")
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         if must_run:
             raise

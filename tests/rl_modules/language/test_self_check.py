@@ -137,6 +137,13 @@ def test_a_way_that_fails_is_not_taken(caplog):
     assert "failing fails: no such thing on this model, so that the other way is taken" in caplog.text
 
 
+def test_numbers_of_another_shape_are_no_agreement():
+    """Those of a fast path by a hook, which a compiled model does not call; also where they would broadcast."""
+    for shape in ((9, 3), (1, 3)):
+        fast, alone = torch.zeros(shape), torch.zeros(4, 3)
+        assert not agrees(network("Llama"), "hooked", lambda fast=fast, alone=alone: (fast, alone, alone), "")
+
+
 def test_an_error_of_the_models_own_pass_is_raised():
     def fail(*arguments, **inputs):
         raise ValueError("broken weights")
