@@ -58,10 +58,14 @@ def refuse_adapters_alone(name: str) -> None:
     Raises:
         UsageError: names the line that merges them.
     """
-    if Path(name, "adapter_config.json").is_file():
-        raise UsageError(f"{name!r} holds adapters of PEFT without their model; merge them first, "
-                         f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
-                         ", and give FOLDER; lora={...} trains new ones from there")  # fmt: skip
+    config = Path(name, "adapter_config.json")
+    if config.is_file():
+        scores = '"SEQ_CLS"' in config.read_text(encoding="utf-8")
+        load = (f"AutoPeftModelForSequenceClassification.from_pretrained({name!r}, num_labels=1)" if scores else
+                f"AutoPeftModelForCausalLM.from_pretrained({name!r})")  # fmt: skip
+        raise UsageError(f"{name!r} holds adapters of PEFT without their model; merge them first, {load}."
+                         "merge_and_unload().save_pretrained(FOLDER), and give FOLDER; lora={...} trains new ones from "
+                         "there")  # fmt: skip
 
 
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:

@@ -263,15 +263,18 @@ def test_a_lora_config_is_its_arguments(tmp_path: Path) -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize(("algorithm", "head"), [(SFT, "CausalLM"), (RewardModel, "SequenceClassification")])
 @pytest.mark.parametrize("tokenizer", [True, False])
-def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(tokenizer: bool, tmp_path: Path) -> None:
-    module = SFT(model_config=TINY, lora=LORA)
+def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
+    algorithm: Any, head: str, tokenizer: bool, tmp_path: Path
+) -> None:
+    module = algorithm(model_config=TINY, lora=LORA)
     module.configure_model()
     module.model.save_pretrained(tmp_path / "adapters")
     if tokenizer:
         module.tokenizer.save_pretrained(tmp_path / "adapters")
-    given = SFT(str(tmp_path / "adapters"))
-    with pytest.raises(UsageError, match=r"holds adapters of PEFT .*merge_and_unload.*new ones from there$"):
+    given = algorithm(str(tmp_path / "adapters"))
+    with pytest.raises(UsageError, match=rf"holds adapters of PEFT .*{head}\.from_pretrained.*merge_and_unload"):
         given.configure_model()
 
 
