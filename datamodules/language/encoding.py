@@ -236,6 +236,10 @@ class TextEncoder:
 
     def _tokens(self, texts: list[Any], add_special_tokens: bool = True, note: bool = True) -> list[list[int]]:
         ids = [list(row) for row in self.tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]
+        if add_special_tokens and (bos := self.tokenizer.bos_token):
+            # Before a BOS token that is written out some tokenizers would put another one.
+            ids = [self._tokens([text], False, False)[0] if text.startswith(bos) else row
+                   for row, text in zip(ids, texts, strict=True)]  # fmt: skip
         if note:
             self._note_unknown(ids, texts)
         return ids

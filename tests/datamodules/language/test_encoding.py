@@ -132,6 +132,19 @@ def test_a_tokenizer_that_adds_eos_leaves_prompts_open():
     assert tokenizer.decode(encode.text("ab")) == f"ab{tokenizer.eos_token}"
 
 
+def test_a_bos_token_that_a_text_begins_with_is_not_written_twice():
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    a, b = tokenizer("ab").input_ids
+    assert TextEncoder(tokenizer).text("<s>ab") == [bos, a, b, eos], "this tokenizer adds none"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    encode = TextEncoder(tokenizer)
+    assert encode.text("ab") == encode.text("<s>ab") == [bos, a, b, eos]
+    assert encode.prompts(["ab", "<s>ab"]) == [[bos, a, b]] * 2
+    assert encode.text("<s><s>ab") == [bos, bos, a, b, eos], "two that are written out are meant"
+
+
 def test_a_text_that_was_rendered_already_is_refused():
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
