@@ -73,7 +73,8 @@ class PreferencePolicy(JudgedPolicy):
     def can_pack(self) -> bool:
         """Whether batches may hold several texts to a row."""
         if self._packs is None:
-            self._packs = can_pack_pairs(self.model)
+            # A reference of its own may be of another architecture.
+            self._packs = all(can_pack_pairs(model) for model in (self.model, self.reference) if model is not None)
         return self._packs
 
     def setup(self, stage: str) -> None:

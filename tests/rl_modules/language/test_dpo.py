@@ -15,7 +15,8 @@ from datamodules.language.preference import PreferenceDataModule
 from rl_modules import DPO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import dpo_loss
-from rl_modules.language.pair_log_probs import pair_log_probs
+from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
+from tests.conformance.architectures import ARCHITECTURES
 from tests.training import assert_equal_checkpoints
 
 from .preferences import FAMILIES, PAIRS, TINY, Save, plain_log_prob, sgd, weights, write
@@ -89,6 +90,34 @@ def test_packing_is_used_where_it_changes_nothing(config, packs, attention):
         for parameter in module.model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     assert module.can_pack == packs
+
+
+@pytest.mark.parametrize("name", ["Gemma-3", "GPT-Neo"])
+def test_windows_longer_than_what_is_compared_are_not_packed(name):
+    """A window of a composite model is in the config of its language model; GPT-Neo's has a name of its own."""
+    long = {"window_size": 64} if name == "GPT-Neo" else {
+        "text_config": {**ARCHITECTURES[name]["text_config"], "sliding_window": 64}
+    }  # fmt: skip
+    module = model(model_config={**ARCHITECTURES[name], **long})
+    module.configure_model()
+    assert not module.can_pack
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_leak_smaller_than_rounding_is_found(dtype):
+    """LFM2's convolutions reach into the answer before; with initial weights that changes few digits."""
+    module = model(model_config=ARCHITECTURES["LFM2"], torch_dtype=dtype)
+    module.configure_model()
+    assert not module.can_pack
+
+
+def test_a_reference_that_can_not_pack_is_not_packed(tmp_path):
+    other = model(model_config={"model_type": "mistral", **TINY, "sliding_window": 64})
+    other.configure_model()
+    other.export(tmp_path / "reference")
+    module = model(ref_model_name_or_path=str(tmp_path / "reference"))
+    module.configure_model()
+    assert can_pack_pairs(module.model) and not module.can_pack
 
 
 # -------------------------------------------------------------------- the step
