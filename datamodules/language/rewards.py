@@ -26,6 +26,13 @@ __all__ = [
     "math_accuracy", "soft_overlong_penalty", "think_answer_format",
 ]  # fmt: skip
 
+#: Marks by which math-verify finds LaTeX itself.
+_MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+#: One number, thousands apart or not, with a unit, a currency or a short word beside it.
+_NUMBER_IN_PROSE = re.compile(r"[^\d\\^_=({\[<>+/-]*[-+]?(\d{1,3}([, ]\d{3})+|\d+)(\.\d+)?%?(\s+[A-Za-z/]+)?[.*\s]*$")
+_TEXT_IN_LATEX = re.compile(r"\\(text|textbf|textrm|mathrm|mbox)\s*\{[^{}]*\}")
+_COMMAND = re.compile(r"\\(begin|end)\{\w*\*?\}|\\[A-Za-z]+")
+
 Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards]
 
@@ -87,13 +94,23 @@ def math_accuracy(
 
 
 def _mathematics(text: str, limit_s: int | None) -> list[Any]:
-    """What a short text means. LaTeX may come without the dollars that math-verify expects around it; words may not."""
+    """What a short text means. LaTeX may come without the dollars that math-verify expects around it; words may not.
+
+    Without them math-verify reads a piece of it, such as the 2 of 2√3.
+    """
     from math_verify import parse
 
-    found = parse(text, parsing_timeout=limit_s)
-    if found or re.search(r"[A-Za-z]{3}", re.sub(r"\\[A-Za-z]+", "", text)):
-        return found
-    return parse(f"${text}$", parsing_timeout=limit_s)
+    forms = [text] if _has_words(text) else [f"${text}$", text]
+    if _MARKED.search(text) or _NUMBER_IN_PROSE.match(text):
+        forms.reverse()
+    return next((found for form in forms if (found := parse(form, parsing_timeout=limit_s))), [])
+
+
+def _has_words(text: str) -> bool:
+    """Whether a text has words of prose, apart from units and the like beside its mathematics."""
+    mathematics = _TEXT_IN_LATEX.sub("", text)
+    words = _COMMAND.sub("", mathematics if re.search(r"\w", mathematics) else text)
+    return re.search(r"[A-Za-z]{3}", words) is not None
 
 
 def length_reward(target: int) -> RewardFunction:

@@ -68,6 +68,7 @@ def test_exact_answers_and_answers_in_tags():
         ("The answer is 71", "72", 0.0),
         ("I don't know", "72", 0.0),
         ("72", "Paris", None),
+        ("72", "\\text{Paris}", None),
         ("72", None, None),
     ],
 )
@@ -76,6 +77,26 @@ def test_mathematics_by_meaning(completion, reference, value):
     assert RewardFunctions([math_accuracy], time_limit_s=10)(
         [{"prompt": "", "answer": reference}], [completion]
     ).tolist() == [[pytest.approx(math.nan if value is None else value, nan_ok=True)]]
+
+
+@pytest.mark.parametrize("latex", [
+    "2\\sqrt{3}", "10^{-5}", "3\\pi", "(-\\infty, 2]", "6 - 5i", "2x+3", "y=2x+3", "1, 2, 3", "5!", "1\\frac{1}{2}",
+    "\\pi", "3 \\times 10^8", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "2\\sqrt{3}\\text{ inches}", "\\text{(A)}",
+])  # fmt: skip
+def test_latex_without_dollars_is_read_whole(latex):
+    """As MATH and its like write references; in boxes math-verify itself reads all of it."""
+    completions = [f"so \\boxed{{{latex}}}", f"<answer>{latex}</answer>"]
+    assert math_accuracy(None, completions, answer=[latex] * 2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("answer", "reference", "value"), [
+    ("2", "2\\sqrt{3}", 0.0), ("10", "10^{-5}", 0.0), ("2", "2x+3", 0.0), ("3", "1, 2, 3", 0.0),
+    ("2\\sqrt{3}", "2", 0.0),
+    ("2^{10}", "1024", 1.0), ("7 in", "7", 1.0), ("4 km/h", "4", 1.0), ("18 dollars", "18", 1.0), ("3m", "3", 1.0),
+    ("1 000", "1,000", 1.0), ("**5**", "5", 1.0), ("x = 5", "5", 1.0), ("$18", "18", 1.0), ("50%", "50", 1.0),
+])  # fmt: skip
+def test_a_piece_of_an_answer_is_not_the_answer_but_a_unit_may_follow(answer, reference, value):
+    assert math_accuracy(None, [f"<answer>{answer}</answer>"], answer=[reference]) == [value]
 
 
 def test_length_counts_tokens_where_it_can_and_characters_where_not():
