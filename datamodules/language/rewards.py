@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from datamodules.language.reward_calls import RewardFunctions
-from datamodules.language.text import answer_of, is_think_and_answer, reference_text, text_of
+from datamodules.language.text import answer_of, is_think_and_answer, opened_thought, reference_text, text_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.loading import load_object, require_settings
 
@@ -60,9 +60,15 @@ def answer_in_tags(
 def think_answer_format(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
     """1.0 where the completion is one ``<think>…</think><answer>…</answer>`` and nothing else, 0.0 otherwise.
 
+    A prompt that ends with ``<think>``, as text or as a message that the model continues, has opened the first part.
+
     Source: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
     """
-    return [float(is_think_and_answer(text_of(completion))) for completion in completions]
+    opened = [""] * len(completions) if prompts is None else [opened_thought(prompt) for prompt in prompts]
+    return [
+        float(is_think_and_answer(start + text_of(completion)))
+        for start, completion in zip(opened, completions, strict=True)
+    ]
 
 
 def math_accuracy(

@@ -41,3 +41,9 @@ def think_and_answer(thought: str, answer: str) -> str:
 def is_think_and_answer(text: str) -> bool:
     """Whether a text is one ``<think>…</think>`` followed by one ``<answer>…</answer>``, and nothing else but space."""
     return all(text.count(tag) == 1 for tag in _TAGS) and _THINK_ANSWER.fullmatch(text) is not None
+
+
+def opened_thought(prompt: str | list[dict[str, Any]]) -> str:
+    """``<think>`` where a prompt, or a message that the model continues, ends with it; else nothing."""
+    continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
+    return _TAGS[0] if continues and text_of(prompt).rstrip().endswith(_TAGS[0]) else ""

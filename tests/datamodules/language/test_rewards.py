@@ -50,6 +50,20 @@ def test_format(text, value):
     assert think_answer_format(None, [text]) == think_answer_format(None, [chat(text)]) == [value]
 
 
+def test_a_thought_that_the_prompt_opened_is_not_opened_again():
+    opened = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Step by step.\n<think>\n"}]
+    inside, whole = "a</think><answer>b</answer>", "<think>a</think><answer>b</answer>"
+    asked = [{"role": "user", "content": "Begin with <think>"}]
+    for prompt, values in (
+        ("? <think>", [1.0, 0.0]),
+        (opened, [1.0, 0.0]),
+        ("<think>?", [0.0, 1.0]),
+        (asked, [0.0, 1.0]),
+    ):
+        assert think_answer_format([prompt] * 2, [inside, whole]) == values
+        assert think_answer_format([prompt] * 2, [chat(inside), chat(whole)]) == values
+
+
 def test_exact_answers_and_answers_in_tags():
     completions = [" 42\n", "42.", "<answer>1</answer> <answer> 42 </answer>", "42", chat("42")]
     answers = ["42", "42", "42", None, "42"]
