@@ -121,7 +121,7 @@ def sample(
             decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
         return _completions(record)
 
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad(), eval_mode(model), without_router_logits(model):
         if at_once >= rows:
             return write(0, rows, None)
         if _refills(model, cache_for(model, longest, synced_gpus, at_once), synced_gpus):
@@ -312,6 +312,20 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def without_router_logits(model: Any) -> Iterator[None]:
+    """A mixture of experts computes no loss for balance inside, which fails where a mask is longer than the tokens."""
+    config = text_config(model.config)
+    asked = getattr(config, "output_router_logits", False)
+    if asked:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if asked:
+            config.output_router_logits = asked
 
 
 @functools.cache

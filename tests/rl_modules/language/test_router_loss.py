@@ -5,6 +5,7 @@ import torch
 
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling import sample
 from tests.conformance.architectures import ARCHITECTURES
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
 
@@ -32,6 +33,20 @@ def test_the_gradient_is_that_of_transformers_own_loss(name, packing, tmp_path):
     expected = {f"model.{n}": p.grad for n, p in reference.model.named_parameters()}
     assert_same_gradient(expected, found)
     assert module.latest_metrics["train/aux_loss"] == pytest.approx(0.5 * float(output.aux_loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
+def test_completions_are_written_without_it(name):
+    """With eager attention rows have caches of their own, as on a GPU, whose masks cover more than the new tokens."""
+    texts = []
+    for fields in ({}, BALANCED):
+        module = SFT(model_config={**ARCHITECTURES[name], **fields}, attn_implementation="eager")
+        module.configure_model()
+        written = sample(module.model, [[5, 6, 7], [8]], num_generations=2, max_completion_length=6, eos_token_id=1,
+                         pad_token_id=0, seeds=range(4))  # fmt: skip
+        texts.append(written.tokens)
+        assert module.model.config.output_router_logits is bool(fields)
+    assert torch.equal(*texts)
 
 
 def test_without_it_nothing_is_added(tmp_path):
