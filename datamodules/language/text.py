@@ -5,7 +5,8 @@ from typing import Any
 
 from rl_modules.common.errors import UsageError
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# An answer holds no <answer>: a thought may speak of the tag before.
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

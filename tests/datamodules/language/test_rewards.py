@@ -71,6 +71,13 @@ def test_exact_answers_and_answers_in_tags():
     assert answer_in_tags(None, completions, answer=answers) == [0.0, 0.0, 1.0, None, 0.0]
 
 
+@pytest.mark.parametrize("thought", ["I write it in <answer> tags", "<answer>, then", "</answer> ends it", "<answer"])
+def test_a_thought_may_speak_of_the_tags(thought):
+    completions = [f"<think>{thought}</think><answer>{answer}</answer>" for answer in (42, 41)]
+    assert answer_in_tags(None, completions, answer=["42", "42"]) == [1.0, 0.0]
+    assert math_accuracy(None, completions, answer=["42", "42"]) == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("completion", "reference", "value"),
     [
