@@ -267,7 +267,8 @@ def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
 def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
     """Write a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
 
-    An output layer that is tied to the embedding is written as a weight of its own where adapters have parted them.
+    An output layer that is tied to the embedding is written as a weight of its own where adapters have parted them. The
+    generation config names the tokenizer's EOS token, with which training ended completions, beside its own.
 
     Args:
         model: a transformers model, or one with LoRA. Where its weights are sharded all ranks call this, the first
@@ -286,6 +287,7 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     if hasattr(model, "merge_and_unload"):
         model = merged(model)
     folder = Path(folder)
+    _name_eos_token(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -298,10 +300,19 @@ def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
     writes = torch.distributed.get_rank() == 0
     state = whole(model.state_dict(keep_vars=True), keep=writes)
     if writes:
+        _name_eos_token(model, tokenizer)
         model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
     torch.distributed.barrier()
     return folder
+
+
+def _name_eos_token(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the tokenizer's EOS token to a generation config without it: ``generate`` would not stop there."""
+    config = getattr(model, "generation_config", None)
+    stops = eos_token_ids(model, tokenizer)
+    if config is not None and config.eos_token_id not in (stops, stops[0]):
+        config.eos_token_id = stops if len(stops) > 1 else stops[0]
 
 
 def max_length(config: PretrainedConfig) -> int:

@@ -248,6 +248,24 @@ def test_the_generation_config_survives_checkpoint_and_export(lora: Any, pretrai
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
+@pytest.mark.parametrize(("own", "stops"), [(7, [1, 7]), ([7, 8], [1, 7, 8]), (None, 1)])
+def test_generate_stops_where_an_exports_tokenizer_ends(
+    lora: Any, own: Any, stops: Any, pretrained: Path, tmp_path: Path
+) -> None:
+    """A base model ends texts by another token than the chats that it is trained on."""
+    settings = json.loads((pretrained / "generation_config.json").read_text())
+    (pretrained / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": own}))
+    module = SFT(model_name_or_path=str(pretrained), lora=lora)
+    module.configure_model()
+    assert module.tokenizer.eos_token_id == 1
+    exported = AutoModelForCausalLM.from_pretrained(module.export(tmp_path / "exported"))
+    assert exported.generation_config.eos_token_id == stops
+    texts = exported.generate(torch.full((300, 1), 5), max_new_tokens=6, top_k=0, temperature=1.0, pad_token_id=0)
+    ended = texts[:, 1:-1] == 1
+    assert ended.any() and not texts[:, 2:][ended].any(), "padding follows"
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
 @pytest.mark.parametrize("as_object", [False, True])
 def test_settings_that_a_generation_config_cannot_use_cost_no_export(
     lora: Any, as_object: bool, pretrained: Path, tmp_path: Path

@@ -360,14 +360,14 @@ def read_by(folder: Path) -> dict[str, Any]:
 def test_the_first_rank_alone_reads_weights(files: Path, tmp_path: Path) -> None:
     policy = SFT(model_config=TINY)
     policy.configure_model()
-    policy.model.generation_config.eos_token_id = [3, 5]
+    policy.model.generation_config.eos_token_id = ends = [policy.tokenizer.eos_token_id, 3, 5]
     policy.export(files / "policy")
     first, second = on_ranks(lambda: read_by(files), tmp_path / "ranks")
     assert first["calls"] and not second["calls"]
     own = AutoModelForCausalLM.from_pretrained(files / "policy")
     judge = AutoModelForSequenceClassification.from_pretrained(files / "judge")
     for rank in (first, second):
-        assert rank["generation_config"] == [3, 5], "every rank must stop at the same tokens"
+        assert rank["generation_config"] == ends, "every rank must stop at the same tokens"
         assert torch.equal(rank["frequencies"], own.model.rotary_emb.inv_freq), "no checkpoint holds these buffers"
         for name, value in own.state_dict().items():
             assert torch.equal(rank["weights"][f"model.{name}"], value)
