@@ -1,5 +1,6 @@
 """Reward models: a scalar head on a transformer, fitted to preferences; and how a finished one is loaded."""
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +16,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.critics import check_same_tokens
-from rl_modules.language.models import add_lora, export_model, make_config, make_model
+from rl_modules.language.models import add_lora, export_model, make_config, make_model, text_config
 from rl_modules.language.pair_scores import can_pack, pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics
 from rl_modules.language.reliability import reliability_diagram
@@ -202,10 +204,14 @@ class RewardModel(LanguageModule):
     def export(self, folder: str | Path) -> Path:
         """Writes a directory that ``AutoModelForSequenceClassification`` and TRL load; LoRA adapters are merged. They
         return raw scores, because their heads have no bias; config.json contains ``reward_offset``, which
-        :func:`load_reward_model` reads.
+        :func:`load_reward_model` reads. Their heads find the last token by the pad token, so that a tokenizer that pads
+        with its EOS token is written with another special token as its pad token.
         """
         self.model.config.reward_offset = self.reward_offset
-        return export_model(self.model, self.tokenizer, folder)
+        tokenizer = padding_apart(self.tokenizer)
+        for config in (self.model.config, text_config(self.model.config)):
+            config.pad_token_id = tokenizer.pad_token_id
+        return export_model(self.model, tokenizer, folder)
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -292,6 +298,28 @@ def is_reward_model(config: Any) -> bool:
         raise UsageError(f"the model is a classifier with {config.num_labels} labels, where a reward model has 1; give "
                          "a causal model, or a reward model")  # fmt: skip
     return True
+
+
+def padding_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer whose pad token is not its EOS token, at which scores are read; a copy where that was the same.
+
+    A tokenizer without a third special token stays as it is, and a warning says so.
+    """
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return tokenizer
+    taken = {tokenizer.bos_token, tokenizer.eos_token}
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    template = str(tokenizer.chat_template)
+    free = [mark for mark in marks if mark not in taken and mark not in template]
+    if not free:
+        rank_zero_warn(f"the tokenizer pads with its EOS token {tokenizer.eos_token!r} and has no other special token: "
+                       "AutoModelForSequenceClassification and TRL read scores before the EOS token, not at it; set "
+                       "pad_token in tokenizer_config.json")  # fmt: skip
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    # A token that is named for padding, else the one for unknown characters, else any that the template does not write.
+    tokenizer.pad_token = min(free, key=lambda mark: ("pad" not in mark.lower(), mark != tokenizer.unk_token))
+    return tokenizer
 
 
 def initialize_head(head: nn.Linear) -> None:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference import PreferenceDataModule
@@ -19,7 +25,7 @@ from rl_modules.language.preference_metrics import PreferenceMetrics, Reliabilit
 from rl_modules.language.reliability import reliability_diagram
 from rl_modules.language.reward_model import RewardModel, initialize_head, load_reward_model
 from rl_modules.language.scoring import sequence_scores
-from rl_modules.language.tokenizer import character_tokenizer
+from rl_modules.language.tokenizer import character_tokenizer, load_tokenizer
 from tests.training import assert_equal_checkpoints
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -306,6 +312,42 @@ def test_transformers_loads_the_export_and_finds_the_last_token_among_pads(train
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits[:, 0], sequence_scores(module.model, tokens, length))
     assert theirs.config.reward_offset == module.reward_offset
+
+
+def without_pad_token(*special):
+    """A tokenizer of the words a, b and c, which ends texts with ``<eos>`` and has no pad token."""
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *special, "a", "b", "c"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<eos>", *special])
+    unknown = {"unk_token": "<unk>"} if "<unk>" in special else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", **unknown)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
+@pytest.mark.parametrize(
+    ("special", "pad"), [(["<x>", "<unk>"], "<unk>"), (["<unk>", "<right_pad>"], "<right_pad>"), (["<x>"], "<x>")]
+)
+def test_transformers_reads_an_exports_score_at_the_eos_token(tmp_path, lora, special, pad):
+    module = model(tokenizer_name_or_path=without_pad_token(*special), lora=lora)
+    module.configure_model()
+    folder = module.export(tmp_path / "export")
+    assert module.tokenizer.pad_token == "<eos>"
+    theirs, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), load_tokenizer(str(folder))
+    assert tokenizer.pad_token == pad and theirs.config.pad_token_id == tokenizer.pad_token_id
+    batch = tokenizer(["a b c <eos>", "a <eos>"], padding=True, return_tensors="pt")
+    alone = [tokenizer(text, return_tensors="pt").input_ids for text in ("a b c <eos>", "a <eos>")]
+    with torch.no_grad():
+        found = theirs(**batch).logits[:, 0]
+        expected = [sequence_scores(module.model.eval(), ids, torch.tensor([ids.shape[1]])) for ids in alone]
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_a_tokenizer_without_another_special_token_warns_that_scores_are_read_before_eos(tmp_path):
+    module = model(tokenizer_name_or_path=without_pad_token())
+    module.configure_model()
+    with pytest.warns(UserWarning, match="pads with its EOS token '<eos>'.*set pad_token"):
+        module.export(tmp_path / "export")
 
 
 def test_lora_is_merged_where_the_model_is_exported_or_loaded(make_trainer, data, tmp_path):
