@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.language.logits import log_probs_at
+from rl_modules.language.models import text_config
 from rl_modules.language.packing import can_pack_texts, packed_inputs
 from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.router_loss import router_logits, router_loss, wants_router_loss
@@ -59,7 +60,9 @@ class SFT(LanguagePolicy):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        rates = [value for key, value in self.model.config.to_dict().items() if "drop" in key and key != "layerdrop"]
+        # Of a model that also takes images, the language model's rates are in a part of the config.
+        fields = {**self.model.config.to_dict(), **text_config(self.model.config).to_dict()}
+        rates = [value for key, value in fields.items() if ("drop" in key and key != "layerdrop") or "jitter" in key]
         layers = [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
         self._drops = any(isinstance(rate, int | float) and rate > 0 for rate in [*rates, *layers])
 

@@ -16,6 +16,7 @@ from rl_modules.language import packing as texts_in_rows
 from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model
 from rl_modules.language.tokenizer import character_tokenizer
+from tests.conformance.architectures import ARCHITECTURES
 from tests.datamodules.language.test_instruction import attached
 from tests.training import assert_equal_checkpoints, fit
 
@@ -23,6 +24,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
         "num_key_value_heads": 2}  # fmt: skip
 TINY_GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 TINY_LLAMA = {"model_type": "llama", "max_position_embeddings": 64, **TINY, "num_key_value_heads": 1}
+GEMMA3 = ARCHITECTURES["Gemma-3"]
 FAMILIES = {"qwen2": TINY, "gpt2": TINY_GPT2, "llama": TINY_LLAMA}
 
 
@@ -234,6 +236,8 @@ def test_logits_at_are_those_of_the_whole_and_leave_no_hook():
         ({}, {"group_by_length": True}, {}),
         ({}, {"packing": True}, {"accumulate_grad_batches": 2}),
         ({"model_config": {**TINY, "attention_dropout": 0.2}, "attn_implementation": "eager"}, {}, {}),
+        ({"model_config": {**GEMMA3, "text_config": {**GEMMA3["text_config"], "attention_dropout": 0.2}}}, {}, {}),
+        ({"model_config": {**ARCHITECTURES["Mixtral"], "router_jitter_noise": 0.2}}, {}, {}),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, model, data, trainer):
