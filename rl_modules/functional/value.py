@@ -51,10 +51,15 @@ def value_loss(
     if clip_range is not None and old_value is None:
         raise ValueError("old_value is None although clip_range is given; clipping is around the old value.")
     value, returns = as_float(value), as_constant(returns)
+    if mask is not None:
+        # What stands under the mask may be NaN, which the square's gradient would multiply by 0.
+        require_shape("mask", mask, value.shape, "value")
+        value, returns = (torch.where(mask.bool(), x, 0.0) for x in (value, returns))
     if old_value is not None and clip_range is not None:
         require_shape("old_value", old_value, value.shape, "value")
         require_nonnegative("clip_range", clip_range)
         old_value = as_constant(old_value)
+        old_value = old_value if mask is None else torch.where(mask.bool(), old_value, 0.0)
         clipped = old_value + (value - old_value).clamp(-clip_range, clip_range)
         error = torch.max((value - returns).square(), (clipped - returns).square())
         return 0.5 * (error.mean() if mask is None else masked_mean(error, mask))
