@@ -124,6 +124,8 @@ class TextEncoder:
         # A tag such as <think>, which a prompt may speak of, is an added token as well, but no special one.
         marks = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                  if token.special and token.content in template]  # fmt: skip
+        if self.tokenizer.bos_token is not None and "bos_token" in template:
+            marks.append(self.tokenizer.bos_token)  # which a template writes by that name
         for text in texts:
             if found := next((mark for mark in marks if mark in text), None):
                 raise UsageError(f"the prompt {text[:40]!r} holds {found!r}, which the chat template writes: it was "

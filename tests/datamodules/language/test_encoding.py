@@ -157,6 +157,18 @@ def test_a_text_that_was_rendered_already_is_refused():
         assert tokenizer.decode(ids) == text
 
 
+def test_a_prompt_with_the_bos_token_that_the_template_writes_by_name_is_refused():
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
+    rendered = tokenizer.apply_chat_template(CHAT[:1], tokenize=False)
+    assert rendered == "<s>[INST] hi [/INST]"
+    with pytest.raises(UsageError, match="holds '<s>', which the chat template writes.*chat_template=false"):
+        TextEncoder(tokenizer).prompts([rendered])
+    (ids,) = TextEncoder(tokenizer, chat_template=False).prompts([rendered])
+    assert tokenizer.decode(ids) == rendered
+
+
 def test_a_prompt_may_speak_of_a_tag_that_the_chat_template_writes():
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<think>"])
