@@ -1,7 +1,7 @@
 """Prompts, completions and conversations as token ids, by the tokenizer and its chat template."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -214,8 +214,14 @@ class TextEncoder:
                 raise UsageError(f"a record has {name}, which the tokenizer's chat template does not read; give a "
                                  f"tokenizer for tool calls, or leave out {name}")  # fmt: skip
         variables = {**self.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
-        try:
+
+        def render(messages: Messages, **how: Any) -> Any:
             return self.tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **how, **variables})
+
+        try:
+            if (arguments := _texts_of_arguments(messages)) and _are_quoted(arguments, render, messages):
+                messages = _with_read_arguments(messages)
+            return render(messages, **how)
         except Exception as error:  # templates raise errors of their own, of jinja's and of Python's kinds
             if isinstance(error, UsageError):
                 raise
@@ -290,6 +296,46 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UsageError(f"tools is a {type(tools).__name__}, where a list of JSON schemas should be")
     return tools or None  # some templates open a section for an empty list
+
+
+def _texts_of_arguments(messages: Messages) -> list[str]:
+    """The arguments of tool calls that are the JSON text of an object, the form of OpenAI's API."""
+    calls = [call for m in messages for call in m.get("tool_calls") or () if isinstance(call, dict)]
+    functions = [call.get("function", call) for call in calls]
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return [text for text in texts if isinstance(text, str) and _read_object(text) is not None]
+
+
+def _are_quoted(arguments: Sequence[str], render: Callable[[Messages], str], messages: Messages) -> bool:
+    """Whether a chat template wants arguments as objects: it writes their text as a string in quotes, or refuses it."""
+    try:
+        rendered = render(messages)
+    except Exception:  # templates raise errors of their own, of jinja's and of Python's kinds
+        return True
+    quoted = [json.dumps(text, ensure_ascii=ascii_only) for text in arguments for ascii_only in (False, True)]
+    return any(text in rendered for text in quoted)
+
+
+def _with_read_arguments(messages: Messages) -> Messages:
+    """Messages whose tool calls have objects as arguments."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = {name: read(item) if name == "function" else item for name, item in value.items()}
+        found = _read_object(value["arguments"]) if isinstance(value.get("arguments"), str) else None
+        return value if found is None else {**value, "arguments": found}
+
+    return [{**m, "tool_calls": [read(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+            for m in messages]  # fmt: skip
+
+
+def _read_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -71,6 +71,34 @@ def test_tools_that_would_be_lost_are_refused(messages, record, message):
         encoder().prompts([messages], [record])
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["{{ c.function.arguments | tojson }}",  # Qwen2.5
+     "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}"
+     "{% endif %}",  # Qwen3
+     "{% for k, v in c.function.arguments.items() %}{{ '{' }}{{ k | tojson }}: {{ v | tojson }}{{ '}' }}{% endfor %}",
+     "{{ '' + c.function.arguments }}"],  # DeepSeek-V3: text alone
+    ids=["quotes text", "either", "refuses text", "refuses objects"],
+)  # fmt: skip
+def test_arguments_of_tool_calls_may_be_the_text_of_an_object(written):
+    """Rendered as the object, whatever of both forms the template takes; what is no object stays a text."""
+    encode = encoder("{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}[" + written
+                     + "]{% endfor %}{% else %}({{ m.content }}){% endif %}{% endfor %}")  # fmt: skip
+
+    def render(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        ids = encode.whole(messages, {})
+        assert messages[1]["tool_calls"] == [call], "the record stays as it is"
+        return encode.tokenizer.decode(ids)
+
+    assert render('{"x": "a b"}') == '(hi)[{"x": "a b"}]'
+    if "'' +" not in written:
+        assert render({"x": "a b"}) == '(hi)[{"x": "a b"}]'
+    if "items" not in written:
+        assert render("x") in ("(hi)[x]", '(hi)["x"]')
+
+
 def test_an_error_of_the_template_names_the_roles():
     with pytest.raises(UsageError, match=r"refuses a conversation with roles user \(only systems\)"):
         encoder("{{ raise_exception('only systems') }}").prompts(["hi"])
