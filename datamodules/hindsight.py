@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -196,25 +197,49 @@ def check_hindsight(arguments: Any) -> None:
 
 
 def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
-    """The environment's ``compute_reward``.
+    """The environment's ``compute_reward``, or that of the outermost wrapper that has one.
 
     Args:
         observation_space: space of one observation.
-        env: one environment.
+        env: one environment, with its wrappers.
         name: of the environment, for messages.
         sign_reward: learn from the rewards' signs, as the collector stores them.
 
     Raises:
-        UsageError: the observations have no goals, or the environment can't compute the reward of another goal.
+        UsageError: the observations have no goals, or the environment can't compute the reward of another goal, or
+            a wrapper divides its rewards by running statistics.
     """
     keys = set(observation_space.spaces) if isinstance(observation_space, spaces.Dict) else set()
     if not keys.issuperset(GOAL_KEYS):
         raise UsageError(f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "
                          f"{name} has {observation_space}")  # fmt: skip
-    compute: ComputeReward | None = getattr(getattr(env, "unwrapped", env), "compute_reward", None)
+    # A wrapper that changes the goals brings a compute_reward for them; one that changes the reward stands around it.
+    rescale: list[Callable[[Any], Any]] = []
+    while isinstance(env, gym.Wrapper) and not hasattr(env, "compute_reward"):
+        if isinstance(env, gym.wrappers.NormalizeReward):
+            raise UsageError("wrappers: NormalizeReward divides each reward by statistics of its own step, which the "
+                             "rewards of other goals can't follow; use norm_reward=True in its place")  # fmt: skip
+        if isinstance(env, gym.RewardWrapper):
+            rescale.insert(0, np.vectorize(env.reward, [np.float32]))
+        env = env.env
+    compute: ComputeReward | None = getattr(env, "compute_reward", None)
+    if compute is None:  # a vector's wrappers have none
+        compute = getattr(getattr(env, "unwrapped", env), "compute_reward", None)
     if compute is None:
         raise UsageError(f"n_sampled_goal needs an environment with compute_reward(achieved_goal, desired_goal, info); "
                          f"{name} has none")  # fmt: skip
     if sign_reward:
-        return lambda achieved, desired, infos: np.sign(compute(achieved, desired, infos))
-    return compute
+        rescale.append(np.sign)
+    return _rescaled(compute, rescale) if rescale else compute
+
+
+def _rescaled(compute: ComputeReward, rescale: Sequence[Callable[[Any], Any]]) -> ComputeReward:
+    """``compute`` followed by what the environment's rewards go through."""
+
+    def computed(achieved: np.ndarray, desired: np.ndarray, infos: Sequence[dict[str, Any]]) -> Any:
+        reward = np.asarray(compute(achieved, desired, infos))
+        for change in rescale:
+            reward = change(reward)
+        return reward
+
+    return computed

@@ -310,6 +310,43 @@ def test_rewards_of_replaced_goals_are_of_the_same_kind_as_those_of_the_environm
     assert (reward > 0).any() and (reward < 0).any()
 
 
+class InCentimetres(gym.ObservationWrapper):
+    """Shows everything a hundred times as large, and rewards accordingly."""
+
+    def observation(self, observation: Any) -> Any:
+        return {name: 100 * part for name, part in observation.items()}
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        return self.unwrapped.compute_reward(achieved / 100, desired / 100, info)  # type: ignore[attr-defined]
+
+
+def test_rewards_of_replaced_goals_go_through_the_environments_wrappers() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watched(TD3):
+        def prepare(self, sample: Any) -> dict[str, Any]:
+            seen.append({"next": sample["next_observation"], "reward": sample["reward"]})
+            return super().prepare(sample)
+
+    def make() -> gym.Env:
+        tenfold = gym.wrappers.TransformReward(InCentimetres(Walks()), lambda reward: 10 * reward)
+        return gym.wrappers.TransformReward(tenfold, lambda reward: max(reward, -3.0))
+
+    data = ReplayDataModule(make, total_timesteps=120, learning_starts=60, eval_freq=0, n_sampled_goal=4, batch_size=64)
+    fit(Watched(net_arch=[8]), data)
+    place, goal = (torch.cat([x["next"][f"{name}_goal"] for x in seen]) / 100 for name in ("achieved", "desired"))
+    expected = (10 * (0.5 - (place - goal).norm(dim=-1))).clamp_min(-3.0)
+    reward = torch.cat([x["reward"] for x in seen]).flatten()
+    torch.testing.assert_close(reward, expected, atol=1e-4, rtol=1e-4)  # places are float32
+    assert (reward == -3.0).any() and (reward > 1.0).any()
+
+
+def test_rewards_normalised_by_a_wrapper_are_refused_with_what_to_use() -> None:
+    data = ReplayDataModule(Walks, wrappers=["NormalizeReward"], n_sampled_goal=4, eval_freq=0)
+    with pytest.raises(UsageError, match="NormalizeReward divides each reward .* use norm_reward=True"):
+        fit(TD3(net_arch=[8]), data)
+
+
 def test_an_environment_without_goals_or_their_rewards_is_refused() -> None:
     with pytest.raises(UsageError, match="Dict with the keys observation, achieved_goal, desired_goal; CartPole-v1"):
         fit(DQN(), ReplayDataModule("CartPole-v1", n_sampled_goal=4, eval_freq=0))
