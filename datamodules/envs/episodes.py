@@ -53,7 +53,8 @@ class SeededEpisodes(gym.Wrapper):
         if self._resets_next:
             observation, info = self.reset()
             return observation, 0.0, False, False, info
-        self._actions.append(action)
+        # A copy: environments may scale or clip an action in place, and would do so again when it is repeated.
+        self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
         returned = self.env.step(action)
         try:
             observation, reward, terminated, truncated, info = returned

@@ -211,6 +211,36 @@ def test_an_episode_that_is_begun_anew_has_a_discounted_return_of_its_own():
     assert resumed.normalizers.of_rewards.returns.tolist() == [0.5 * 1.0 + 2.0] * 2  # rewards are 1, 2, …
 
 
+class Pushed(gym.Env):
+    """A place that is pushed by half of each action; the environment halves the array that it was given."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.zeros(2, np.float32)
+        return self.place.copy(), {}
+
+    def step(self, action):
+        action *= 0.5
+        self.place += action
+        return self.place.copy(), 1.0, False, False, {}
+
+
+def test_an_episode_is_repeated_where_the_environment_changes_actions_in_place():
+    def push(observation, generator):
+        return {"action": torch.rand(len(observation), 2, generator=generator)}
+
+    straight, resumed = (make(env=Pushed, n_envs=2) for _ in range(2))
+    rollout = straight.collect(push, 6, CPU)
+    torch.testing.assert_close(rollout["next_observation"][-1], rollout["action"].sum(0) / 2)
+    resumed.load_state_dict(straight.state_dict(), CPU)
+    assert not resumed.begun_anew.any()
+    expected, got = straight.collect(push, 6, CPU), resumed.collect(push, 6, CPU)
+    assert torch.equal(expected["observation"], got["observation"])
+
+
 def test_episode_that_cannot_be_repeated_is_begun_anew_and_says_so():
     collector = make(env=Forgetful, n_envs=2)
     collector.collect(act, 7, CPU)
