@@ -65,8 +65,8 @@ class SeededEpisodes(gym.Wrapper):
             value, kind = (info, "a dictionary") if wrong == "info" else (reward, "a number")
             raise UsageError(f"step of {_name(self.unwrapped)} returned {wrong}={value!r}; it must be {kind}")
         if terminated or truncated:
-            # An environment that returns one buffer each time overwrites it in the reset that follows.
-            observation = copy.deepcopy(observation)
+            # An environment that returns the same objects each time overwrites them in the reset that follows.
+            observation, info = copy.deepcopy(observation), dict(info)
         self._last_observation = observation
         return observation, reward, terminated, truncated, info
 

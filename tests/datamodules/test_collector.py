@@ -211,6 +211,31 @@ def test_an_episode_that_is_begun_anew_has_a_discounted_return_of_its_own():
     assert resumed.normalizers.of_rewards.returns.tolist() == [0.5 * 1.0 + 2.0] * 2  # rewards are 1, 2, …
 
 
+class SameInfo(Counter):
+    """Returns one dictionary from every call."""
+
+    def __init__(self):
+        super().__init__(length=4)
+        self.info = {}
+
+    def reset(self, *, seed=None, options=None):
+        self.info["is_success"] = False
+        return super().reset(seed=seed)[0], self.info
+
+    def step(self, action):
+        observation, reward, terminated, truncated, _ = super().step(action)
+        self.info["is_success"] = self.count >= 4
+        return observation, reward, terminated, truncated, self.info
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_success_is_that_of_the_last_step_where_the_reset_overwrites_it(vectorization):
+    collector = make(env=SameInfo, n_envs=2, vectorization=vectorization)
+    collector.collect(act, 9, CPU)
+    collector.close()
+    assert list(collector.episodes.successes) == [1.0] * 4
+
+
 class Pushed(gym.Env):
     """A place that is pushed by half of each action; the environment halves the array that it was given."""
 
