@@ -55,12 +55,17 @@ class SeededEpisodes(gym.Wrapper):
             return observation, 0.0, False, False, info
         # A copy: environments may scale or clip an action in place, and would do so again when it is repeated.
         self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
-        returned = self.env.step(action)
+        returned: Any = self.env.step(action)
         try:
             observation, reward, terminated, truncated, info = returned
         except (TypeError, ValueError) as error:
             raise UsageError(_old_step(returned, self.unwrapped)) from error
-        if reward is None or isinstance(reward, str) or not isinstance(info, dict):
+        # Arrays of one element, which NumPy took for numbers up to its version 2.3.
+        terminated, truncated = bool(terminated), bool(truncated)
+        shape = getattr(reward, "shape", ())
+        if shape == (1,):
+            reward, shape = reward[0], ()
+        if reward is None or isinstance(reward, str) or shape or not isinstance(info, dict):
             wrong = "info" if not isinstance(info, dict) else "reward"
             value, kind = (info, "a dictionary") if wrong == "info" else (reward, "a number")
             raise UsageError(f"step of {_name(self.unwrapped)} returned {wrong}={value!r}; it must be {kind}")

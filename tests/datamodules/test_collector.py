@@ -236,6 +236,33 @@ def test_success_is_that_of_the_last_step_where_the_reset_overwrites_it(vectoriz
     assert list(collector.episodes.successes) == [1.0] * 4
 
 
+class InArrays(Counter):
+    """Returns arrays of as many elements as asked in place of numbers."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.size = size
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, np.full(self.size, reward), np.array([terminated]), np.array([truncated]), info
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_rewards_and_ends_may_be_arrays_of_one_element(vectorization):
+    collector = make(env=InArrays, vectorization=vectorization)
+    expected = make().collect(act, 7, CPU)
+    got = collector.collect(act, 7, CPU)
+    collector.close()
+    for key in ("reward", "terminated", "truncated"):
+        assert torch.equal(got[key], expected[key]), key
+
+
+def test_rewards_of_several_numbers_are_refused_in_one_sentence():
+    with pytest.raises(UsageError, match=r"step of .*InArrays returned reward=array\(\[1., 1.\]\); it must be"):
+        make(env=InArrays, env_kwargs={"size": 2}).collect(act, 2, CPU)
+
+
 class Pushed(gym.Env):
     """A place that is pushed by half of each action; the environment halves the array that it was given."""
 
