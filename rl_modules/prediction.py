@@ -62,7 +62,8 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
         mask = action_masks
     if mask is not None:
         arrays = join_mask(arrays, mask_rows(module.action_space, mask, n))
-    return tree_map(lambda x: torch.as_tensor(x).to(module.device), arrays), n, single
+    # Torch takes no views that run backwards, such as a picture turned upside down.
+    return tree_map(lambda x: torch.as_tensor(np.ascontiguousarray(x)).to(module.device), arrays), n, single
 
 
 def mask_rows(space: spaces.Space, mask: Any, n: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.launched import ReturnsFromRanks
@@ -49,7 +50,8 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
 class LoadsCheckpoints(ReturnsFromRanks):
     """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
 
-    @classmethod
+    # As Lightning's: called on a module it would leave that module as it is.
+    @_restricted_classmethod
     def load_from_checkpoint(
         cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
     ) -> Any:
@@ -62,6 +64,7 @@ class LoadsCheckpoints(ReturnsFromRanks):
             **kwargs: hyperparameters that differ from the checkpoint's.
 
         Raises:
+            TypeError: called on a module instead of its class.
             UsageError: a file that is no checkpoint of this class, or weights of another network.
         """
         if checkpoint_path is None:

@@ -119,3 +119,11 @@ def test_resuming_with_the_same_optimizer_says_nothing(trained: Path) -> None:
 def test_a_default_optimizer_is_no_loss(tmp_path: Path) -> None:
     fit(PPO(net_arch=[8]), cartpole()).save_checkpoint(tmp_path / "last.ckpt")
     assert told(lambda: fit(PPO.load_from_checkpoint(tmp_path / "last.ckpt"), cartpole())) == []
+
+
+def test_a_checkpoint_is_loaded_by_the_class_and_not_into_a_module(tmp_path: Path) -> None:
+    model = PPO(net_arch=[8])
+    fit(model, cartpole()).save_checkpoint(tmp_path / "a.ckpt")
+    assert PPO.load_from_checkpoint(tmp_path / "a.ckpt").hparams["net_arch"] == [8]
+    with pytest.raises(TypeError, match="`PPO.load_from_checkpoint` cannot be called on an instance"):
+        PPO(net_arch=[8]).load_from_checkpoint(tmp_path / "a.ckpt")

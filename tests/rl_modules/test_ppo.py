@@ -204,6 +204,20 @@ def test_box_actions_are_stored_as_sampled_and_clipped_for_the_environment(make_
     assert np.abs(actions).max() == 2.0
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_an_observation_read_backwards_is_its_copy(dtype):
+    """Renderers turn pictures upside down by a view with negative strides."""
+    space = gym.spaces.Box(0, 255, (6,), dtype)
+    box = gym.spaces.Box(-1, 1, (2,), np.float32)
+    model = PPO(ortho_init=False, observation_space=space_to_dict(space), action_space=space_to_dict(box))
+    observation = np.arange(6, dtype=dtype)
+    forwards, backwards, copied = (
+        model.predict(x, deterministic=True)[0] for x in (observation, observation[::-1], observation[::-1].copy())
+    )
+    np.testing.assert_array_equal(backwards, copied)
+    assert not np.array_equal(backwards, forwards)
+
+
 def test_value_loss_weighs_as_in_stable_baselines3():
     model = PPO()
     value, returns = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])
