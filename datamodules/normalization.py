@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import normalize, tree_leaves, tree_map
+from rl_modules.common.spaces import is_image, normalize, tree_leaves, tree_map
 
 
 class RunningMeanStd:
@@ -116,14 +116,16 @@ class ObservationNormalizer:
         self.clip = clip
         self.running = self._build(space)
         if all(leaf is None for leaf in tree_leaves(self.running)):
-            raise UsageError(f"norm_obs: the observation space {space} has no real numbers to normalise")
+            raise UsageError(f"norm_obs: the observation space {space} has no real numbers to normalise; images are "
+                             "scaled by their bounds without it, so leave norm_obs out")  # fmt: skip
 
     def _build(self, space: spaces.Space) -> Any:
         if isinstance(space, spaces.Dict):
             return {name: self._build(part) for name, part in space.items()}
         if isinstance(space, spaces.Tuple):
             return {str(i): self._build(part) for i, part in enumerate(space)}
-        real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+        # The encoder divides images by their bound, also those of floats: whitened ones would come out near 0.
+        real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating) and not is_image(space)
         return RunningMeanStd(space.shape) if real and space.shape is not None else None
 
     def parts(self) -> list[RunningMeanStd]:

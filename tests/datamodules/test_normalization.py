@@ -40,6 +40,25 @@ def test_images_and_integers_in_a_dict_are_left_alone():
     assert np.abs(got["x"]).max() < 1e-1  # the mean of ones is one
 
 
+@pytest.mark.parametrize("bound", [1.0, 255.0])
+def test_images_of_floats_are_left_to_the_encoder_that_divides_them(bound):
+    image = spaces.Box(0.0, bound, (36, 36, 3), np.float32)
+    normalizer = ObservationNormalizer(spaces.Dict(x=spaces.Box(-1, 1, (2,)), image=image))
+    batch = {"x": np.ones((5, 2), np.float32), "image": np.full((5, 36, 36, 3), bound, np.float32)}
+    normalizer.update(batch)
+    assert normalizer(batch)["image"] is batch["image"]
+    with pytest.raises(UsageError, match="no real numbers to normalise; images are scaled by their bounds"):
+        ObservationNormalizer(image)
+
+
+def test_a_field_of_real_numbers_is_no_image():
+    field = spaces.Box(-np.inf, np.inf, (36, 36, 3), np.float32)
+    batch = np.random.default_rng(0).normal(50.0, 3.0, (40, 36, 36, 3)).astype(np.float32)
+    normalizer = ObservationNormalizer(field)
+    normalizer.update(batch)
+    assert abs(normalizer(batch).mean()) < 0.01
+
+
 def test_nothing_to_normalize_is_refused():
     with pytest.raises(UsageError, match="no real numbers"):
         ObservationNormalizer(spaces.Discrete(4))
