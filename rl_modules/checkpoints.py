@@ -128,10 +128,18 @@ class CheckpointMixin(MetricsMixin):
                 name, trained, space_from_dict(self.hparams[name]), f"init_from={path!r}", self.source.env_name
             )
         try:
-            self.load_state_dict(checkpoint["state_dict"])
+            self.load_state_dict(self.weights_to_start_from(checkpoint))
         except RuntimeError as error:
             raise UsageError(f"init_from={path!r} holds another network: {' '.join(str(error).split())}") from error
         self._load_statistics(checkpoint)
+
+    def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What ``init_from`` loads; an algorithm leaves out what a new argument replaces.
+
+        Args:
+            checkpoint: of the earlier run.
+        """
+        return checkpoint["state_dict"]
 
     def _check_resumable(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of other spaces; in a ``fit`` also one of another environment, seed or datamodule."""

@@ -143,6 +143,14 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         """α, without gradient."""
         return self.initial_ent_coef if self.log_ent_coef is None else self.log_ent_coef.detach().exp()
 
+    def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        weights = super().weights_to_start_from(checkpoint)
+        if parse_ent_coef(checkpoint["hyper_parameters"]["ent_coef"]) == parse_ent_coef(self.hparams["ent_coef"]):
+            return weights
+        # A new value of the argument overrides the checkpoint's α.
+        weights = {name: x for name, x in weights.items() if name != "log_ent_coef"}
+        return weights if self.log_ent_coef is None else {**weights, "log_ent_coef": self.log_ent_coef.detach()}
+
     # ---------------------------------------------------------------- acting and learning
 
     def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:

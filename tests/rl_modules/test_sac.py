@@ -1,6 +1,7 @@
 """SAC and TQC: densities, targets, gradients and schedules against hand-worked values and torch.distributions."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +14,7 @@ from torch.distributions import Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
 from datamodules import ReplayDataModule
-from rl_modules import SAC, TQC
+from rl_modules import SAC, TQC, CrossQ
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.critics import ActionBounds, Critics
@@ -197,6 +198,35 @@ def test_quantile_loss_by_hand() -> None:
 def data_module(env_id: Any = "Pendulum-v1", **arguments: Any) -> ReplayDataModule:
     defaults = {"buffer_size": 500, "learning_starts": 20, "batch_size": 8, "total_timesteps": 60, "eval_freq": 0}
     return ReplayDataModule(env_id, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize("cls", [SAC, CrossQ])
+@pytest.mark.parametrize(
+    ("before", "after", "alpha"),
+    [("auto_0.5", 0.2, 0.2), (0.2, "auto_0.5", 0.5), ("auto_0.5", "auto_0.3", 0.3), ("auto", "auto_1", None)],
+)
+def test_a_run_from_other_weights_begins_with_the_alpha_that_it_is_given(
+    cls: Any, before: Any, after: Any, alpha: float | None, tmp_path: Path
+) -> None:
+    """The same argument goes on with the α that was learned."""
+    begins: list[dict[str, Tensor]] = []
+
+    class Watched(cls):
+        def begin_run(self) -> None:
+            super().begin_run()
+            assert float(self.ent_coef) == pytest.approx(learned if alpha is None else alpha)
+            begins.append({name: x.clone() for name, x in self.state_dict().items()})
+
+    first = cls(net_arch=[8], ent_coef=before)
+    fit(first, data_module()).save_checkpoint(tmp_path / "first.ckpt")
+    learned = float(first.ent_coef)
+    assert before == 0.2 or abs(learned - float(str(before).removeprefix("auto").removeprefix("_") or 1)) > 1e-3
+    second = Watched(net_arch=[8], ent_coef=after, init_from=str(tmp_path / "first.ckpt"))
+    fit(second, data_module())
+    trained = {name: x for name, x in first.state_dict().items() if name != "log_ent_coef"}
+    assert trained.keys() == begins[0].keys() - {"log_ent_coef"}
+    assert all(torch.equal(x, begins[0][name]) for name, x in trained.items())
+    assert (second.log_ent_coef is None) == (after == 0.2)
 
 
 def test_target_networks_move_by_tau_every_interval() -> None:
