@@ -26,9 +26,10 @@ def space_to_dict(space: spaces.Space) -> dict[str, Any]:
             "dtype": str(space.dtype),
         }
     if isinstance(space, spaces.Discrete):
-        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start), **_integers_of(space)}
     if isinstance(space, spaces.MultiDiscrete):
-        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        sizes = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        return {"type": "MultiDiscrete", **sizes, **_integers_of(space)}
     if isinstance(space, spaces.MultiBinary):
         return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, spaces.Dict):
@@ -50,9 +51,9 @@ def space_from_dict(data: dict[str, Any]) -> spaces.Space:
         high = np.broadcast_to(np.asarray(data["high"], dtype), shape)
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
-        return spaces.Discrete(data["n"], start=data["start"])
+        return spaces.Discrete(**{name: value for name, value in data.items() if name != "type"})
     if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(data["nvec"], start=data["start"])
+        return spaces.MultiDiscrete(**{name: value for name, value in data.items() if name != "type"})
     if kind == "MultiBinary":
         return spaces.MultiBinary(data["n"])
     if kind == "Dict":
@@ -63,9 +64,14 @@ def space_from_dict(data: dict[str, Any]) -> spaces.Space:
                      "Dict or Tuple")  # fmt: skip
 
 
+def _integers_of(space: spaces.Discrete | spaces.MultiDiscrete) -> dict[str, str]:
+    """The dtype of a space's integers, where it is not the usual one."""
+    return {} if space.dtype == np.int64 else {"dtype": str(space.dtype)}
+
+
 def space_brief(space: spaces.Space | dict[str, Any]) -> str:
-    """A space, or its description, without its bounds, for one line."""
-    data = space if isinstance(space, dict) else space_to_dict(space)
+    """A space, or its description, without its bounds and the dtypes of choices, for one line."""
+    data = _without_integers(space if isinstance(space, dict) else space_to_dict(space))
     return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
 
 
@@ -84,13 +90,23 @@ def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose
     Raises:
         UsageError: names both.
     """
-    mine, its = space_to_dict(trained), space_to_dict(here)
+    mine, its = (_without_integers(space_to_dict(space)) for space in (trained, here))
     if mine == its or (name == "observation_space" and _without_bounds(mine) == _without_bounds(its)):
         return
     differ = space_brief(mine) != space_brief(its)
     ours, theirs = (space_brief(mine), space_brief(its)) if differ else (str(trained), str(here))
     raise UsageError(f"{whose} was trained with the {name} {ours}, but {env_name} has {theirs}; use an environment of "
                      "the same spaces, or a new module")  # fmt: skip
+
+
+def _without_integers(data: Any) -> Any:
+    """A description without the dtypes of choices, which no weight depends on."""
+    if isinstance(data, list):
+        return [_without_integers(part) for part in data]
+    if not isinstance(data, dict):
+        return data
+    chooses = data.get("type") in ("Discrete", "MultiDiscrete")
+    return {key: _without_integers(part) for key, part in data.items() if not (chooses and key == "dtype")}
 
 
 def _without_bounds(data: Any) -> Any:
@@ -230,8 +246,8 @@ def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | N
 
 
 def to_environment(space: spaces.Space, action: np.ndarray) -> np.ndarray:
-    """Actions as a Gymnasium environment takes them: Box clipped to its bounds, and rounded where it holds integers;
-    Discrete shifted by its start.
+    """Actions as a Gymnasium environment takes them, in its dtype. Box: clipped to its bounds, and rounded where it
+    holds integers. Discrete: shifted by its start.
     """
     if isinstance(space, spaces.Box):
         clipped = np.clip(action, space.low, space.high)
@@ -239,5 +255,5 @@ def to_environment(space: spaces.Space, action: np.ndarray) -> np.ndarray:
             clipped = np.rint(clipped)
         return clipped.astype(space.dtype, copy=False)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return action + space.start
+        action = action + space.start
     return action.astype(space.dtype, copy=False)

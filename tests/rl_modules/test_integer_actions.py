@@ -1,5 +1,6 @@
-"""Box actions of integers: the nearest to what a Gaussian policy chose."""
+"""Actions of integers, in the environment's dtype; of a Box the nearest to what a Gaussian policy chose."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -8,10 +9,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from datamodules import RolloutDataModule
+from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.envs.tensors import action_tensors
-from rl_modules import A2C, PPO
-from rl_modules.common.spaces import to_environment
+from rl_modules import A2C, DQN, PPO
+from rl_modules.common.spaces import space_from_dict, space_to_dict, to_environment
 from tests.training import fit
 
 SPACE = spaces.Box(np.array([-3, 0]), np.array([3, 9]), dtype=np.int64)
@@ -59,3 +60,50 @@ def test_tensors_are_rounded_alike() -> None:
     np.testing.assert_array_equal(to_environment(SPACE, raw.numpy()), action_tensors(SPACE, raw).numpy())
     real = spaces.Box(-1, 1, (2,))
     np.testing.assert_array_equal(to_environment(real, raw.numpy()), raw.clamp(-1, 1).numpy())
+
+
+class Picky(gym.Env):
+    """Refuses actions that are not in its space; of Gymnasium's spaces of int32 no int64 is one."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, action_space: spaces.Space) -> None:
+        self.action_space = action_space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), (action, action.dtype)
+        self.t += 1
+        return np.zeros(2, np.float32), 0.0, False, self.t == 9, {}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "space"),
+    [
+        (PPO, spaces.Discrete(3, start=-1, dtype=np.int32)),
+        (PPO, spaces.MultiDiscrete([2, 3], dtype=np.int32, start=[5, -1])),
+        (DQN, spaces.Discrete(3, dtype=np.uint8)),
+    ],
+)
+def test_choices_have_the_dtype_of_their_space(algorithm: Any, space: Any, tmp_path: Path) -> None:
+    """In training, its random start, evaluations and the predictions of a checkpoint alone."""
+
+    def data(actions: spaces.Space) -> Any:
+        common: Any = {"total_timesteps": 60, "eval_freq": 30, "n_eval_episodes": 2}
+        common["env_kwargs"] = {"action_space": actions}
+        if algorithm is DQN:
+            return ReplayDataModule(Picky, learning_starts=20, buffer_size=100, batch_size=8, **common)
+        return RolloutDataModule(Picky, n_envs=2, n_steps=15, **common)
+
+    fit(algorithm(net_arch=[8]), data(space)).save_checkpoint(tmp_path / "a.ckpt")
+    for deterministic in (False, True):
+        action, _ = algorithm.load_from_checkpoint(tmp_path / "a.ckpt").predict(np.zeros(2), None, None, deterministic)
+        assert space.contains(action)
+    # The weights fit the same choices of another dtype.
+    usual = space_from_dict({**space_to_dict(space), "dtype": "int64"})
+    assert usual.dtype == np.int64
+    fit(algorithm(net_arch=[8], init_from=str(tmp_path / "a.ckpt")), data(usual))
