@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
 from datamodules.environments import Environments
+from datamodules.envs.masks import unread_masks
 from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
@@ -231,7 +232,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         raise UsageError(f"{type(self).__name__} must define _resolve")
 
     def _check_vector(self, envs: VectorEnv) -> None:
-        """Says which arguments of single environments a vector of the user's does not follow.
+        """Says which arguments of single environments a vector of the user's does not follow, and which of its masks.
 
         Raises:
             UsageError: ``env_kwargs`` for a vector that is made already.
@@ -248,6 +249,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if other:
             rank_zero_warn(f"{self.env_name} is a vector of {envs.num_envs} environments, which brings its own number "
                            f"and way of stepping: {', '.join(other)} does not apply")  # fmt: skip
+        where = unread_masks(envs) if self.action_masks else None
+        if where is not None:
+            rank_zero_warn(f"{self.env_name} gives action masks {where}, and only those in a vector's observations "
+                           "are read: the policy acts without masks; put them there as 'action_mask', give a callable "
+                           "that makes one environment, or action_masks=False")  # fmt: skip
 
     def begin_run(self) -> None:
         """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.

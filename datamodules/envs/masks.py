@@ -1,5 +1,6 @@
 """Where environments say which actions they allow, and the wrappers that put it into the observation or take it out."""
 
+import contextlib
 from typing import Any
 
 import gymnasium as gym
@@ -50,6 +51,22 @@ def has_mask(env: gym.Env | VectorEnv) -> bool:
     if isinstance(env, VectorEnv):
         return split_space(env.single_observation_space, env.single_action_space)[1]
     return split_space(env.observation_space, env.action_space)[1]
+
+
+def unread_masks(envs: VectorEnv) -> str | None:
+    """Where a vector of the user's gives masks that nobody reads, for a message; None: nowhere.
+
+    Its observations alone are read. Its episodes begin anew.
+    """
+    if mask_size(envs.single_action_space) is None or has_mask(envs):
+        return None
+    with contextlib.suppress(Exception):  # a broken one is reported where it is first stepped
+        call: Any = getattr(envs, "call", None)
+        if call is not None and all(call("has_wrapper_attr", "action_masks")):
+            return "by the method action_masks() of its environments"
+        if MASK in envs.reset(seed=0)[1]:
+            return "in its infos"
+    return None
 
 
 def with_source(env: gym.Env, source: str) -> gym.Env:

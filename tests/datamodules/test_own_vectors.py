@@ -1,8 +1,9 @@
 """Vectors of environments that a user's callable makes."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -105,6 +106,44 @@ def test_an_ended_episode_needs_no_allowed_action() -> None:
 
 
 # ---------------------------------------------------------------- batch_size
+
+
+class Tells(gym.Env):
+    """Says which actions it allows in its infos."""
+
+    observation_space, action_space = spaces.Discrete(3), spaces.Discrete(2)
+    info: ClassVar[dict[str, Any]] = {"action_mask": np.array([1, 0], np.int8)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        return 0, self.info
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        return 0, 0.0, False, False, self.info
+
+
+class Permits(Tells):
+    """Says so by sb3-contrib's method."""
+
+    info: ClassVar[dict[str, Any]] = {}
+
+    def action_masks(self) -> list[bool]:
+        return [True, False]
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize(("make_one", "where"), [(Tells, "in its infos"), (Permits, "by the method action_masks")])
+def test_masks_that_are_not_read_are_named(kind: Any, make_one: Any, where: str) -> None:
+    def make() -> VectorEnv:
+        return kind([make_one] * 2)
+
+    common: Any = {"total_timesteps": 16, "n_steps": 8, "eval_freq": 0}
+    with pytest.warns(UserWarning, match=f"gives action masks {where}.*the policy acts without masks"):
+        fit(PPO(net_arch=[8]), RolloutDataModule(make, **common))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*action masks")
+        fit(PPO(net_arch=[8]), RolloutDataModule(make, action_masks=False, **common))
+        fit(PPO(net_arch=[8]), RolloutDataModule(lambda: kind([Closes] * 2), **common))
 
 
 @pytest.mark.parametrize("make", [make_plain, f"{__name__}:make_plain"])
