@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import VectorEnv, VectorWrapper
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.envs.agents import as_vector
 from datamodules.envs.masks import (
@@ -23,6 +24,8 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import observation_arrays, space_brief, space_to_dict
 
 Wrappers = list[str | dict[str, Any]]
+#: Gymnasium's wrappers with running statistics, and the argument of the datamodule that does the same.
+OWN_STATISTICS = {"NormalizeObservation": "norm_obs", "NormalizeReward": "norm_reward"}
 
 
 class Environments:
@@ -159,6 +162,7 @@ class Environments:
         if self._mask_source is not None:
             wrap = VectorWithoutMasks if self.makes_vector else partial(with_source, source=self._mask_source)
             self._example = wrap(self._made)
+        warn_of_own_statistics(self._made)
         space_to_dict(self.observation_space)
         observation_arrays(self.observation_space, self.observation_space.sample())
         if self.evaluates_elsewhere and not self.makes_vector:
@@ -241,6 +245,16 @@ class Environments:
             if here != there:
                 raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} {there}, in "
                                  f"training it is {here}; the policy needs the same")  # fmt: skip
+
+
+def warn_of_own_statistics(env: Any) -> None:
+    """Names what replaces a wrapper whose running statistics neither evaluations nor checkpoints have."""
+    while isinstance(env, gym.Wrapper | VectorWrapper):
+        name = type(env).__name__
+        if name in OWN_STATISTICS and type(env).__module__.startswith("gymnasium."):
+            rank_zero_warn(f"the wrapper {name} keeps running statistics of its own: evaluations begin with others, "
+                           f"and resumed runs with none; leave it out and set {OWN_STATISTICS[name]}=True")  # fmt: skip
+        env = env.env
 
 
 def spaces_of(envs: VectorEnv) -> dict[str, gym.Space]:

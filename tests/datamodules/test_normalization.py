@@ -1,3 +1,5 @@
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -148,3 +150,22 @@ def test_rewards_are_scaled_by_the_spread_of_their_sum_with_the_algorithms_disco
     variance = float(data.collector.normalizers.of_rewards.running.var)
     sums = np.cumsum(gamma ** np.arange(5))
     assert variance**0.5 == pytest.approx(sums.std(), abs=0.01) == pytest.approx(spread, abs=0.01)
+
+
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize(
+    ("name", "argument"), [("NormalizeObservation", "norm_obs"), ("NormalizeReward", "norm_reward")]
+)
+def test_a_wrapper_with_statistics_of_its_own_is_answered_with_the_argument(vector, name, argument):
+    """Its statistics differ between training and evaluation, and no checkpoint has them."""
+    common = {"n_steps": 8, "total_timesteps": 16, "eval_freq": 0}
+    wrapper = getattr(gym.wrappers.vector if vector else gym.wrappers, name)
+
+    def make():
+        return wrapper(gym.make_vec("Pendulum-v1", 2, "sync") if vector else gym.make("Pendulum-v1"))
+
+    with pytest.warns(UserWarning, match=f"the wrapper {name} keeps running statistics .* set {argument}=True"):
+        fit(PPO(net_arch=[8]), RolloutDataModule(make, **common))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*running statistics")
+        fit(PPO(net_arch=[8]), RolloutDataModule("Pendulum-v1", n_envs=2, **common, **{argument: True}))
