@@ -113,7 +113,7 @@ def run_episodes(
         # A reset row of a next_step vector is no transition.
         total += np.where(resets, 0.0, reward)
         length += ~resets
-        done = terminated | truncated
+        done = np.asarray(terminated | truncated, bool)  # a vector of the user's may say 0 and 1
         endless = (length >= max_steps) & ~done & (played < quota)
         succeeded = successes(done, info) if done.any() else {}
         for i in np.flatnonzero(done | endless):

@@ -34,7 +34,7 @@ def observation_tensors(space: spaces.Space, observation: Any) -> Any:
         return observation.long() - int(space.start)
     if isinstance(space, spaces.MultiDiscrete):
         return observation.long() - torch.as_tensor(space.start, device=observation.device)
-    if observation.is_floating_point():
+    if observation.is_floating_point() or (isinstance(space, spaces.Box) and space.dtype.kind == "f"):
         return observation.float()
     return observation if observation.dtype is torch.uint8 else observation.long()
 

@@ -210,7 +210,8 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     array = np.asarray(observation)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return array.astype(np.int64) - space.start
-    if np.issubdtype(array.dtype, np.floating):
+    # Whole numbers of a space of reals, such as the zeros after a reset, are reals: what follows them has fractions.
+    if np.issubdtype(array.dtype, np.floating) or (isinstance(space, spaces.Box) and space.dtype.kind == "f"):
         return array.astype(np.float32, copy=False)
     return array if array.dtype == np.uint8 else array.astype(np.int64, copy=False)
 

@@ -105,6 +105,45 @@ def test_an_ended_episode_needs_no_allowed_action() -> None:
     assert result["eval/mean_reward"] == result["eval/mean_ep_length"] == 5
 
 
+class Halves(VectorEnv):
+    """Begins at 0, a whole number, and shows halves afterwards; the fourth step ends an episode, by 1, not by True."""
+
+    num_envs = 2
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    single_observation_space, single_action_space = spaces.Box(-10, 10, (1,), np.float32), spaces.Discrete(2)
+    observation_space, action_space = spaces.Box(-10, 10, (2, 1), np.float32), spaces.MultiDiscrete([2, 2])
+
+    def __init__(self, as_tensors: bool = False) -> None:
+        self.converted: Any = torch.as_tensor if as_tensors else np.asarray
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.t = 0
+        return self.converted(np.zeros((2, 1), np.int64)), {}
+
+    def step(self, actions: Any) -> Any:
+        self.t = self.t + 1 if self.t < 4 else 0
+        ended = np.full(2, self.t == 4, np.int64)
+        parts = np.full((2, 1), self.t / 2), np.full(2, float(self.t > 0)), ended, np.zeros(2, np.int64)
+        return *map(self.converted, parts), {}
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_observations_and_ends_keep_their_meaning_whatever_their_dtype(as_tensors: bool) -> None:
+    seen: list[Any] = []
+
+    class Watched(PPO):
+        def prepare(self, rollout: Any) -> Any:
+            seen.append(rollout["observation"][:, 0, 0].tolist())
+            return super().prepare(rollout)
+
+    data = RolloutDataModule(
+        partial(Halves, as_tensors), n_steps=9, total_timesteps=14, eval_freq=14, n_eval_episodes=2
+    )
+    results = fit(Watched(net_arch=[8]), data).callback_metrics
+    assert seen == [[0.0, 0.5, 1.0, 1.5, 2.0, 0.0, 0.5, 1.0, 1.5]]
+    assert results["eval/mean_ep_length"] == results["eval/mean_reward"] == 4.0
+
+
 # ---------------------------------------------------------------- batch_size
 
 
