@@ -54,6 +54,9 @@ class HindsightReplayBuffer(ReplayBuffer):
     ) -> None:
         super().__init__(observation_space, action_space, n_envs, buffer_size)
         self.compute_reward = compute_reward
+        goals: Any = observation_space
+        #: The smallest goal, where goals are choices: stored ones start at 0.
+        self.start = getattr(goals["desired_goal"], "start", 0)
         self.share = n_sampled_goal / (n_sampled_goal + 1)
         self.strategy = goal_selection_strategy
         self.generator = torch.Generator().manual_seed(seed)
@@ -108,8 +111,9 @@ class HindsightReplayBuffer(ReplayBuffer):
             sample[name]["desired_goal"][chosen] = goal
         achieved = sample["next_observation"]["achieved_goal"][chosen].numpy()
         infos: list[dict[str, Any]] = [{} for _ in range(len(goal))]
+        pair = achieved + self.start, goal.numpy() + self.start
         try:
-            reward = np.asarray(self.compute_reward(achieved, goal.numpy(), infos), np.float32)
+            reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
         except KeyError as error:
             raise UsageError(f"the environment's compute_reward reads {error} from the infos, which replay does not "
                              "keep; compute rewards from the goals alone") from error  # fmt: skip

@@ -341,6 +341,58 @@ def test_rewards_of_replaced_goals_go_through_the_environments_wrappers() -> Non
     assert (reward == -3.0).any() and (reward > 1.0).any()
 
 
+class Lottery(gym.Env):
+    """Numbers from 10 on; hitting the goal pays as much as it says."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, goals: spaces.Space) -> None:
+        self.goals = goals
+        self.observation_space = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), goals))
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        hit, pays = np.asarray(achieved) == np.asarray(desired), np.asarray(desired)
+        if self.goals.shape:
+            hit, pays = hit.all(-1), pays.sum(-1)
+        assert (pays >= 10).all()
+        return np.where(hit, pays, 0.0)
+
+    def observe(self) -> dict[str, Any]:
+        drawn = self.goals.sample()
+        return {"observation": drawn, "achieved_goal": drawn, "desired_goal": self.goal}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.goal = 0, self.goals.sample()
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        self.t, now = self.t + 1, self.observe()
+        return now, float(self.compute_reward(now["achieved_goal"], self.goal, {})), False, self.t >= 5, {}
+
+
+@pytest.mark.parametrize("goals", [spaces.Discrete(4, start=10), spaces.MultiDiscrete([2, 2], start=[10, 20])])
+def test_goals_that_are_choices_reach_the_reward_as_the_environment_numbers_them(goals: Any) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watched(DQN):
+        def prepare(self, sample: Any) -> dict[str, Any]:
+            seen.append({"next": sample["next_observation"], "reward": sample["reward"]})
+            return super().prepare(sample)
+
+    data = ReplayDataModule(lambda: Lottery(goals), total_timesteps=80, learning_starts=40, eval_freq=0,
+                            n_sampled_goal=4, batch_size=64)  # fmt: skip
+    fit(Watched(net_arch=[8]), data)
+    # Replay numbers choices from 0 on.
+    achieved, desired = (torch.cat([x["next"][f"{name}_goal"] for x in seen]) for name in ("achieved", "desired"))
+    start = torch.as_tensor(goals.start)
+    hit, pays = achieved == desired, desired + start
+    expected = torch.where(hit, pays, 0) if not goals.shape else torch.where(hit.all(-1), pays.sum(-1), 0)
+    reward = torch.cat([x["reward"] for x in seen]).flatten()
+    torch.testing.assert_close(reward, expected.float())
+    assert (reward > 0).any() and (reward == 0).any()
+
+
 def test_rewards_normalised_by_a_wrapper_are_refused_with_what_to_use() -> None:
     data = ReplayDataModule(Walks, wrappers=["NormalizeReward"], n_sampled_goal=4, eval_freq=0)
     with pytest.raises(UsageError, match="NormalizeReward divides each reward .* use norm_reward=True"):
