@@ -427,7 +427,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             rank_zero_warn(f"{self.env_name} was given as one vector, in which training steps: it is not evaluated; "
                            "give a callable that makes it, or eval_freq=0")  # fmt: skip
         given = trainer.check_val_every_n_epoch not in (1, _evaluates_every.get(trainer))
-        counts = self.eval_freq > 0 and not given and trainer.val_check_interval == 1.0
+        # Lightning sets no number where the interval is a time.
+        counts = self.eval_freq > 0 and not given and getattr(trainer, "val_check_interval", None) == 1.0
         starts = counts and has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
         evaluate_on_start(trainer, starts and self.eval_freq > 0)
         if counts:

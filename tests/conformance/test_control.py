@@ -360,7 +360,9 @@ def test_trainer_arguments(case: Case, arguments: dict[str, Any]) -> None:
 
 
 @each
-@pytest.mark.parametrize("given", [{"check_val_every_n_epoch": 3}, {"val_check_interval": 2}])
+@pytest.mark.parametrize(
+    "given", [{"check_val_every_n_epoch": 3}, {"val_check_interval": 2}, {"val_check_interval": {"seconds": 0}}]
+)
 def test_validation_cadence_given_to_the_trainer_is_kept(case: Case, given: dict[str, Any], make_trainer: Any) -> None:
     trainer = make_trainer(max_epochs=3, **given)
     small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 2}
