@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from datamodules.base import ControlDataModule
@@ -29,7 +29,8 @@ class Trainer(L.Trainer):
 
     It trains until the datamodule's ``total_timesteps`` (or ``max_steps``) and shows one progress bar, or lines where
     there is no terminal. Curves and checkpoints go below ``<default_root_dir>/logs/<algorithm>-<task>``. At the end it
-    evaluates the final policy and prints a summary. Ctrl-C writes a checkpoint and ends ``fit``.
+    evaluates the final policy and prints a summary, unless ``enable_checkpointing`` is false or ``callbacks`` has a
+    ``ModelCheckpoint``, which takes the place of ``Checkpoints``. Ctrl-C writes a checkpoint and ends ``fit``.
 
     Args:
         threads: CPU threads of torch; 1 is fastest for small networks. None: as they are.
@@ -51,11 +52,17 @@ class Trainer(L.Trainer):
         if wrong := [callback for callback in callbacks if not isinstance(callback, L.Callback)]:
             raise UsageError(f"callbacks={wrong[0]!r} is no lightning.Callback; give an instance, such as "
                              "EarlyStopping(monitor='eval/mean_reward', mode='max')")  # fmt: skip
-        if arguments.get("enable_checkpointing") is not False and not any(isinstance(c, Checkpoint) for c in callbacks):
+        is_barebones = bool(arguments.get("barebones"))
+        writes = arguments.get("enable_checkpointing") is not False and not is_barebones
+        if writes and not any(isinstance(c, Checkpoint) for c in callbacks):
             callbacks.append(Checkpoints())
-        self._makes_logger = arguments.get("logger") in (None, True)
-        self._shows_bar = arguments.pop("enable_progress_bar", None) is not False
-        defaults = {"max_epochs": -1, "enable_model_summary": False, "enable_progress_bar": False}
+        # A trial run and a barebones run leave no curves, as with Lightning's Trainer.
+        keeps_curves = not arguments.get("fast_dev_run") and not is_barebones
+        self._makes_logger = arguments.get("logger") in (None, True) and keeps_curves
+        shows = arguments.pop("enable_progress_bar", None) is not False
+        brings_bar = shows and any(isinstance(c, ProgressBar) for c in callbacks)
+        self._shows_bar = shows and not brings_bar and not is_barebones
+        defaults = {"max_epochs": -1, "enable_model_summary": False, "enable_progress_bar": brings_bar}
         if self._makes_logger:
             arguments["logger"] = False
         super().__init__(callbacks=callbacks, **{**defaults, **arguments})

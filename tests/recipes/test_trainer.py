@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from datamodules import RolloutDataModule
 from recipes import Trainer
@@ -75,6 +75,28 @@ def test_everything_goes_below_default_root_dir(here):
     Trainer(accelerator="cpu", default_root_dir="elsewhere").fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
     assert [path.name for path in here.iterdir()] == ["elsewhere"]
     assert Path("elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt").is_file()
+
+
+def test_a_trial_run_leaves_no_files(here, capsys):
+    data = RolloutDataModule("CartPole-v1", **SMALL)
+    Trainer(accelerator="cpu", fast_dev_run=True).fit(PPO(), data)
+    assert data.num_timesteps == 256
+    assert list(here.iterdir()) == []
+    assert "none (no logger)" in capsys.readouterr().out
+
+
+def test_a_barebones_trainer_trains_and_leaves_no_files(here):
+    data = RolloutDataModule("CartPole-v1", **SMALL)
+    Trainer(accelerator="cpu", barebones=True).fit(PPO(), data)
+    assert data.num_timesteps == 1024
+    assert list(here.iterdir()) == []
+
+
+def test_a_bar_of_the_users_takes_the_place_of_ours(here):
+    bar = TQDMProgressBar()
+    trainer = Trainer(accelerator="cpu", callbacks=[bar], logger=False, evaluate=False)
+    trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    assert trainer.progress_bar_callback is bar
 
 
 class Interrupt(Callback):
