@@ -162,8 +162,22 @@ class MetricsMixin(L.LightningModule):
         metrics = {**rollout, **self._sums.means(None if alone else self.trainer.strategy), **self._latest}
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
+        self._hand_to_callbacks({name: value for name, value in metrics.items() if not name.startswith("time/")})
         self._sums.clear()
         self._latest = {}
+
+    def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
+        """Make metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
+        values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
+        self.trainer.callback_metrics.update(zip(metrics, values, strict=True))
+
+    def on_validation_start(self) -> None:
+        if not self.is_fitting:
+            return
+        # Lightning draws over this count what a subclass or a callback logs in an evaluation.
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.source.num_timesteps
+        # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
+        self._hand_to_callbacks(self._sums.means(None if is_alone(self.trainer) else self.trainer.strategy))
 
     def on_train_epoch_start(self) -> None:
         self._see_epoch()

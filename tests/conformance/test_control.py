@@ -313,6 +313,43 @@ def test_callbacks_that_monitor(case: Case, log_every: int, tmp_path: Path) -> N
     assert Path(callbacks[1].best_model_path).is_file()
 
 
+@each
+def test_callbacks_monitor_what_a_subclass_records(case: Case, tmp_path: Path) -> None:
+    class Mine(type(case.make_model())):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.record(mine=float(self.current_epoch))
+            return super().training_step(batch, batch_idx)
+
+    stop = EarlyStopping("train/mine", mode="max", stopping_threshold=0.5)
+    saves = ModelCheckpoint(tmp_path, monitor="train/mine", mode="max", save_top_k=1, save_on_train_epoch_end=True)
+    small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 1}
+    data = case.make_data(**small, eval_freq=1, n_eval_episodes=1, total_timesteps=10_000)
+    trainer = fit(Mine(**case.model), data, callbacks=[stop, saves], enable_checkpointing=True)
+    # In the evaluation at the end of the second epoch, from that epoch's updates.
+    assert trainer.current_epoch == 2
+    assert saves.best_model_score == 1.0
+
+
+@each
+def test_what_an_evaluation_logs_is_drawn_over_transitions(case: Case, tmp_path: Path) -> None:
+    class Mine(type(case.make_model())):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("eval/longest", batch["length"].max().float())
+
+    class Watch(L.Callback):
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            module.log("eval/seen", 1.0)
+
+    rows = Rows()
+    small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 1}
+    data = case.make_data(**small, eval_freq=1, n_eval_episodes=1, eval_on_start=False, total_timesteps=10_000)
+    fit(Mine(**case.model), data, logger=rows.logger(tmp_path), callbacks=[Watch()], max_epochs=3)
+    steps = rows.curve("eval/mean_reward").keys()
+    assert len(steps) == 3
+    assert rows.curve("eval/longest").keys() == rows.curve("eval/seen").keys() == steps
+
+
 @each_gradient
 def test_learning_rate_monitor_and_csv_share_the_transitions_axis(case: Case, tmp_path: Path) -> None:
     rows = Rows()
