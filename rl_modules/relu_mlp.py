@@ -25,10 +25,11 @@ def is_fast(x: Tensor) -> bool:
 
     It takes float32 on a CPU with oneDNN, outside autocast, compilation and :mod:`torch.func`'s transforms.
     """
+    # Compilation comes first: a comparison of the batch size would fix it in an exported program.
     return (
-        x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
-        and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        not torch.compiler.is_compiling()
+        and x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
+        and not torch.is_autocast_enabled("cpu") and not torch._C._are_functorch_transforms_active()
     )  # fmt: skip
 
 

@@ -489,8 +489,12 @@ def test_forward_is_the_deterministic_policy_and_can_be_exported(case: Case) -> 
     observation = torch.from_numpy(np.stack([data.observation_space.sample() for _ in range(8)]))
     expected, _ = model.predict(observation.numpy(), deterministic=True)
     np.testing.assert_array_equal(model(observation).detach().numpy(), expected)
-    exported = torch.export.export(model.eval(), (observation,))
-    np.testing.assert_array_equal(exported.module()(observation).detach().numpy(), expected)
+    # An LSTM of torch's fixes the batch.
+    fixed = case.name.startswith("Recurrent")
+    batch = torch.export.Dim.STATIC if fixed else torch.export.Dim("batch")
+    exported = torch.export.export(model.eval(), (observation,), dynamic_shapes=({0: batch},))
+    for n in (8,) if fixed else (8, 3):
+        np.testing.assert_allclose(exported.module()(observation[:n]).detach().numpy(), expected[:n], rtol=1e-5)
 
 
 @pytest.mark.slow
