@@ -78,6 +78,7 @@ class Trainer(L.Trainer):
     ) -> None:
         """Trains, evaluates and prints a summary; the arguments are those of ``lightning.Trainer.fit``."""
         data = train_dataloaders if isinstance(train_dataloaders, L.LightningDataModule) else datamodule
+        given_model, model = model, getattr(model, "_orig_mod", model)  # what `torch.compile` returns holds the module
         if not isinstance(model, L.LightningModule) or isinstance(model, L.LightningDataModule):
             given = model.__name__ + " (a class)" if isinstance(model, type) else type(model).__name__
             raise UsageError(f"fit takes a module and then its data, as in fit(PPO(), RolloutDataModule('CartPole-v1'))"
@@ -87,7 +88,7 @@ class Trainer(L.Trainer):
         self._prepare(model, data)
         handler = signal.getsignal(signal.SIGINT)
         try:
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            super().fit(given_model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except Stopped as stopped:
             self.was_stopped = True
             print(stopped, file=sys.stderr)

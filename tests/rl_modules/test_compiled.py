@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from datamodules import RolloutDataModule
+from recipes import Trainer
 from rl_modules import PPO
 from tests.training import fit
 
@@ -22,3 +23,11 @@ def test_recording_metrics_compiles_no_graph_per_update() -> None:
         sums.append([p.detach().double().sum().item() for p in model.parameters()])
     assert sums[0] == sums[1]
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+
+
+def test_the_recipes_trainer_takes_a_compiled_module(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, total_timesteps=32, eval_freq=0, n_test_episodes=1)
+    Trainer(accelerator="cpu").fit(torch.compile(PPO(net_arch=[8]), backend="eager"), data)
+    assert (tmp_path / "logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt").is_file()
