@@ -23,11 +23,13 @@ _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends
 def is_fast(x: Tensor) -> bool:
     """Whether :func:`relu_mlp` takes the input.
 
-    It takes float32 on a CPU with oneDNN, outside autocast, compilation and :mod:`torch.func`'s transforms.
+    It takes float32 on a CPU with oneDNN, outside autocast, compilation, tracing and :mod:`torch.func`'s
+    transforms.
     """
-    # Compilation comes first: a comparison of the batch size would fix it in an exported program.
+    # Compilation comes first: a comparison of the batch size would fix it in an exported program. A traced one can't be
+    # saved with oneDNN's product in it.
     return (
-        not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling() and not torch.jit.is_tracing()
         and x.dtype is torch.float32 and x.device.type == "cpu" and _linear is not None and len(x) >= SMALLEST
         and not torch.is_autocast_enabled("cpu") and not torch._C._are_functorch_transforms_active()
     )  # fmt: skip

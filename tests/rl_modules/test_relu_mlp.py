@@ -1,10 +1,14 @@
 """The hand-written MLP against torch's layers: outputs, gradients, layouts, and which inputs reach it."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules import relu_mlp
+from rl_modules.critics import SquashedGaussianPolicy
 
 needs_onednn = pytest.mark.skipif(relu_mlp._linear is None, reason="torch was built without oneDNN")
 
@@ -129,3 +133,12 @@ def test_inputs_that_torchs_layers_take() -> None:
     torch.func.vmap(lambda x: seen.append(relu_mlp.is_fast(x)) or x)(randn(1, 3, 50, 7))
     torch.func.grad(lambda x: seen.append(relu_mlp.is_fast(x)) or x.sum())(randn(1, 50, 7))
     assert seen == [False, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_of_a_large_batch_can_be_saved(tmp_path: Path) -> None:
+    policy, x = SquashedGaussianPolicy(spaces.Box(-1, 1, (5,)), 2, [256, 256]), randn(1, 70, 5)
+    assert relu_mlp.pays(x, [policy.trunk[0].weight, policy.trunk[2].weight])
+    torch.jit.trace(policy, x, check_trace=False).save(tmp_path / "policy.pt")
+    traced = torch.jit.load(tmp_path / "policy.pt")
+    torch.testing.assert_close(traced(x[:3]), policy(x[:3]))
