@@ -123,12 +123,17 @@ class PPO(ActorCriticModule):
             if positive is not None and not positive > 0:
                 raise UsageError(f"{name}={positive} must be positive")
         self.penalizes = policy_objective == "penalty"
-        self.target_kl = 0.01 if target_kl is None else target_kl
-        self.stops_early = target_kl is not None and not self.penalizes
+        #: In nats, a number; of ``clip`` None too. It may be set between two updates.
+        self.target_kl: Any = 0.01 if target_kl is None and self.penalizes else target_kl
         self.kl_coef = float(kl_coef)
         self.kl_exceeded = False
         # Transitions so far when β was last set.
         self._adapted_at = 0
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the updates on a rollout end once the policy has moved by more than 1.5 × ``target_kl``."""
+        return self.target_kl is not None and not self.penalizes
 
     def begin_run(self) -> None:
         super().begin_run()

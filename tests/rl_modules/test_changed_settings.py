@@ -94,6 +94,21 @@ def test_settings_of_a_callback_hold(kind: type, settings: dict[str, float]) -> 
     fit(kind(), data(kind), callbacks=[Sets()])
 
 
+def test_an_early_stop_may_be_asked_for_after_construction() -> None:
+    def updates(**settings: float) -> float:
+        model = PPO(learning_rate=0.05)
+        for name, value in settings.items():
+            setattr(model, name, value)
+        trainer = fit(
+            model, rollouts("CartPole-v1", n_envs=2, n_steps=32, batch_size=8, n_epochs=4, total_timesteps=64)
+        )
+        (adam,) = trainer.optimizers
+        return next(iter(adam.state.values()))["step"].item()
+
+    assert updates() == 32
+    assert 1 <= updates(target_kl=1e-6) < 32
+
+
 def test_settings_of_a_datamodule_change_between_fits() -> None:
     once = rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=64)
     fit(PPO(), once)
