@@ -28,10 +28,9 @@ class SFT(LanguagePolicy):
     accuracy and entropy are measured only in logged steps.
 
     Args:
-        model_name_or_path: the model to start from; None: new weights.
         max_completion_length: maximum number of tokens per completion in evaluations.
-        **language: ``model_config``, ``lora``, ``learning_rate``, ``lr_scheduler_type``, ``warmup_steps`` and the other
-            arguments of :class:`~rl_modules.language.base.LanguageModule`.
+        **language: ``model_name_or_path``, ``model_config``, ``lora``, ``learning_rate``, ``lr_scheduler_type``,
+            ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
     """
 
     learns_from = "demonstrations"
@@ -44,10 +43,8 @@ class SFT(LanguagePolicy):
     min_p = None
     repetition_penalty = 1.0
 
-    def __init__(
-        self, model_name_or_path: str | None = None, max_completion_length: int = 256, **language: Any
-    ) -> None:
-        super().__init__(model_name_or_path, **language)
+    def __init__(self, max_completion_length: int = 256, **language: Any) -> None:
+        super().__init__(**language)
         self.max_completion_length = max_completion_length
         self._drops = False
 

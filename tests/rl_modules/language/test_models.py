@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
+from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import checkpoint_activations
 from rl_modules.language.tokenizer import character_tokenizer
@@ -95,11 +95,6 @@ def test_judges_and_values_compute_as_the_policy_is_told_to(kind, tmp_path, make
             assert model.config._attn_implementation == attention
             assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
             assert {p.device for p in model.parameters()} == {torch.device("cpu")}
-
-
-@pytest.mark.parametrize("algorithm", [SFT, RewardModel, DPO, KTO, RLHFPPO, GRPO, RLOO])
-def test_the_model_is_the_first_argument(algorithm):
-    assert algorithm("a/model").hparams["model_name_or_path"] == "a/model"
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "deberta-v2"])
