@@ -211,7 +211,8 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return array.astype(np.int64) - space.start
     # Whole numbers of a space of reals, such as the zeros after a reset, are reals: what follows them has fractions.
-    if np.issubdtype(array.dtype, np.floating) or (isinstance(space, spaces.Box) and space.dtype.kind == "f"):
+    whole = isinstance(space, spaces.Box) and space.dtype.kind == "f" and array.dtype.kind in "biu"
+    if np.issubdtype(array.dtype, np.floating) or whole:
         return array.astype(np.float32, copy=False)
     return array if array.dtype == np.uint8 else array.astype(np.int64, copy=False)
 

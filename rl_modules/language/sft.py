@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.common.errors import UsageError
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import text_config
 from rl_modules.language.packing import can_pack_texts, packed_inputs
@@ -44,6 +45,9 @@ class SFT(LanguagePolicy):
     repetition_penalty = 1.0
 
     def __init__(self, max_completion_length: int = 256, **language: Any) -> None:
+        if isinstance(max_completion_length, str):
+            raise UsageError(f"max_completion_length={max_completion_length!r} must be a number of tokens; a model is "
+                             "given as model_name_or_path=…")  # fmt: skip
         super().__init__(**language)
         self.max_completion_length = max_completion_length
         self._drops = False

@@ -151,6 +151,7 @@ def peft() -> Any:
     (lambda: GRPO(causal(), beta=0.1, ref_model_name_or_path=causal()),
      "ref_model_name_or_path is a Qwen2ForCausalLM; it takes a directory or hub name.*save_pretrained"),
     (lambda: SFT(causal()), "max_completion_length is a Qwen2ForCausalLM; a model is given as model_name_or_path="),
+    (lambda: SFT("a/model"), "max_completion_length='a/model' must be a number.*given as model_name_or_path="),
     (lambda: GRPO(reward_model_name_or_path=nn.Linear(2, 2)), "reward_model_name_or_path is a Linear"),
 ])  # fmt: skip
 def test_what_can_not_be_used_is_answered_in_one_sentence(make_module: Any, message: str) -> None:
