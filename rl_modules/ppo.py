@@ -1,5 +1,6 @@
 """Proximal policy optimization."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -123,8 +124,8 @@ class PPO(ActorCriticModule):
             if positive is not None and not positive > 0:
                 raise UsageError(f"{name}={positive} must be positive")
         self.penalizes = policy_objective == "penalty"
-        #: In nats, a number; of ``clip`` None too. It may be set between two updates.
-        self.target_kl: Any = 0.01 if target_kl is None and self.penalizes else target_kl
+        #: In nats; infinity: no early stop. It may be set between two updates.
+        self.target_kl = target_kl if target_kl is not None else 0.01 if self.penalizes else math.inf
         self.kl_coef = float(kl_coef)
         self.kl_exceeded = False
         # Transitions so far when β was last set.
@@ -133,7 +134,7 @@ class PPO(ActorCriticModule):
     @property
     def stops_early(self) -> bool:
         """Whether the updates on a rollout end once the policy has moved by more than 1.5 × ``target_kl``."""
-        return self.target_kl is not None and not self.penalizes
+        return self.target_kl < math.inf and not self.penalizes
 
     def begin_run(self) -> None:
         super().begin_run()

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.language.logits import logits_at
-from rl_modules.language.pair_scores import visible
-from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
+from rl_modules.language.pair_scores import keeps_pairs_apart, packed_inputs
+from rl_modules.language.self_check import probe_texts, side_by_side
 
 
 def can_pack_pairs(model: Any) -> bool:
@@ -17,13 +17,7 @@ def can_pack_pairs(model: Any) -> bool:
     Args:
         model: causal language model.
     """
-    # A window is part of the mask that the model makes, and lost where the mask is given.
-    return (
-        shortest_window(model.config) is None
-        and model.config._attn_implementation in ("sdpa", "eager")
-        and agrees(model, "packing pairs", lambda: _compare(model), "")
-        and agrees(model, "packing beside another pair", lambda: _beside_another(model), "", exact=True)
-    )
+    return keeps_pairs_apart(model, _compare, _beside_another)
 
 
 def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +86,7 @@ def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     own = counts.clone()
     if packed:
         own[b:, 0] = False
-    logits = logits_at(model, place[own] - 1, input_ids=tokens, **_packed_inputs(model, batch))
+    logits = logits_at(model, place[own] - 1, input_ids=tokens, **packed_inputs(model, batch))
     values = F.token_log_probs(logits, target[own].unsqueeze(0)).squeeze(0)
     where = own.flatten().nonzero().squeeze(1)
     if packed:
@@ -101,15 +95,3 @@ def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         values = torch.cat([values, firsts])
         where = torch.cat([where, torch.arange(b, 2 * b, device=tokens.device) * width])
     return values.new_zeros(counts.numel()).index_copy(0, where, values).view(counts.shape), counts
-
-
-def _packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    if "segment" not in batch:
-        return {}
-    mask = visible(batch["segment"], batch["prompt_segment"]).unsqueeze(1)
-    if model.config._attn_implementation == "eager":
-        # It adds the mask to its scores.
-        dtype = next(model.parameters()).dtype
-        added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-        mask = added.masked_fill_(~mask, torch.finfo(dtype).min)
-    return {"attention_mask": mask, "position_ids": batch["position_ids"]}

@@ -1,5 +1,6 @@
 """Scores of pairs of answers: of both by one forward pass, which reads their common prompt once where it can."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from rl_modules.language.scoring import scores_at
 from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 
+Comparison = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
+
 
 def can_pack(model: Any) -> bool:
     """Whether a model reads several pairs in one row, each apart from the others: see :func:`pair_scores`.
@@ -15,13 +18,7 @@ def can_pack(model: Any) -> bool:
     Args:
         model: model with a ``score`` head of one output.
     """
-    # A window is part of the mask that the model makes, and lost where the mask is given.
-    return (
-        shortest_window(model.config) is None
-        and model.config._attn_implementation in ("sdpa", "eager")
-        and agrees(model, "packing pairs", lambda: _compare(model), "")
-        and agrees(model, "packing beside another pair", lambda: _beside_another(model), "", exact=True)
-    )
+    return keeps_pairs_apart(model, _compare, _beside_another)
 
 
 def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,16 +61,45 @@ def pair_scores(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
             sequences, the chosen ones first. Where rows are packed also ``position_ids``, ``segment`` and
             ``prompt_segment`` [rows, width], see :func:`visible`.
     """
-    inputs = {}
-    if "segment" in batch:
-        mask = visible(batch["segment"], batch["prompt_segment"]).unsqueeze(1)
-        if model.config._attn_implementation == "eager":
-            # It adds the mask to its scores.
-            dtype = next(model.parameters()).dtype
-            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-        inputs = {"attention_mask": mask, "position_ids": batch["position_ids"]}
-    chosen, rejected = scores_at(model, batch["tokens"], batch["last"], **inputs).chunk(2)
+    chosen, rejected = scores_at(model, batch["tokens"], batch["last"], **packed_inputs(model, batch)).chunk(2)
     return chosen, rejected
+
+
+def keeps_pairs_apart(model: Any, compare: Comparison, beside_another: Comparison) -> bool:
+    """Whether a model may be given the mask of packed rows, and reads in them what it reads without.
+
+    Args:
+        model: causal language model or model with a ``score`` head.
+        compare: the model's numbers of packed, single and padded texts: see :func:`agrees`.
+        beside_another: its numbers of a pair beside two others; they must be equal.
+    """
+    # A window is part of the mask that the model makes, and lost where the mask is given.
+    return (
+        shortest_window(model.config) is None
+        and model.config._attn_implementation in ("sdpa", "eager")
+        and agrees(model, "packing pairs", lambda: compare(model), "")
+        and agrees(model, "packing beside another pair", lambda: beside_another(model), "", exact=True)
+    )
+
+
+def packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """What the model is given beside the tokens: mask and positions where rows are packed, nothing where they are not.
+
+    Args:
+        model: model whose attention is ``sdpa`` or ``eager``.
+        batch: see :func:`pair_scores`.
+
+    Returns:
+        ``attention_mask`` [rows, 1, width, width] and ``position_ids`` [rows, width], or an empty dictionary.
+    """
+    if "segment" not in batch:
+        return {}
+    mask = visible(batch["segment"], batch["prompt_segment"]).unsqueeze(1)
+    if model.config._attn_implementation == "eager":
+        # It adds the mask to its scores.
+        dtype = next(model.parameters()).dtype
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return {"attention_mask": mask, "position_ids": batch["position_ids"]}
 
 
 def visible(segment: Tensor, prompt_segment: Tensor) -> Tensor:

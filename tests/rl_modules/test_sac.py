@@ -208,7 +208,7 @@ def data_module(env_id: Any = "Pendulum-v1", **arguments: Any) -> ReplayDataModu
 def test_a_run_from_other_weights_begins_with_the_alpha_that_it_is_given(
     cls: Any, before: Any, after: Any, alpha: float | None, tmp_path: Path
 ) -> None:
-    """The same argument goes on with the α that was learned."""
+    """A second run with the argument of the first continues with the α that the first one learned."""
     begins: list[dict[str, Tensor]] = []
 
     class Watched(cls):

@@ -273,7 +273,7 @@ def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
     module.model.save_pretrained(tmp_path / "adapters")
     if tokenizer:
         module.tokenizer.save_pretrained(tmp_path / "adapters")
-    given = algorithm(str(tmp_path / "adapters"))
+    given = algorithm(model_name_or_path=str(tmp_path / "adapters"))
     with pytest.raises(UsageError, match=rf"holds adapters of PEFT .*{head}\.from_pretrained.*merge_and_unload"):
         given.configure_model()
 
