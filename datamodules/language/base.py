@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -36,6 +37,9 @@ from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
+
+#: Trainers whose ``val_check_interval`` a datamodule has set from its ``eval_steps``, with that number.
+_evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
 
 
 class LanguageDataModule(CheckedCall, L.LightningDataModule):
@@ -79,7 +83,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         reward_overlap: call the reward functions on a prompt's completions as soon as they have ended, while others are
             written. Each function then gets the completions of one prompt per call, from threads.
         correct_threshold: least value of the first reward function that counts as right.
-        eval_steps: optimizer steps between evaluations; 0: none.
+        eval_steps: optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none.
         eval_on_start: where there are evaluations, evaluate before the first update too. A resumed run does not repeat
             it.
         eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
@@ -363,8 +367,13 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         # Evaluation is counted in optimizer steps; Lightning counts batches.
         trainer, steps = self.learner_trainer, self.hparams["eval_steps"]
         evaluate_on_start(trainer, self.hparams["eval_on_start"] and steps > 0)
+        # Lightning sets no number where the interval is a time.
+        given = getattr(trainer, "val_check_interval", "a time")
+        if given not in (1.0, _evaluates_every.get(trainer)) and not (steps and given == "a time"):
+            notice(f"val_check_interval={given} of the Trainer has no effect: eval_steps={steps} is the number of "
+                   "optimizer steps between evaluations (0: none)")  # fmt: skip
         if steps:
-            trainer.val_check_interval = steps * trainer.accumulate_grad_batches
+            trainer.val_check_interval = _evaluates_every[trainer] = steps * trainer.accumulate_grad_batches
             trainer.check_val_every_n_epoch = None
 
     def val_dataloader(self) -> Any:

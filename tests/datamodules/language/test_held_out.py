@@ -137,3 +137,14 @@ def test_a_record_of_a_table_keeps_its_nulls_but_in_messages(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (record,) = load_records(path=tmp_path / "rows.parquet")
     assert record == {"prompt": [{"role": "user", "content": "a"}], "meta": {"x": None, "y": 1}}
+
+
+@pytest.mark.parametrize(("steps", "interval", "told"),
+                         [(0, 2, True), (0, {"minutes": 5}, True), (3, 2, True), (3, None, False), (0, 1.0, False)])  # fmt: skip
+def test_an_interval_of_the_trainer_that_nothing_reads_is_named(steps, interval, told, held_out, caplog):
+    data = InstructionDataModule(dataset=Dataset.from_list(ROWS), batch_size=4, eval_path=held_out, eval_steps=steps)
+    model = SFT(model_config=TINY, max_completion_length=2)
+    trainer = fit(model, data, max_steps=2, val_check_interval=interval)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(model, datamodule=data)
+    assert ("val_check_interval" in caplog.text and f"eval_steps={steps} is the number" in caplog.text) == told
