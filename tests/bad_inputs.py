@@ -441,6 +441,16 @@ class NanObservation(World):
         return np.full(3, np.nan, np.float32), 0.0, False, False, {}
 
 
+class NoSuchState(World):
+    observation_space = spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        return -1, 0.0, False, False, {}
+
+
 class Raises(World):
     def step(self, action):
         raise KeyError("door")
@@ -489,6 +499,7 @@ for world, says in {
     "OldSeed": ("reset", "seed"), "WrongShape": ("(4,)", "(3,)"), "WrongShapeLater": ("(4,)", "(3,)"),
     "NoObservationSpace": ("observation_space",), "NoActionSpace": ("action_space",), "TextReward": ("reward", "good"),
     "NoReward": ("reward", "None"), "NanObservation": ("NaN", "observation"), "Raises": ("KeyError", "door"),
+    "NoSuchState": ("-1", "Discrete.3."),
     "RaisesInReset": ("FileNotFoundError", "level.txt"), "NoStep": ("reset|step",), "NoDictionary": ("info|step",),
     "TextObservation": ("Text",), "EmptyAction": ("can't act in", "Sequence"), "Foreign": ("Foreign", "gymnasium.Env"),
     "nothing": ("nothing", "None"), "needs": ("needs", "level"), "instance": ("instance|World", "callable"),

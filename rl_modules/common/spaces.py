@@ -202,6 +202,9 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     Args:
         space: the space of a single observation.
         observation: what the environment returned; leading batch dimensions are kept.
+
+    Raises:
+        UsageError: a choice outside of its Discrete or MultiDiscrete space.
     """
     if isinstance(space, spaces.Dict):
         return {name: observation_arrays(part, observation[name]) for name, part in space.items()}
@@ -209,7 +212,12 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
         return {str(i): observation_arrays(part, observation[i]) for i, part in enumerate(space)}
     array = np.asarray(observation)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return array.astype(np.int64) - space.start
+        choice = array.astype(np.int64) - space.start
+        # Without a sign, numbers below 0 are above every bound. A table would read them from its end.
+        if (choice.view(np.uint64) >= (space.n if isinstance(space, spaces.Discrete) else space.nvec)).any():
+            raise UsageError(f"an observation is {array.tolist()}, which is outside of its space {space}; the "
+                             "environment's observation_space must hold what it returns")  # fmt: skip
+        return choice
     # Whole numbers of a space of reals, such as the zeros after a reset, are reals: what follows them has fractions.
     whole = isinstance(space, spaces.Box) and space.dtype.kind == "f" and array.dtype.kind in "biu"
     if np.issubdtype(array.dtype, np.floating) or whole:

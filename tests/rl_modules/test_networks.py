@@ -79,6 +79,21 @@ def test_choices_are_one_hot_from_the_spaces_start_on():
     assert build_encoder(spaces.MultiDiscrete([2, 3]))(torch.tensor([[1, 2]])).tolist() == [[0, 1, 0, 0, 1]]
 
 
+@pytest.mark.parametrize(
+    ("space", "observation"),
+    [
+        (spaces.Discrete(3), [2, -1]),
+        (spaces.Discrete(3), 3),
+        (spaces.Discrete(3, start=1), [0, 1]),
+        (spaces.MultiDiscrete([2, 3]), [[1, 2], [1, 3]]),
+        (spaces.Dict(of=spaces.Discrete(2)), {"of": [5]}),
+    ],
+)
+def test_choices_outside_of_their_space_are_refused(space, observation):
+    with pytest.raises(UsageError, match=r"^an observation is .*, which is outside of its space (Multi)?Discrete\("):
+        observation_arrays(space, observation)
+
+
 def test_images_are_scaled_and_their_channels_found_on_either_side():
     torch.manual_seed(0)
     last = NatureCNN(IMAGE)

@@ -139,8 +139,10 @@ def test_a_record_of_a_table_keeps_its_nulls_but_in_messages(tmp_path):
     assert record == {"prompt": [{"role": "user", "content": "a"}], "meta": {"x": None, "y": 1}}
 
 
-@pytest.mark.parametrize(("steps", "interval", "told"),
-                         [(0, 2, True), (0, {"minutes": 5}, True), (3, 2, True), (3, None, False), (0, 1.0, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "interval", "told"),
+    [(0, 2, True), (0, {"minutes": 5}, True), (3, 2, True), (3, None, False), (0, 1.0, False)],
+)
 def test_an_interval_of_the_trainer_that_nothing_reads_is_named(steps, interval, told, held_out, caplog):
     data = InstructionDataModule(dataset=Dataset.from_list(ROWS), batch_size=4, eval_path=held_out, eval_steps=steps)
     model = SFT(model_config=TINY, max_completion_length=2)
