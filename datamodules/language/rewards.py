@@ -205,7 +205,8 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
         require_settings(factory, settings, f"reward function {name!r}")
         return _adapted(factory(**settings), name)
     if not isinstance(spec, str):
-        return _adapted(spec, type(spec).__name__)
+        # A partial has the name of what it calls.
+        return _adapted(spec, getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__))
     own = {} if task is None else {func.__name__: func for func in [*task.reward_funcs, task.utilities]}
     if spec in FACTORIES:
         needed = ", ".join(inspect.signature(FACTORIES[spec]).parameters)

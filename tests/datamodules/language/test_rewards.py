@@ -5,6 +5,7 @@ import copy
 import math
 import threading
 import time
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -449,3 +450,13 @@ def test_objects_that_can_be_called_get_a_name():
     call = RewardFunctions([load_reward_func(Judge()), load_reward_func({f"{__name__}:Judge": {}})])
     assert call.names == ["Judge", "Judge_2"]
     assert call(records(1), ["a"]).tolist() == [[0.5, 0.5]]
+
+
+def of_length(completions, longest, **columns):
+    return [min(len(text), longest) for text in completions]
+
+
+def test_a_function_with_settings_has_the_functions_name():
+    call = RewardFunctions([load_reward_func(partial(of_length, longest=longest)) for longest in (1, 2)])
+    assert call.names == ["of_length", "of_length_2"]
+    assert call(records(1), ["abc"]).tolist() == [[1, 2]]
