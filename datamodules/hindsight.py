@@ -96,7 +96,9 @@ class HindsightReplayBuffer(ReplayBuffer):
 
     def _close(self, environment: int, row: int, length: int) -> None:
         """Notes where an episode ended."""
-        rows = (row - np.arange(min(length, self.rows - 1))) % self.rows
+        # A ring shorter than the episode also holds what came after it.
+        kept = (row - int(self.head[environment])) % self.rows
+        rows = (row - np.arange(min(length, kept))) % self.rows
         self.end.numpy()[rows * self.n_envs + environment] = row
 
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:

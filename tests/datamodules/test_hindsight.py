@@ -155,6 +155,16 @@ def test_an_episode_that_is_broken_off_keeps_its_goals_to_itself() -> None:
     assert max(goals[0, 0]) == 5 and max(goals[0, 1]) == 7 and max(goals[1, 0]) == 12
 
 
+def test_an_episode_longer_than_the_ring_leaves_the_next_one_its_own_goals() -> None:
+    """The transitions that follow its end in one rollout stand in rows that its first ones had."""
+    replay, source = buffer(1, 20, goal_selection_strategy="final", n_sampled_goal=1000), Recorded(1, [30, 9])
+    for steps in (10, 10, 8, 6):
+        replay.add(source.rollout(steps))
+    goals = [(row["observation"]["achieved_goal"][1], row["observation"]["desired_goal"]) for row in drawn(replay)]
+    reached = {(episode, *goal[1:]) for episode, goal in goals if goal[0] >= 0}
+    assert reached == {(0.0, 0.0, 30.0), (1.0, 1.0, 4.0)}
+
+
 @pytest.mark.parametrize("newest", [None, 60])
 def test_a_restored_buffer_draws_the_same(newest: int | None) -> None:
     replay, source = buffer(2, 40), Recorded(2, [7, 4])
