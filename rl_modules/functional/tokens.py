@@ -20,6 +20,9 @@ from rl_modules.functional.checks import as_float, require_positive, require_sha
 # the next. On a GPU: 64 MB, enough to keep it busy, little beside the logits of one batch.
 _PIECE_CPU = 2**17
 _PIECE_GPU = 2**24
+# Stands for the log-probability of an excluded token. Its exponential is 0 in float64, and its products with any
+# gradient are finite, so that 0 times them is 0.
+_NEVER = -1e4
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -78,7 +81,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     require_positive("temperature", temperature)
     if torch.compiler.is_compiling():
         log_prob = torch.log_softmax(as_float(logits) / temperature, -1)
-        return -(log_prob.exp() * log_prob.clamp(min=torch.finfo(log_prob.dtype).min)).sum(-1)
+        return -(log_prob.exp() * log_prob.clamp(min=_NEVER)).sum(-1)
     return _TokenEntropy.apply(_three_dimensional(logits), temperature).view(logits.shape[:-1])
 
 
@@ -129,8 +132,7 @@ class _TokenEntropy(torch.autograd.Function):
         total, largest, mean = _room(logits), _room(logits), _room(logits)
         for scratch, piece, total_piece, largest_piece, mean_piece in _pieces(logits, total, largest, mean):
             shifted = _shifted(piece, scratch, largest_piece, temperature)
-            # A word that is ruled out has -inf here and weight 0; the smallest finite number makes that 0, not NaN.
-            shifted.clamp_(min=torch.finfo(shifted.dtype).min)
+            shifted.clamp_(min=_NEVER)
             weight = shifted.exp()
             torch.sum(weight, -1, keepdim=True, out=total_piece)
             torch.sum(weight.mul_(shifted), -1, keepdim=True, out=mean_piece)
@@ -150,7 +152,7 @@ class _TokenEntropy(torch.autograd.Function):
             logits, result, normaliser, entropy, factor
         ):
             log_prob = _log_softmax(piece, scratch, normaliser_piece, ctx.temperature)
-            log_prob.clamp_(min=torch.finfo(log_prob.dtype).min)
+            log_prob.clamp_(min=_NEVER)
             probability = log_prob.exp()
             result_piece.copy_(log_prob.add_(entropy_piece).mul_(weight).mul_(probability))
         return result, None

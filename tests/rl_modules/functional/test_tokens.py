@@ -108,6 +108,21 @@ def test_words_that_are_ruled_out_count_nothing():
         assert (gradient[..., 4:] == 0).all()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 65536.0])
+def test_the_entropys_gradient_is_a_number_where_words_are_ruled_out(scale, compiled, monkeypatch):
+    """Also below temperature 1, and under the factor of a gradient scaler."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    logits = randn(0, 2, 3, 6)
+    logits[..., 4:] = -torch.inf
+    open_words = logits[..., :4].clone().requires_grad_()
+    logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(scale * token_entropy(logits, 0.5).sum(), logits)
+    (expected,) = torch.autograd.grad(scale * token_entropy(open_words, 0.5).sum(), open_words)
+    torch.testing.assert_close(gradient[..., :4], expected)
+    assert (gradient[..., 4:] == 0).all()
+
+
 @pytest.mark.parametrize("size", [60.0, 3e4, -60.0, -3e4])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_large_logits_neither_overflow_nor_lose_digits(size, temperature):
