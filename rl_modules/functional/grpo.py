@@ -156,6 +156,8 @@ def grpo_loss(
     old_log_prob = torch.where(counts, as_constant(old_log_prob), 0.0)
     ratio = _importance_ratio(log_prob - old_log_prob, counts, importance_sampling_level)
     advantage = as_constant(advantage)
+    if advantage.shape == counts.shape:
+        advantage = torch.where(counts, advantage, 0.0)
     if loss_type == "cispo":
         token_loss = -ratio.detach().clamp(max=epsilon_high) * advantage * log_prob
     elif loss_type == "sapo":

@@ -36,7 +36,12 @@ def policy_gradient_loss(log_prob: Tensor, weight: Tensor, mask: Tensor | None =
     """
     require_tensors(log_prob=log_prob)
     require_shape("weight", weight, log_prob.shape, "log_prob")
-    return -_mean(as_float(log_prob) * as_constant(weight), mask)
+    weight = as_constant(weight)
+    if mask is not None:
+        # What stands under the mask may be NaN, which the product's gradient would multiply by 0.
+        require_shape("mask", mask, log_prob.shape, "log_prob")
+        weight = torch.where(mask.bool(), weight, 0.0)
+    return -_mean(as_float(log_prob) * weight, mask)
 
 
 def ppo_clip_loss(

@@ -270,8 +270,12 @@ options_of_types = [
 @pytest.mark.parametrize("options", options_of_types)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("garbage", [0.0, 1e4, torch.nan, -torch.inf])
-def test_padding_changes_nothing_whatever_stands_there(options, level, garbage):
+@pytest.mark.parametrize("by_token", [False, True])
+def test_padding_changes_nothing_whatever_stands_there(options, level, garbage, by_token):
     inputs = batch(0)
+    advantage = inputs["advantage"]
+    if by_token:
+        inputs["advantage"] = advantage[:, None] + randn(11, 4, 6)
     reference, weight = randn(9, 4, 6), randn(10, 4, 6).exp()
     options = {**options, "beta": 0.1, "importance_sampling_level": level, "use_bias_correction_kl": True}
     log_prob = inputs["log_prob"].requires_grad_()
@@ -279,11 +283,13 @@ def test_padding_changes_nothing_whatever_stands_there(options, level, garbage):
     (gradient,) = torch.autograd.grad(loss, log_prob)
 
     more = torch.full((4, 3), garbage, dtype=torch.float64)
+    if by_token:
+        advantage = torch.cat((inputs["advantage"].masked_fill(~inputs["mask"], garbage), more), 1)
     dirty = torch.cat((inputs["log_prob"].detach().masked_fill(~inputs["mask"], garbage), more), 1).requires_grad_()
     padded = grpo_loss(
         dirty,
         torch.cat((inputs["old_log_prob"].masked_fill(~inputs["mask"], garbage), more), 1),
-        inputs["advantage"],
+        advantage,
         torch.cat((inputs["mask"], torch.zeros(4, 3, dtype=torch.bool)), 1),
         ref_log_prob=torch.cat((reference.masked_fill(~inputs["mask"], garbage), more), 1),
         importance_weight=torch.cat((weight.masked_fill(~inputs["mask"], garbage), more), 1),
