@@ -10,6 +10,7 @@ from torch.nn import functional as nnf
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom, make, what_happened
+from rl_modules.common.masks import FORBIDDEN
 from rl_modules.common.spaces import image_channels, observation_arrays, pixel_scale, tree_map
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
 from rl_modules.layers import full_precision
@@ -124,6 +125,9 @@ class CustomActorCritic(nn.Module):
         if isinstance(self.action_space, spaces.Box) and numbers.shape[-1] == 2 * parameter_count(self.action_space):
             mean, log_std = numbers.chunk(2, dim=-1)
             return make_distribution(self.action_space, mean, log_std)
+        if not isinstance(self.action_space, spaces.Box):
+            # A network may rule options out by -inf, which an entropy or a KL would multiply by 0.
+            numbers = numbers.clamp(FORBIDDEN, -FORBIDDEN)
         return make_distribution(self.action_space, numbers, getattr(self.module, "log_std", None))
 
 

@@ -61,6 +61,14 @@ class Policy(PolicyAndValue):
         return self.policy(self.body(observation))
 
 
+class RulesOut(PolicyAndValue):
+    """Rules the first number of the policy out where the first number of the observation is above 0."""
+
+    def forward(self, observation):
+        numbers, value = super().forward(observation)
+        return torch.where((observation[:, :1] > 0) & (torch.arange(numbers.shape[1]) == 0), -torch.inf, numbers), value
+
+
 class TorchDistribution(PolicyAndValue):
     def forward(self, observation):
         logits, value = super().forward(observation)

@@ -15,7 +15,7 @@ from recipes.cli import main
 from rl_modules import DQN, PPO, SAC, TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
-from rl_modules.custom_networks import FeaturesExtractor, as_floats
+from rl_modules.custom_networks import CustomActorCritic, FeaturesExtractor, as_floats
 from tests import networks
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit, rollouts
@@ -118,6 +118,24 @@ def test_a_torch_distribution_and_a_box():
     policy, value = model.network(torch.zeros(5, 3))
     assert policy.mean.shape == policy.log_std.shape == (5, 1)
     assert value.shape == (5,)
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)])
+def test_numbers_of_minus_infinity_rule_options_out(space):
+    observation = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    network = CustomActorCritic("tests.networks.RulesOut", spaces.Box(-1, 1, (2,)), space)
+    policy, old = network(observation)[0], network(observation)[0].detach()
+    first = torch.stack([policy.sample() for _ in range(50)]).reshape(50, 2, -1)[..., 0]
+    assert (first[:, 0] != 0).all() if not isinstance(space, spaces.MultiBinary) else (first[:, 0] == 0).all()
+    assert not old.kl(policy).any()
+    gradients = torch.autograd.grad((policy.entropy() + old.kl(policy)).sum(), list(network.module.policy.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_trpo_takes_steps_where_its_network_rules_options_out():
+    model = TRPO(network=networks.RulesOut)
+    fit(model, rollouts("CartPole-v1", n_envs=2, n_steps=64, total_timesteps=256))
+    assert model.rejected_updates == 0
 
 
 def test_observations_arrive_as_in_stable_baselines3():
