@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import MASK
 from rl_modules.common.spaces import is_image, normalize, tree_leaves, tree_map
 
 
@@ -121,7 +122,8 @@ class ObservationNormalizer:
 
     def _build(self, space: spaces.Space) -> Any:
         if isinstance(space, spaces.Dict):
-            return {name: self._build(part) for name, part in space.items()}
+            # Any number but 0 allows an action: a whitened mask would allow all.
+            return {name: None if name == MASK else self._build(part) for name, part in space.items()}
         if isinstance(space, spaces.Tuple):
             return {str(i): self._build(part) for i, part in enumerate(space)}
         # The encoder divides images by their bound, also those of floats: whitened ones would come out near 0.

@@ -105,6 +105,24 @@ def test_an_ended_episode_needs_no_allowed_action() -> None:
     assert result["eval/mean_reward"] == result["eval/mean_ep_length"] == 5
 
 
+class FloatMasks(Closes):
+    """Masks as RLlib's examples have them."""
+
+    observation_space = spaces.Dict(
+        {"observation": spaces.Box(0, 5, (1,), np.float32), "action_mask": spaces.Box(0, 1, (2,), np.float32)}
+    )
+
+    def _observation(self) -> Any:
+        return {name: part.astype(np.float32) for name, part in super()._observation().items()}
+
+
+def test_normalised_observations_leave_masks_of_floats_as_they_are() -> None:
+    make = partial(SyncVectorEnv, [FloatMasks] * 2)
+    data = RolloutDataModule(make, total_timesteps=64, n_steps=16, norm_obs=True)
+    fit(PPO(net_arch=[8]), data)  # the environment fails where the policy takes what is forbidden
+    assert set(data.rollout["observation"]["action_mask"].unique().tolist()) == {0.0, 1.0}
+
+
 class Halves(VectorEnv):
     """Begins at 0, a whole number, and shows halves afterwards; the fourth step ends an episode, by 1, not by True."""
 
