@@ -214,7 +214,10 @@ class TabularControl(ControlModule):
         plain: Any = dict(rollout)
         for name in ("next_observation", "observation"):
             state, mask = split_mask(plain[name])
-            self.tables.allowed[state.cpu()] = mask.cpu().bool()
+            allowed = mask.cpu().bool()
+            # A mask that allows nothing, at an episode's end, says nothing about the state.
+            says = allowed.any(-1)
+            self.tables.allowed[state.cpu()[says]] = allowed[says]
             plain[name] = state
         return plain
 

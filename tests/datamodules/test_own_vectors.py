@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.envs.vector import make_vector_env
 from datamodules.evaluation import run_episodes
-from rl_modules import DQN, PPO
+from rl_modules import DQN, PPO, SARSA, MonteCarlo, QLearning
 from rl_modules.common.errors import UsageError
 from tests.training import fit
 
@@ -103,6 +103,32 @@ def test_an_ended_episode_needs_no_allowed_action() -> None:
     trainer = fit(PPO(net_arch=[8]), data)
     (result,) = trainer.validate(trainer.lightning_module, datamodule=data, verbose=False)
     assert result["eval/mean_reward"] == result["eval/mean_ep_length"] == 5
+
+
+class ClosesAtALimit(Closes):
+    """The same as states of a table, and a time limit of its own ends the episode."""
+
+    observation_space = spaces.Dict({"observation": spaces.Discrete(6), "action_mask": spaces.MultiBinary(2)})
+
+    def _observation(self) -> Any:
+        return {**super()._observation(), "observation": self.t}
+
+    def step(self, action: Any) -> Any:
+        *rest, ended, _, info = super().step(action)
+        return *rest, False, ended, info
+
+
+@pytest.mark.parametrize(
+    "make_module", [MonteCarlo, QLearning, partial(QLearning, double=True), SARSA, partial(SARSA, expected=True)]
+)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_tables_bootstrap_from_a_state_that_allows_nothing(make_module: Any, mode: AutoresetMode) -> None:
+    module = make_module()
+    fit(
+        module, RolloutDataModule(partial(SyncVectorEnv, [ClosesAtALimit] * 2, autoreset_mode=mode), total_timesteps=64)
+    )
+    assert module.q[4, 0] > 0
+    assert module.greedy_policy()[:5].argmax(1).tolist() == [0, 1, 0, 1, 0]
 
 
 class FloatMasks(Closes):
