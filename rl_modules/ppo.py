@@ -35,9 +35,11 @@ class PPO(ActorCriticModule):
     if it is below ``target_kl / 1.5`` and doubled if it is above ``1.5 · target_kl``. The KL is exact, not estimated
     from sampled actions: each transition stores the parameters of π_old.
 
-    The names and defaults are Stable-Baselines3's. Departures from it: ``learning_rate`` defaults to the optimizer's,
-    and after the early stop at ``target_kl`` the rollout's remaining minibatches are skipped without shortening the
-    epoch, whose length Lightning's validation and schedulers rely on.
+    The names and defaults are Stable-Baselines3's. Departures from it: ``learning_rate`` defaults to the optimizer's;
+    with ``clip_range_vf`` the value loss is the larger of the clipped and the unclipped squared error, as in OpenAI
+    Baselines and CleanRL, where Stable-Baselines3 takes the clipped one alone; and after the early stop at
+    ``target_kl`` the rollout's remaining minibatches are skipped without shortening the epoch, whose length Lightning's
+    validation and schedulers rely on.
 
     Args:
         gamma: discount γ per transition, in [0, 1].
