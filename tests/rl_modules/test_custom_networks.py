@@ -16,6 +16,7 @@ from rl_modules import DQN, PPO, SAC, TRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import space_to_dict
 from rl_modules.custom_networks import CustomActorCritic, FeaturesExtractor, as_floats
+from rl_modules.distributions import as_distribution
 from tests import networks
 from tests.conformance.control import CASES
 from tests.training import assert_resumes_exactly, fit, rollouts
@@ -118,6 +119,16 @@ def test_a_torch_distribution_and_a_box():
     policy, value = model.network(torch.zeros(5, 3))
     assert policy.mean.shape == policy.log_std.shape == (5, 1)
     assert value.shape == (5,)
+
+
+def test_what_a_torch_distribution_lacks_is_one_sentence():
+    normal = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2, 1), 1.0), 1)
+    squashed = torch.distributions.TransformedDistribution(normal, [torch.distributions.TanhTransform()])
+    policy = as_distribution(squashed)
+    assert policy.log_prob(policy.sample()).shape == (2,)
+    for name in ("mode", "entropy"):
+        with pytest.raises(UsageError, match=f"TransformedDistribution has no {name}.* a subclass"):
+            getattr(policy, name)()
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)])
