@@ -25,6 +25,7 @@ from datamodules.language.sources import (
 )
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
+from datamodules.language.text import voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
 from rl_modules.common.calls import CheckedCall
@@ -471,8 +472,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         correct = None
         if len(self.rewards):
             correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
-        extract = self.task.extract if self.task is not None else str.strip
-        answers = [extract(text) for text in texts]
+        after = self.hparams["answer_after"]
+        answers = [voted_answer(text, after) if self.task is None else self.task.extract(text) for text in texts]
         k = num_generations
         return {
             "prompts": [_as_text(record["prompt"]) for record in repeated],

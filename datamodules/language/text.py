@@ -22,6 +22,34 @@ def answer_of(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
+def voted_answer(text: str, after: str | None = None) -> str:
+    r"""A completion's answer for a majority vote, stripped: what stands in its last ``<answer>`` tags, in its last
+    ``\boxed{…}``, or behind its last mark; the whole text where it has none of them.
+
+    Args:
+        text: of the completion.
+        after: the mark, such as ``####``; None: there is none.
+    """
+    tagged = answer_of(text)
+    if tagged is not None:
+        text = tagged
+    boxed = _last_box(text)
+    if boxed is not None:
+        return boxed
+    return (text.rpartition(after)[2] if after and tagged is None else text).strip()
+
+
+def _last_box(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{…}``, stripped; None where there is none that is closed."""
+    _, box, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for end, character in enumerate(rest if box else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:end].strip()
+    return None
+
+
 def reference_text(reference: Any) -> str:
     """A reference answer as text, stripped; a number as it is written.
 

@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset
+from torch.nn.utils.rnn import pad_sequence
 
 from datamodules import InstructionDataModule, PromptDataModule
 from datamodules.language.sources import load_records
+from datamodules.language.text import voted_answer
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling import Completions
 from tests.training import fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -150,3 +154,39 @@ def test_an_interval_of_the_trainer_that_nothing_reads_is_named(steps, interval,
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(model, datamodule=data)
     assert ("val_check_interval" in caplog.text and f"eval_steps={steps} is the number" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>2</think><answer> 4 </answer>", "4"),
+        (r"so <answer>$\boxed{4}$</answer>", "4"),
+        (r"not \boxed{3} but \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"cut off in \boxed{\frac{1}", r"cut off in \boxed{\frac{1}"),
+        ("2+2=4\n#### 4\n", "4"),
+        (" 4\n", "4"),
+    ],
+)
+def test_a_completion_votes_by_its_answer(text, answer):
+    assert voted_answer(text, after="####") == answer
+
+
+def test_the_majority_is_that_of_answers_not_of_whole_texts(tmp_path, make_trainer):
+    texts = ["a, so 5", "b, so <answer>4</answer>", "c, so <answer>4</answer>"]
+
+    class Writes(SFT):
+        """Gives the same three answers to every prompt."""
+
+        def act(self, prompts, seeds, num_generations=1, on_ended=None, **sampling):
+            rows = [torch.tensor(self.tokenizer(text).input_ids) for text in texts * len(prompts)]
+            tokens = pad_sequence(rows, batch_first=True)
+            length = torch.tensor([len(row) for row in rows])
+            return Completions(tokens, torch.zeros(tokens.shape), length, torch.ones(len(rows), dtype=torch.bool))
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in HELD_OUT).replace("41", "4"))
+    data = InstructionDataModule(
+        path=str(path), eval_path=str(path), reward_funcs="answer_in_tags", eval_num_generations=3, eval_temperature=1.0
+    )
+    (metrics,) = make_trainer().validate(Writes(model_config=TINY), data, verbose=False)
+    assert metrics["eval/pass@1"] == pytest.approx(2 / 3) and metrics["eval/cons@3"] == 1
