@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -39,8 +38,8 @@ from rl_modules.language.tokenizer import tokenizer_to_dict
 Record = dict[str, Any]
 Batch = dict[str, Any]
 
-#: Trainers whose ``val_check_interval`` a datamodule has set from its ``eval_steps``, with that number.
-_evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
+#: Attribute of a Trainer with the ``val_check_interval`` that a datamodule has set from its ``eval_steps``.
+_OWN_INTERVAL = "_interval_of_eval_steps"
 
 
 class LanguageDataModule(CheckedCall, L.LightningDataModule):
@@ -370,11 +369,12 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         evaluate_on_start(trainer, self.hparams["eval_on_start"] and steps > 0)
         # Lightning sets no number where the interval is a time.
         given = getattr(trainer, "val_check_interval", "a time")
-        if given not in (1.0, _evaluates_every.get(trainer)) and not (steps and given == "a time"):
+        if given not in (1.0, getattr(trainer, _OWN_INTERVAL, None)) and not (steps and given == "a time"):
             notice(f"val_check_interval={given} of the Trainer has no effect: eval_steps={steps} is the number of "
                    "optimizer steps between evaluations (0: none)")  # fmt: skip
         if steps:
-            trainer.val_check_interval = _evaluates_every[trainer] = steps * trainer.accumulate_grad_batches
+            trainer.val_check_interval = steps * trainer.accumulate_grad_batches
+            setattr(trainer, _OWN_INTERVAL, trainer.val_check_interval)
             trainer.check_val_every_n_epoch = None
 
     def val_dataloader(self) -> Any:
