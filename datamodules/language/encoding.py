@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -140,7 +141,8 @@ class TextEncoder:
 
         The template's own ``{% generation %}`` blocks mark them. A template without them must render a conversation's
         beginning as it renders the beginning of the whole: then each assistant turn is what is added to the messages
-        before it, opened for the assistant.
+        before it, opened for the assistant. An assistant message with ``weight: 0``, as OpenAI's format has it, does
+        not count.
 
         Args:
             messages: of all turns.
@@ -148,19 +150,22 @@ class TextEncoder:
             first: number of the message from which on assistant turns count.
 
         Raises:
-            UsageError: no assistant turn counts, or the template has neither.
+            UsageError: no assistant turn counts, the template has neither, or a weight other than 0 and 1.
         """
         added = len(self.messages(messages)) - len(messages)
         messages, first = self.messages(messages), first + added
-        turns = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
-        if not turns:
+        answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
+        counts = [_counts(messages[i]) for i in answers]
+        if not any(counts):
             raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
         template = str(self.tokenizer.chat_template)
         if "{% generation" in template or "{%- generation" in template:
-            return self._by_own_mask(messages, record, first)
-        return self._by_prefixes(messages, record, turns)
+            return self._by_own_mask(messages, record, first, counts)
+        return self._by_prefixes(messages, record, [i for i, flag in zip(answers, counts, strict=True) if flag])
 
-    def _by_own_mask(self, messages: Messages, record: Mapping[str, Any], first: int) -> tuple[list[int], list[bool]]:
+    def _by_own_mask(
+        self, messages: Messages, record: Mapping[str, Any], first: int, counts: Sequence[bool]
+    ) -> tuple[list[int], list[bool]]:
         rendered = self._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
         self._note_unknown([ids], [self._render(messages, record)])
@@ -171,6 +176,13 @@ class TextEncoder:
         if not any(written):
             raise UsageError("the chat template's {% generation %} blocks mark no token of an assistant message; mend "
                              "the template, or set completion_only_loss=false")  # fmt: skip
+        if not all(counts):
+            blocks = [list(places) for flag, places in groupby(range(len(ids)), written.__getitem__) if flag]
+            if len(blocks) != len(counts):
+                raise UsageError(f"the chat template marks {len(blocks)} passages of {len(counts)} assistant messages, "
+                                 "so that those with weight 0 are not known; leave them out")  # fmt: skip
+            for i in chain(*(places for places, flag in zip(blocks, counts, strict=True) if not flag)):
+                written[i] = False
         return ids, written
 
     def _by_prefixes(
@@ -296,6 +308,18 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UsageError(f"tools is a {type(tools).__name__}, where a list of JSON schemas should be")
     return tools or None  # some templates open a section for an empty list
+
+
+def _counts(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message is to be learned: where its ``weight`` is not 0.
+
+    Raises:
+        UsageError: another weight than 0 and 1.
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise UsageError(f"an assistant message has weight={weight!r}; give 1, or 0 for a message that is not learned")
+    return bool(weight)
 
 
 def _texts_of_arguments(messages: Messages) -> list[str]:

@@ -49,6 +49,33 @@ def test_a_template_with_marks_counts_from_where_it_is_told():
         assert encode.tokenizer.decode([t for t, flag in zip(ids, written, strict=True) if flag]) == expected
 
 
+MARKED = ("{% for m in messages %}({{ m['role'][0] }}:{% if m['role'] == 'assistant' %}{% generation %}"
+          "{{ m['content'] }}){% endgeneration %}{% else %}{{ m['content'] }}){% endif %}{% endfor %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [EACH + OPEN, MARKED])
+def test_a_message_of_weight_0_is_read_but_not_learned(template):
+    encode = encoder(template, system_prompt="be")
+    for weights, expected in (((0, 1), "no)"), ((1, 0), "yo)"), ((1, None), "yo)no)")):
+        chat = [dict(m) for m in CHAT]
+        for message, weight in zip(chat[1::2], weights, strict=True):
+            message.update({} if weight is None else {"weight": weight})
+        ids, written = encode.conversation(chat, {})
+        assert encode.tokenizer.decode(ids) == "(s:be)(u:hi)(a:yo)(u:so)(a:no)"
+        assert encode.tokenizer.decode([t for t, flag in zip(ids, written, strict=True) if flag]) == expected
+    with pytest.raises(UsageError, match="no assistant message to learn from"):
+        encode.conversation([CHAT[0], {**CHAT[1], "weight": 0}], {})
+    with pytest.raises(UsageError, match=r"weight=0\.5; give 1, or 0"):
+        encode.conversation([CHAT[0], {**CHAT[1], "weight": 0.5}], {})
+
+
+def test_weights_need_a_passage_for_each_message():
+    joined = [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[3]]
+    template = MARKED.replace("({{ m['role'][0] }}:{% if", "{% if")
+    with pytest.raises(UsageError, match="marks 1 passages of 2 assistant messages"):
+        encoder(template).conversation(joined, {})
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     rewriting = "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] if loop.last else '' }}){% endfor %}"
     with pytest.raises(UsageError, match=r"renders message 1 .* differently when others follow.*generation"):
