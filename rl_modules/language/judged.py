@@ -101,7 +101,11 @@ class JudgedPolicy(LanguagePolicy):
             check_switched_off(self.model, hp.lora)
 
     def _build_described(self, config: Any) -> None:
-        """Reference and reward model of a checkpoint: read again, or built for the weights that it brings."""
+        """Reference and reward model of a checkpoint: read again, or built for the weights that it brings.
+
+        Raises:
+            UsageError: a reference is wanted, which the checkpoint's run had not.
+        """
         hp: Any = self.hparams
         judge, reference = self.frozen_source("reward_model."), self.frozen_source("reference.")
         if judge is not None:
@@ -112,6 +116,9 @@ class JudgedPolicy(LanguagePolicy):
                 self.reward_tokenizer = tokenizer_from_dict(files)
         if reference is None:
             self.reference = self._described("reference_config", "causal")
+            if self.wants_reference and self.reference is None and hp.lora is None:
+                raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; begin a "
+                                 "new run from an export of it, whose weights are then the reference")  # fmt: skip
         elif hp.ref_model_name_or_path is not None:
             self.reference = frozen(self._read_reference(reference))
         else:
@@ -267,6 +274,14 @@ class JudgedPolicy(LanguagePolicy):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
+        description = checkpoint.get("hyper_parameters", {}).get("description") or {}
+        had_reference = description.get("reference_config") is not None
+        if "reference_config" in description and had_reference != (self.reference is not None):
+            names = [name for name in ("beta", "reference_free", "ref_model_name_or_path") if name in self.hparams]
+            settings = ", ".join(f"{name}={self.hparams[name]!r}" for name in names)
+            raise UsageError(f"{settings} give the run {'no' if had_reference else 'a'} reference of its own, and the "
+                             f"checkpoint's had {'one' if had_reference else 'none'}; resume with the settings that it "
+                             "had, or begin a new run from an export")  # fmt: skip
         self._table_due_at = checkpoint.get("table_due_at", 0)
 
     # ---------------------------------------------------------------- helpers

@@ -225,3 +225,20 @@ def test_a_digest_changes_with_any_byte_name_and_type():
     ]
     assert digest(same) == digest(weights)
     assert digest(weights) not in [digest(other) for other in changed]
+
+
+def test_a_checkpoint_without_a_reference_gives_none(tmp_path):
+    checkpoints = {}
+    for beta in (0.0, 0.1):
+        run = fit(GRPO(model_config=TINY, beta=beta, **SAMPLING), prompts(), max_steps=1)
+        run.save_checkpoint(checkpoints.setdefault(beta, tmp_path / f"{beta}.ckpt"))
+    with pytest.raises(UsageError, match="beta=0.1 needs a reference, which the checkpoint's run did not have"):
+        GRPO.load_from_checkpoint(checkpoints[0.0], beta=0.1)
+    for beta, message in ((0.1, "give the run a reference of its own, and the checkpoint's had none"),
+                          (0.0, "give the run no reference of its own, and the checkpoint's had one")):  # fmt: skip
+        with pytest.raises(UsageError, match=f"beta={beta}, .* {message}"):
+            fit(GRPO(model_config=TINY, beta=beta, **SAMPLING), prompts(), checkpoints[0.1 - beta], max_steps=2)
+    with_adapters = tmp_path / "adapters.ckpt"
+    fit(GRPO(model_config=TINY, lora=LORA, **SAMPLING), prompts(), max_steps=1).save_checkpoint(with_adapters)
+    warm = GRPO.load_from_checkpoint(with_adapters, beta=0.1)
+    assert fit(warm, prompts(), max_steps=1).global_step == 1 and warm.reference is None
