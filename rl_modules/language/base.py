@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
-from rl_modules.common.ranges import check_ranges
+from rl_modules.common.ranges import check_ranges, real_number
 from rl_modules.common.storable import make_plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
 from rl_modules.language.frozen_weights import (
@@ -144,7 +144,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
-            if value < least:
+            if real_number(name, value) < least:
                 raise UsageError(f"{name}={value} must be at least {least}")
         if lr_scheduler is not None and lr_scheduler_kwargs:
             raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "

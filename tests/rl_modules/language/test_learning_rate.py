@@ -139,3 +139,9 @@ def test_schedules_without_an_end_take_a_run_without_one(kind: str) -> None:
 def test_a_schedule_that_can_not_be_built_is_refused_at_construction(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         module(**arguments)
+
+
+def test_a_rate_that_is_text_is_refused() -> None:
+    """As PyYAML reads 1e-5, which has no point."""
+    with pytest.raises(UsageError, match="learning_rate='1e-5' must be a number"):
+        SFT(model_config=TINY, learning_rate="1e-5")
