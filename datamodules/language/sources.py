@@ -115,8 +115,9 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with its ``file:line``. Empty lines are passed over.
 
     Raises:
-        UsageError: no such file, or a line that is not UTF-8, not JSON or not an object.
+        UsageError: no such file, a JSON array, or a line that is not UTF-8, not JSON or not an object.
     """
+    is_first = True
     for number, raw in enumerate(_lines(path), 1):
         place = f"{path}:{number}"
         try:
@@ -126,6 +127,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                              "save the file as UTF-8") from error  # fmt: skip
         if not line:
             continue
+        if is_first and (line == "[" or line.startswith(("[{", "[ {"))):
+            raise UsageError(f"{place}: a JSON array, where a JSONL file has one object per line; give the file as "
+                             "dataset, which reads arrays too")  # fmt: skip
+        is_first = False
         try:
             row = json.loads(line, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:

@@ -66,6 +66,16 @@ def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, line, messag
         load_records(path=jsonl(tmp_path, {"prompt": "fine"}, line))
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_no_jsonl_file_but_a_dataset(tmp_path, indent):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows, indent=indent))
+    with pytest.raises(UsageError, match="rows.json:1: a JSON array, where a JSONL file .*; give the file as dataset"):
+        load_records(path=path)
+    assert load_records(dataset=str(path)) == rows
+
+
 def test_files_that_are_not_there_or_empty(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         load_records(path=tmp_path / "nothing.jsonl")
