@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.utils import parameters_to_vector
 
 from rl_modules.common.errors import UsageError
 from tests.conformance.control import CASES, Case
@@ -371,9 +372,19 @@ def test_learning_rate_monitor_and_csv_share_the_transitions_axis(case: Case, tm
 @over(case for case in CASES if case.has_gradient and case.name != "TRPO")
 def test_stochastic_weight_averaging(case: Case) -> None:
     small = {"rollouts_per_epoch": 4} if case.replays else {"rollouts_per_epoch": 1}
-    data = case.make_data(**small)
-    fit(case.make_model(), data, max_epochs=4, callbacks=[StochasticWeightAveraging(1e-3, swa_epoch_start=2)])
+    weights: list[torch.Tensor] = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            weights.append(parameters_to_vector(module.parameters()).detach())
+
+    model, data = case.make_model(), case.make_data(**small, total_timesteps=10_000)
+    averages = [Watch(), StochasticWeightAveraging(1e-3, swa_epoch_start=2)]
+    fit(model, data, max_epochs=4, callbacks=averages)
     assert data.num_timesteps > 0
+    averaged = torch.stack(weights[1:]).mean(0)
+    assert not torch.equal(weights[1], weights[3])
+    torch.testing.assert_close(parameters_to_vector(model.parameters()), averaged)
 
 
 @each
