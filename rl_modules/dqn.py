@@ -112,7 +112,8 @@ class DQN(ControlModule):
         self.exploration_rate = self.exploration_initial_eps
         #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
         self.td_error: Tensor | None = None
-        self._target_updates = 0
+        # Transitions at the last look at whether the target network is due.
+        self._target_seen_at = 0
         #: Whether the network's layers are noisy.
         self.is_noisy = bool(self.hparams["noisy"])
         self._noise_generator: torch.Generator | None = None
@@ -120,7 +121,7 @@ class DQN(ControlModule):
     def begin_run(self) -> None:
         super().begin_run()
         self.td_error = None
-        self._target_updates = 0
+        self._target_seen_at = 0
         self._noise_generator = None
 
     @property
@@ -264,10 +265,10 @@ class DQN(ControlModule):
         several intervals have passed, k updates by τ equal one by 1 - (1 - τ)^k, because the network has not changed
         between them. Running statistics are copied.
         """
-        updates = self.source.num_timesteps // self.target_update_interval
-        moves = updates - self._target_updates
+        timesteps, interval = self.source.num_timesteps, self.target_update_interval
+        moves = timesteps // interval - self._target_seen_at // interval
+        self._target_seen_at = timesteps
         if moves > 0:
-            self._target_updates = updates
             share = 1.0 - (1.0 - self.tau) ** moves
             torch._foreach_lerp_(list(self.target_network.parameters()), list(self.network.parameters()), share)
             if buffers := list(self.target_network.buffers()):
@@ -294,11 +295,13 @@ class DQN(ControlModule):
         super().on_save_checkpoint(checkpoint)
         checkpoint["exploration_rate"] = self.exploration_rate
         checkpoint["noise_generator"] = self.noise_generator.get_state() if self.is_noisy else None
-        checkpoint["target_updates"] = self._target_updates
+        checkpoint["target_updates"] = self._target_seen_at // self.target_update_interval
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.exploration_rate = checkpoint["exploration_rate"]
         if checkpoint.get("noise_generator") is not None and self.is_fitting:
             self.noise_generator.set_state(checkpoint["noise_generator"].cpu())
-        self._target_updates = checkpoint["target_updates"]
+        # Counted in the intervals of the run that wrote it.
+        interval = checkpoint["hyper_parameters"].get("target_update_interval", self.target_update_interval)
+        self._target_seen_at = checkpoint["target_updates"] * interval

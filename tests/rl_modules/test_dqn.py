@@ -129,6 +129,40 @@ def test_polyak_moves_as_often_as_intervals_have_passed():
     assert model.target_network.values.tolist() == [[7.0, 7.0]]
 
 
+@pytest.mark.parametrize("interval", [10, 120])
+def test_a_resumed_run_moves_the_target_at_its_own_interval(tmp_path, interval):
+    moved_at = []
+
+    class Watch(DQN):
+        def update_target(self):
+            before = copy.deepcopy(self.target_network.head.weight)
+            super().update_target()
+            if not torch.equal(before, self.target_network.head.weight):
+                moved_at.append(self.source.num_timesteps)
+
+    fit(Watch(target_update_interval=40), replay(total_timesteps=240)).save_checkpoint(tmp_path / "old.ckpt")
+    assert moved_at == [40, 80, 120, 160, 200, 240]
+    moved_at.clear()
+    fit(Watch(target_update_interval=interval), replay(total_timesteps=480), ckpt_path=tmp_path / "old.ckpt")
+    # The first multiple that a round of four transitions reaches.
+    assert moved_at == [-(-t // 4) * 4 for t in range(240 + interval, 481, interval)]
+
+
+def test_the_interval_of_the_target_may_be_set_between_two_updates():
+    model = tabular([[8.0, 8.0]], [[0.0, 0.0]], timesteps=200, tau=0.5, target_update_interval=10)
+    model.update_target()
+    model.target_network.values.zero_()
+    model.target_update_interval = 100
+    for timesteps, value in ((299, 0.0), (300, 4.0)):
+        model.trainer.datamodule.num_timesteps = timesteps
+        model.update_target()
+        assert model.target_network.values.tolist() == [[value, value]]
+    model.target_update_interval, model.trainer.datamodule.num_timesteps = 1, 301
+    model.update_target()
+    # Half of the way, once.
+    assert model.target_network.values.tolist() == [[6.0, 6.0]]
+
+
 def test_target_network_is_not_optimized():
     model = DQN()
     trainer = fit(model, replay(total_timesteps=40))
