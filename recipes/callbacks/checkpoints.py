@@ -102,7 +102,7 @@ class Checkpoints(ModelCheckpoint):
     # ---------------------------------------------------------------- a run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._trainer not in (None, trainer):
+        if stage == "fit" and self._trainer is not None:
             self._forget_run()
         if stage == "fit" and self._chosen:
             require_metric(str(self.monitor), pl_module)
@@ -121,7 +121,9 @@ class Checkpoints(ModelCheckpoint):
                 trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
     def _forget_run(self) -> None:
-        """Starts with a folder and a best checkpoint of its own, where the callback served another Trainer before."""
+        """Starts with a folder and a best checkpoint of its own, where the callback served another run before. A run
+        that resumes has its best from the checkpoint, which is loaded later.
+        """
         self.dirpath = self.last_path = self.best_model_score = self.current_score = None
         self.best_model_path = self.kth_best_model_path = ""
         self.best_k_models = {}

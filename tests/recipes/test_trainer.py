@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from datamodules import RolloutDataModule
@@ -75,6 +76,19 @@ def test_everything_goes_below_default_root_dir(here):
     Trainer(accelerator="cpu", default_root_dir="elsewhere").fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
     assert [path.name for path in here.iterdir()] == ["elsewhere"]
     assert Path("elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt").is_file()
+
+
+def test_a_second_fit_of_one_trainer_has_checkpoints_of_its_own(here):
+    trainer = Trainer(accelerator="cpu", evaluate=False)
+    trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    first = {path: path.read_bytes() for path in here.rglob("*.ckpt")}
+    # Returns of Pendulum are negative: none is as good as the worst of CartPole.
+    trainer.fit(PPO(), RolloutDataModule("Pendulum-v1", **SMALL))
+    assert {path: path.read_bytes() for path in first} == first
+    folder = here / "logs/PPO-Pendulum-v1/version_0/checkpoints"
+    assert {path.name for path in folder.iterdir()} >= {"best.ckpt", "last.ckpt"}
+    assert trainer.checkpoint_callback.best_model_path == str(folder / "best.ckpt")
+    assert torch.load(folder / "last.ckpt", weights_only=True)["env_id"] == "Pendulum-v1"
 
 
 def test_a_trial_run_leaves_no_files(here, capsys):
