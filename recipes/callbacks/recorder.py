@@ -99,11 +99,18 @@ class EpisodeRecorder(Callback):
         if stage == "fit":
             self._next = self.every  # a second fit counts from 0; a checkpoint to resume from is loaded after this hook
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # A resumed run may record more often than the one that wrote its checkpoint.
+        self._next = min(self._next, self._multiple_after(trainer.datamodule.num_timesteps))  # type: ignore[attr-defined]
+
+    def _multiple_after(self, timesteps: int) -> int:
+        return (timesteps // self.every + 1) * self.every
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if data.num_timesteps < self._next or not trainer.is_global_zero:
             return
-        self._next = (data.num_timesteps // self.every + 1) * self.every
+        self._next = self._multiple_after(data.num_timesteps)
         folder = log_folder(trainer) / "videos"
         policy: Any = pl_module
         record_episodes(policy, data, folder, prefix=f"step-{data.num_timesteps}")

@@ -107,6 +107,8 @@ def test_a_second_fit_is_recorded_as_the_first_and_a_resumed_one_goes_on(tmp_pat
     assert train(128) == [64, 128]
     assert train(128) == [64, 128]
     assert train(256, tmp_path / "end.ckpt") == [192, 256]
+    recorder.every = 32
+    assert train(352, tmp_path / "end.ckpt") == [288, 320, 352]
 
 
 def test_missing_moviepy_names_the_extra(monkeypatch, tmp_path):
