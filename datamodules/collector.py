@@ -169,7 +169,8 @@ class Collector:
         final = require_final(self.name, info)
         if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
             final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
-        return [(int(i), observation_arrays(self.space, final[i])) for i in np.flatnonzero(done)]
+        # A vector may write the next ones into the same memory.
+        return [(int(i), tree_map(np.array, observation_arrays(self.space, final[i]))) for i in np.flatnonzero(done)]
 
     def _rollout(
         self,

@@ -302,6 +302,34 @@ def test_a_batch_of_final_observations_is_taken_apart(space: str) -> None:
         assert (after * sign).max() == 5
 
 
+class CountsInPlace(Counts):
+    """Writes every batch of final observations into the same memory."""
+
+    def step(self, actions: Any) -> Any:
+        *returned, info = super().step(actions)
+        if "final_obs" in info:
+            self.final[:] = info["final_obs"]
+            info = {"final_obs": self.final}
+        return *returned, info
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.final = np.zeros((2, 1), np.float32)
+        return super().reset(seed=seed, options=options)
+
+
+def test_final_observations_outlive_the_memory_they_came_in() -> None:
+    data = RolloutDataModule(CountsInPlace, n_steps=12, total_timesteps=24, eval_freq=0)
+    seen: list[Any] = []
+
+    class Watched(PPO):
+        def prepare(self, rollout: Any) -> Any:
+            seen.append(rollout)
+            return super().prepare(rollout)
+
+    fit(Watched(net_arch=[8]), data)
+    assert torch.equal(seen[0]["next_observation"], seen[0]["observation"] + 1)
+
+
 @pytest.mark.parametrize("key", [None, "final_observation"])
 @pytest.mark.parametrize(("module", "make_data"), [
     (PPO, partial(RolloutDataModule, n_steps=12)), (DQN, partial(ReplayDataModule, learning_starts=8))
