@@ -260,13 +260,18 @@ class DQN(ControlModule):
         """Returns the loss of Q(s, a), a scalar; ``weight`` [B] contains prioritised replay's importance weights."""
         return F.td_loss(q, target, self.loss, weight)
 
+    @property
+    def _target_updates(self) -> int:
+        """How often the target network was due until the last look."""
+        return self._target_seen_at // self.target_update_interval
+
     def update_target(self) -> None:
         """Updates the target network if ``target_update_interval`` transitions have passed since its last update. If
         several intervals have passed, k updates by τ equal one by 1 - (1 - τ)^k, because the network has not changed
         between them. Running statistics are copied.
         """
         timesteps, interval = self.source.num_timesteps, self.target_update_interval
-        moves = timesteps // interval - self._target_seen_at // interval
+        moves = timesteps // interval - self._target_updates
         self._target_seen_at = timesteps
         if moves > 0:
             share = 1.0 - (1.0 - self.tau) ** moves
@@ -295,7 +300,7 @@ class DQN(ControlModule):
         super().on_save_checkpoint(checkpoint)
         checkpoint["exploration_rate"] = self.exploration_rate
         checkpoint["noise_generator"] = self.noise_generator.get_state() if self.is_noisy else None
-        checkpoint["target_updates"] = self._target_seen_at // self.target_update_interval
+        checkpoint["target_updates"] = self._target_updates
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
