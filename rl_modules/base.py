@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
+from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints
 from rl_modules.common.checks import at_least
@@ -164,7 +164,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             self.source  # noqa: B018 - raises where the Trainer was given no datamodule
         if not self.is_built:
             self._build()
-            self._copy_for_averages()
+            if self.is_fitting:
+                copy_for_averages(self)
         if self.is_fitting:
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
                 self.load_initial_weights(self.hparams["init_from"])
@@ -217,13 +218,6 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             torch.default_generator.manual_seed(seed)
             with extractor_of(self.hparams.get("features_extractor")):
                 self.build_network()
-
-    def _copy_for_averages(self) -> None:
-        """Has Lightning's averages of weights copy the module again: their ``setup`` comes before the network."""
-        if self.is_fitting:
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, StochasticWeightAveraging):
-                    callback.setup(self.trainer, self, "fit")
 
     def _check_trainer(self) -> None:
         name, trainer = type(self).__name__, self._trainer

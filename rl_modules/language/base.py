@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.ranges import check_ranges, real_number
@@ -245,8 +246,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         sharded = self._trainer is not None and adopt(self.trainer.strategy)
         if self._trainer is not None:
             adopt_precision(self.trainer, hp.lora is not None)
-        weights = None
-        if self.model is None:
+        weights, is_new = None, self.model is None
+        if is_new:
             with float32_by_default(), storage_on_first_rank() if sharded else nullcontext():
                 self._build(sharded)
             weights = whole_tensors(self) if sharded else None
@@ -260,6 +261,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             self.shard(splitter(self.trainer.strategy))
             if weights is not None:
                 scatter(self, weights, self.trainer.strategy.root_device)
+        if self._fitting and is_new:
+            copy_for_averages(self)
 
     def _build(self, sharded: bool) -> None:
         hp: Any = self.hparams

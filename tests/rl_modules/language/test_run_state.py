@@ -9,9 +9,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
@@ -162,6 +163,21 @@ def test_the_batch_size_that_lightning_finds_is_trained_with(pair: Any, tmp_path
     )  # fmt: skip
     trainer.fit(Mine(model_config=TINY), datamodule=make())
     assert seen == [2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_stochastic_weight_averaging_averages(lora: Any) -> None:
+    weights: list[Tensor] = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            weights.append(parameters_to_vector(module.model.parameters()).detach())
+
+    module = SFT(model_config=TINY, lora=lora, learning_rate=1e-2, lr_scheduler_type="constant")
+    data = InstructionDataModule("addition", batch_size=4, n_train=8, eval_steps=0)
+    fit(module, data, max_epochs=4, callbacks=[Watch(), StochasticWeightAveraging(1e-2, swa_epoch_start=2)])
+    assert not torch.equal(weights[1], weights[3])
+    torch.testing.assert_close(parameters_to_vector(module.model.parameters()), torch.stack(weights[1:]).mean(0))
 
 
 def test_a_learning_rate_beside_an_optimizer_is_said_to_have_no_effect(recwarn: pytest.WarningsRecorder) -> None:
