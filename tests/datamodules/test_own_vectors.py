@@ -283,9 +283,8 @@ class Counts(VectorEnv):
         return self._observation(), np.ones(2), np.zeros(2, bool), done, info
 
 
-@pytest.mark.parametrize("space", ["box", "dict", "tuple"])
-def test_a_batch_of_final_observations_is_taken_apart(space: str) -> None:
-    data = RolloutDataModule(partial(Counts, space), n_steps=12, total_timesteps=24, eval_freq=0)
+def first_rollout(make_vector: Any) -> Any:
+    """What PPO learns from first, 12 steps of a user's vector."""
     seen: list[Any] = []
 
     class Watched(PPO):
@@ -293,10 +292,16 @@ def test_a_batch_of_final_observations_is_taken_apart(space: str) -> None:
             seen.append(rollout)
             return super().prepare(rollout)
 
-    fit(Watched(net_arch=[8]), data)
+    fit(Watched(net_arch=[8]), RolloutDataModule(make_vector, n_steps=12, total_timesteps=24, eval_freq=0))
+    return seen[0]
+
+
+@pytest.mark.parametrize("space", ["box", "dict", "tuple"])
+def test_a_batch_of_final_observations_is_taken_apart(space: str) -> None:
+    rollout = first_rollout(partial(Counts, space))
     parts = {"box": lambda o: [(1, o)], "dict": lambda o: [(1, o["a"]), (-1, o["b"]["c"])],
              "tuple": lambda o: [(1, o["0"]), (-1, o["1"])]}[space]  # fmt: skip
-    pairs = zip(parts(seen[0]["observation"]), parts(seen[0]["next_observation"]), strict=True)
+    pairs = zip(parts(rollout["observation"]), parts(rollout["next_observation"]), strict=True)
     for (sign, before), (_, after) in pairs:
         assert torch.equal(after * sign, before * sign + 1)
         assert (after * sign).max() == 5
@@ -318,16 +323,8 @@ class CountsInPlace(Counts):
 
 
 def test_final_observations_outlive_the_memory_they_came_in() -> None:
-    data = RolloutDataModule(CountsInPlace, n_steps=12, total_timesteps=24, eval_freq=0)
-    seen: list[Any] = []
-
-    class Watched(PPO):
-        def prepare(self, rollout: Any) -> Any:
-            seen.append(rollout)
-            return super().prepare(rollout)
-
-    fit(Watched(net_arch=[8]), data)
-    assert torch.equal(seen[0]["next_observation"], seen[0]["observation"] + 1)
+    rollout = first_rollout(CountsInPlace)
+    assert torch.equal(rollout["next_observation"], rollout["observation"] + 1)
 
 
 @pytest.mark.parametrize("key", [None, "final_observation"])
