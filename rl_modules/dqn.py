@@ -301,12 +301,13 @@ class DQN(ControlModule):
         checkpoint["exploration_rate"] = self.exploration_rate
         checkpoint["noise_generator"] = self.noise_generator.get_state() if self.is_noisy else None
         checkpoint["target_updates"] = self._target_updates
+        checkpoint["target_seen_at"] = self._target_seen_at
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.exploration_rate = checkpoint["exploration_rate"]
         if checkpoint.get("noise_generator") is not None and self.is_fitting:
             self.noise_generator.set_state(checkpoint["noise_generator"].cpu())
-        # Counted in the intervals of the run that wrote it.
+        # Earlier versions counted in the intervals of the run that wrote it, which a callback may have set.
         interval = checkpoint["hyper_parameters"].get("target_update_interval", self.target_update_interval)
-        self._target_seen_at = checkpoint["target_updates"] * interval
+        self._target_seen_at = checkpoint.get("target_seen_at", checkpoint["target_updates"] * interval)

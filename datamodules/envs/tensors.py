@@ -20,7 +20,8 @@ def returns_tensors(envs: VectorEnv, seed: int) -> bool:
 
 
 def observation_tensors(space: spaces.Space, observation: Any) -> Any:
-    """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors: their dtypes in rollouts, no copy to a host.
+    """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors: their dtypes in rollouts, no copy to a host,
+    and so no check that choices are in their space.
 
     Args:
         space: the space of a single observation.

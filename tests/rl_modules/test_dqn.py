@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -146,6 +147,15 @@ def test_a_resumed_run_moves_the_target_at_its_own_interval(tmp_path, interval):
     fit(Watch(target_update_interval=interval), replay(total_timesteps=480), ckpt_path=tmp_path / "old.ckpt")
     # The first multiple that a round of four transitions reaches.
     assert moved_at == [-(-t // 4) * 4 for t in range(240 + interval, 481, interval)]
+
+
+def test_an_interval_that_a_callback_sets_resumes_exactly(tmp_path):
+    class Sets(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            module.target_update_interval = 100
+
+    make_model, make_data = partial(DQN, target_update_interval=40), partial(replay, rollouts_per_epoch=15)
+    assert_resumes_exactly(make_model, make_data, tmp_path, callbacks=[Sets()])
 
 
 def test_the_interval_of_the_target_may_be_set_between_two_updates():
