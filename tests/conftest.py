@@ -35,12 +35,17 @@ warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
 registry.entry_points = functools.cache(registry.entry_points)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """Half an hour for what trains to a threshold, where pytest-timeout is installed."""
-    if config.pluginmanager.hasplugin("timeout"):
-        for item in items:
-            if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+    """What is `long` is `slow` too; a case that was slow already is not `long`, and has half an hour."""
+    timeouts = config.pluginmanager.hasplugin("timeout")
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
+            if timeouts and not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(1800))
+        elif item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

@@ -103,6 +103,7 @@ def test_every_named_config_and_program_is_there(page):
         assert importlib.util.find_spec(module) is not None, module
 
 
+@pytest.mark.long
 def test_the_readme_s_commands_work_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text("utf-8")

@@ -169,6 +169,7 @@ def test_what_pip_installs_is_there(words):
             assert (ROOT / value).is_file(), value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", EXECUTED)
 def test_the_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -70,6 +70,7 @@ def test_names_are_defined_once():
     assert {name for name, count in DEFINED.items() if count > 1} == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", RUNS)
 def test_every_curve_is_defined(algorithm, make_trainer):
     make_model, datamodule, settings = RUNS[algorithm]

@@ -105,6 +105,7 @@ def test_batches_count_as_the_page_says() -> None:
         assert ours.steps_per_generation * 4 == theirs.steps_per_generation
 
 
+@pytest.mark.long
 def test_passes_over_prompts_take_as_many_epochs_as_the_page_says() -> None:
     passes, prompts, g, batch_size, steps = 3, 16, 4, 8, 2
     asked: collections.Counter[str] = collections.Counter()

@@ -34,6 +34,7 @@ class Greedy:
             return int(self.policy(torch.from_numpy(observation)).argmax()), None
 
 
+@pytest.mark.long
 def test_the_loop_learns_cartpole():
     env = gym.make("CartPole-v1")
     untrained, trained = (mean_return(Greedy(bare_ppo(total, seed=0)), env, n_episodes=10) for total in (256, 10_240))

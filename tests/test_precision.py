@@ -58,6 +58,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
@@ -105,6 +106,7 @@ IN_FLOAT64 = {"a2c of a Box": (A2C, lambda: rollouts("Pendulum-v1", n_envs=2, n_
               "dqn": CASES["dqn"], "td3": CASES["td3"], "crossq": CASES["crossq"]}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", IN_FLOAT64)
 def test_float64_is_kept_by_resuming_and_loading(case: str, tmp_path: Path) -> None:
     make_model, make_data = IN_FLOAT64[case]

@@ -284,6 +284,7 @@ def test_statistics_between_two_merges_are_restored() -> None:
             part.update(np.ones((3, 2)))
 
 
+@pytest.mark.long
 def test_a_run_of_two_ranks_that_collects_ahead_resumes_with_its_statistics(tmp_path: Path) -> None:
     def train(steps: int, ckpt_path: Path | None = None) -> list[Tensor]:
         data = RolloutDataModule("Pendulum-v1", n_envs=2, n_steps=16, batch_size=None, n_epochs=1, norm_obs=True,
@@ -401,6 +402,7 @@ class SignalOneRank(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # By their pace ranks ask each other four times a second: this run may be over by then.
     monkeypatch.setattr("recipes.callbacks.rank_agreement.AGREEMENT_INTERVAL_S", 0.01)
@@ -436,6 +438,7 @@ class Clock(L.Callback):
         self.now_s += 0.1
 
 
+@pytest.mark.long
 def test_ranks_agree_between_optimizer_steps_whatever_their_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +458,7 @@ def test_ranks_agree_between_optimizer_steps_whatever_their_pace(
     assert 6 <= step < 10
 
 
+@pytest.mark.long
 def test_a_rank_that_can_not_rename_a_checkpoint_tries_again_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +488,7 @@ def test_a_rank_that_can_not_rename_a_checkpoint_tries_again_with_the_others(
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 20
 
 
+@pytest.mark.long
 def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) -> None:
     def both() -> list[int]:
         return [run(tmp_path / "whole"), run(tmp_path / "half", max_epochs=2),
@@ -498,6 +503,7 @@ def test_two_ranks_resume_exactly_and_another_number_is_refused(tmp_path: Path) 
         run(tmp_path, tmp_path / "half/end.ckpt", world_size=1)
 
 
+@pytest.mark.long
 def test_two_ranks_of_trpo_resume_exactly_where_their_rollouts_differ_in_size(tmp_path: Path) -> None:
     """Reset rows are no transitions: the critic's minibatches are drawn from another number of them on each rank."""
 
@@ -581,6 +587,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_ends_a_run_of_two_ranks_with_one_summary(name: str, tmp_path: Path) -> None:
     def train() -> None:

@@ -54,6 +54,7 @@ def test_a_wrong_path_is_found(monkeypatch):
     assert CHECKS["packing"]("Bloom") > 100 * TOLERANCE
 
 
+@pytest.mark.long
 def test_the_table_has_a_row_per_architecture():
     row = architectures.row_of("Qwen2")
     assert row.startswith("| Qwen2 | right (") and row.endswith("| shared prompts | yes | yes | yes | yes | packed |")

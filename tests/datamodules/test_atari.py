@@ -112,6 +112,7 @@ def test_what_has_no_lives_is_one_sentence():
         make_vector_env("CartPole-v1", 1, wrappers=[LIFE]).reset(seed=[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(["dqn/breakout.yaml", "dqn/pong.yaml"], "dqn/breakout.yaml"))
 def test_the_recipe_of_a_game(name, tmp_path):
     """The config's own environments: stacks of grey pictures, lives in training, whole games in evaluation."""
@@ -145,6 +146,7 @@ PICTURES = {"eval_env_kwargs": {"frameskip": 1, "repeat_action_probability": 0.0
                                                      "init_args": {"stack_size": 4}}]}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", quick(ENGINES, "envpool"))
 def test_an_engine_makes_the_pictures_that_evaluation_sees(mode):
     pytest.importorskip("ale_py", reason="needs the atari extra")
@@ -163,6 +165,7 @@ def test_an_engine_makes_the_pictures_that_evaluation_sees(mode):
     assert trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"] <= 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ENGINES)
 def test_an_engine_whose_pictures_differ_is_refused(mode):
     pytest.importorskip("ale_py", reason="needs the atari extra")
@@ -175,6 +178,7 @@ def test_an_engine_whose_pictures_differ_is_refused(mode):
         data.setup("fit")
 
 
+@pytest.mark.long
 def test_replay_of_an_engine_s_frames(tmp_path):
     """Each frame once, with the reset rows of an engine between episodes."""
     pytest.importorskip("ale_py", reason="needs the atari extra")

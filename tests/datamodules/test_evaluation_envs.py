@@ -23,6 +23,7 @@ def lengths(trainer, model, data):
     return trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"]
 
 
+@pytest.mark.long
 def test_evaluation_has_its_own_arguments_and_wrappers():
     limits = {"env_kwargs": {"max_episode_steps": 7}}
     longer = {"eval_env_kwargs": {"max_episode_steps": 9}}
@@ -42,6 +43,7 @@ def test_env_kwargs_stay_where_eval_env_kwargs_say_nothing():
     assert data.env_kwargs == {"max_episode_steps": 4, "g": 1.0}
 
 
+@pytest.mark.long
 def test_the_environments_are_made_once(monkeypatch):
     made = []
     original = vector.make_env
@@ -60,6 +62,7 @@ def test_the_environments_are_made_once(monkeypatch):
     assert counts[64] == counts[256] == 2 + 2  # of training, and of one evaluation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [True, False])
 def test_kept_environments_play_the_same_episodes(kept, monkeypatch):
     """As environments that are made for each evaluation: the curve is the same."""
@@ -162,6 +165,7 @@ def test_the_success_rate_is_logged():
     assert "test/success_rate" in trainer.test(trainer.model, datamodule=data, verbose=False)[0]
 
 
+@pytest.mark.long
 def test_ranks_of_which_one_knows_of_success_do_not_wait_for_each_other(tmp_path):
     def evaluate():
         says = "all" if os.environ["RANK"] == "0" else "none"
@@ -187,6 +191,7 @@ def test_a_subclass_may_set_the_environments_arguments():
     data.teardown("test")
 
 
+@pytest.mark.long
 def test_what_is_assigned_between_two_fits_holds_for_evaluation_too():
     """Every episode of Pendulum lasts as long as its TimeLimit says."""
     data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 5}, eval_freq=64, **SMALL)

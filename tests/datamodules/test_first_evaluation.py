@@ -79,6 +79,7 @@ def fit_nothing(model: Any, data: Any) -> Any:
     return trainer.callback_metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_with_and_without(name: str, tmp_path: Path) -> None:
     make_model, make_data, metric, _, trainer = CASES[name]
@@ -98,6 +99,7 @@ def differences_of_training(left: Path, right: Path) -> list[str]:
     return [line for line in differences(left, right) if "eval_on_start" not in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["PPO", "SFT"])
 def test_a_resumed_run_does_not_repeat_it(name: str, tmp_path: Path) -> None:
     make_model, make_data, metric, _, trainer = CASES[name]

@@ -85,6 +85,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(per_env=st.integers(40, 80), **ARGUMENTS)
 def test_draws_are_those_of_the_plain_buffer(seed, n_envs, n_steps, ends, padding, has_reset_rows, per_env):
@@ -108,6 +109,7 @@ def test_draws_are_those_of_the_plain_buffer(seed, n_envs, n_steps, ends, paddin
         assert len(ours) == n_envs * (frames.rows - K)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(newest=st.integers(12, 60), **ARGUMENTS)
 def test_a_bounded_checkpoint_holds_no_cut_stack(seed, n_envs, n_steps, ends, padding, has_reset_rows, newest):
@@ -184,6 +186,7 @@ def data(**arguments):
                             "share_frames": True, **arguments})  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_dqn_learns_from_them_and_resumes_exactly(prioritized, tmp_path):
     assert_resumes_exactly(lambda: DQN(net_arch=[8]), lambda: data(prioritized_replay=prioritized, n_steps=2), tmp_path,

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_forbidden_actions_are_taken_in_training_and_by_a_loaded_module(name: str, tmp_path: Path) -> None:
     make, arguments = CASES[name]
@@ -123,6 +124,7 @@ def test_final_observations_come_without_their_mask(mode: AutoresetMode) -> None
     assert rollout["truncated"].any()
 
 
+@pytest.mark.long
 def test_masks_may_be_switched_off_between_two_fits() -> None:
     data = RolloutDataModule(Forbids, **SIZES)
     Forbids.forbidden = 0

@@ -64,6 +64,7 @@ def test_replayed_transitions_are_real(mode: str, at: int, tmp_path: Path) -> No
     assert set(resumed.collector.episodes.returns) == {float(sum(range(1, LENGTH + 1)))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", [PPO, RecurrentPPO])
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 def test_returns_of_rollouts_are_whole(algorithm: Any, mode: str, tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_returns_of_rollouts_are_whole(algorithm: Any, mode: str, tmp_path: Path
     assert set(resumed.collector.episodes.returns) == {float(sum(range(1, LENGTH + 1)))}
 
 
+@pytest.mark.long
 def test_an_interrupt_between_rollouts_repeats_the_episodes(tmp_path: Path, recwarn: Any) -> None:
     """Nothing was lost there: the run resumes as from any checkpoint."""
 
@@ -107,6 +109,7 @@ def test_an_interrupt_between_rollouts_repeats_the_episodes(tmp_path: Path, recw
     assert not [w for w in recwarn if "start a new episode" in str(w.message)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "how"), [("sync", "raises"), ("async", "raises"), ("async", "dies")])
 def test_environments_that_failed_begin_anew(mode: str, how: str, tmp_path: Path) -> None:
     """The step that failed is not repeated, though its action was recorded."""

@@ -114,6 +114,7 @@ class Scalars(gym.Env):
         return self._observation(), float(action), False, self.t == 7, {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["alone", "dict", "tuple"])
 def test_statistics_of_a_number_without_dimensions_are_saved_and_resumed(kind, tmp_path):
     def data():
@@ -142,6 +143,7 @@ class _One(gym.Env):
         return np.zeros(1, np.float32), 1.0, self.t >= 5, False, {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gamma", "spread"), [(0.0, 0.0), (0.5, 0.34), (1.0, 1.41)])
 def test_rewards_are_scaled_by_the_spread_of_their_sum_with_the_algorithms_discount(gamma, spread):
     """Sums within an episode of five ones: 1 to 1 where γ = 0, and 1 to 5 where γ = 1."""

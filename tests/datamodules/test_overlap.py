@@ -106,6 +106,7 @@ class Noted(PQN):
         return super().act(observation, generator, deterministic)
 
 
+@pytest.mark.long
 def test_a_rate_that_falls_reaches_the_rollouts_that_are_collected_ahead() -> None:
     seen: dict[bool, list[float]] = {}
     for overlap in (False, True):
@@ -118,6 +119,7 @@ def test_a_rate_that_falls_reaches_the_rollouts_that_are_collected_ahead() -> No
     assert seen[True][-1] < 0.5
 
 
+@pytest.mark.long
 def test_a_falling_rate_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: PQN(net_arch=[8]), rollouts, tmp_path, epochs=3)
 
@@ -129,12 +131,14 @@ def test_the_last_rollout_is_not_followed_by_another() -> None:
     assert data.num_timesteps == 320
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [{}, {"norm_obs": True, "norm_reward": True}, {"vectorization_mode": "async"},
                                        {"autoreset_mode": "next_step"}], ids=str)  # fmt: skip
 def test_resumes_exactly_after_each_rollout(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert_resumes_exactly(PPO, lambda: rollouts(**arguments), tmp_path)
 
 
+@pytest.mark.long
 def test_resumes_exactly_within_a_rollout(tmp_path: Path) -> None:
     def run(steps: int, resume: Path | None = None) -> Path:
         path = tmp_path / f"{steps}{'r' if resume else ''}.ckpt"
@@ -147,11 +151,13 @@ def test_resumes_exactly_within_a_rollout(tmp_path: Path) -> None:
         assert [x for x in differences(whole, run(30, run(stop))) if not x.startswith("/epoch")] == []
 
 
+@pytest.mark.long
 def test_state_dependent_noise_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: PPO(use_sde=True, sde_sample_freq=4), lambda: rollouts("Pendulum-v1"), tmp_path,
                            epochs=3)  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_policy_with_memory_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: RecurrentPPO(lstm_hidden_size=8), rollouts, tmp_path, epochs=3)
 
@@ -167,6 +173,7 @@ def test_without_overlap_a_resumed_run_first_learns_from_the_rollout_that_was_co
     assert model.counted == [192, 256, 320]
 
 
+@pytest.mark.long
 def test_other_settings_after_a_rollout_that_was_collected_ahead(tmp_path: Path) -> None:
     fit(PPO(), rollouts(), max_epochs=2).save_checkpoint(tmp_path / "part.ckpt")
     sentence = r"n_steps=8 \(it has 16\): the checkpoint holds experience of the next epoch"
@@ -212,6 +219,7 @@ def test_double_precision_refuses_it() -> None:
         fit(PPO(), rollouts(), precision="64-true")
 
 
+@pytest.mark.long
 def test_bf16_mixed_collects_as_it_does_without_a_thread() -> None:
     one, other = Watched(), Watched()
     fit(one, rollouts(), precision="bf16-mixed")

@@ -214,6 +214,7 @@ class Permits(Tells):
         return [True, False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
 @pytest.mark.parametrize(("make_one", "where"), [(Tells, "in its infos"), (Permits, "by the method action_masks")])
 def test_masks_that_are_not_read_are_named(kind: Any, make_one: Any, where: str) -> None:

@@ -101,6 +101,7 @@ def test_seeds_are_private() -> None:
     assert len(np.unique(first(1)[:, 0])) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [PPO, lambda: RecurrentPPO(lstm_hidden_size=8)], ids=["PPO", "RecurrentPPO"])
 def test_training_and_evaluation(model: Any) -> None:
     data = RolloutDataModule("CartPole-v1", n_envs=4, n_steps=32, batch_size=32, n_epochs=2, total_timesteps=512,

@@ -110,6 +110,7 @@ def all_in(buffer: ReplayBuffer, n_steps: int) -> list[tuple]:
     return sorted(found)
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -453,6 +454,7 @@ def test_gradient_steps_minus_one_means_as_many_as_transitions():
     assert len(module.batches) == 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [8, 16])
 def test_minibatches_that_are_drawn_already_are_those_of_unchanged_settings(batch_size, tmp_path):
     make = lambda size: replay(train_freq=[1, "episode"], n_envs=1, gradient_steps=-1, total_timesteps=3000,  # noqa: E731

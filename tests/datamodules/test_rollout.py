@@ -65,6 +65,7 @@ def test_a_rollout_of_resets_alone_is_followed_by_one_with_transitions(make_trai
     assert list(data.collector.episodes.lengths) == [5] * 8
 
 
+@pytest.mark.long
 def test_other_algorithms_get_no_rollout_of_resets_alone(make_trainer):
     for model in (A2C(normalize_advantage=True), REINFORCE(psi="baseline", normalize_advantage=True),
                   TRPO(batch_size=4), PQN(), RecurrentA2C(lstm_hidden_size=8)):  # fmt: skip
@@ -75,6 +76,7 @@ def test_other_algorithms_get_no_rollout_of_resets_alone(make_trainer):
         assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.long
 def test_sequences_of_one_step_that_are_resets_reach_no_minibatch(make_trainer):
     class Sequences(RecurrentPPO):
         def minibatch_loss(self, policy, value, batch):

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_evaluates_as_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     make_model, arguments = CASES[case]
@@ -66,6 +67,7 @@ def test_a_resumed_run_evaluates_as_the_uninterrupted_one(case: str, tmp_path: P
     assert {**part.of("eval/mean_reward"), **rest.of("eval/mean_reward")} == curve
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_it_depends_on_the_seed_and_the_purpose_and_not_on_what_was_drawn_before(case: str) -> None:
     make_model, arguments = CASES[case]
@@ -83,6 +85,7 @@ def test_it_depends_on_the_seed_and_the_purpose_and_not_on_what_was_drawn_before
     assert tested[0]["test/mean_reward"] != first
 
 
+@pytest.mark.long
 def test_predict_outside_of_an_evaluation_keeps_its_own_generator() -> None:
     """A pause for an evaluation between two predictions changes nothing in them."""
     drawn = []

@@ -7,6 +7,7 @@ from recipes.bradley_terry import PLAYERS, WINS, fit_strengths, main, maximum_li
 from rl_modules.common.errors import UsageError
 
 
+@pytest.mark.long
 def test_gradient_descent_ends_at_the_maximum_likelihood_of_three_players():
     exact = maximum_likelihood_strengths(PLAYERS, WINS)
     # The likelihood's own equations: each player is expected to win as often as it did.
@@ -22,6 +23,7 @@ def test_an_unbeaten_player_has_no_finite_strength():
         maximum_likelihood_strengths(["A", "B"], {("A", "B"): 3})
 
 
+@pytest.mark.long
 def test_the_program_prints_both_solutions(capsys):
     main()
     out = capsys.readouterr().out

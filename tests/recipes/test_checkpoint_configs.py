@@ -126,6 +126,7 @@ def test_every_checkpoint_has_a_tiny_stand_in():
     assert {"grpo/gsm8k.yaml", "grpo/gsm8k_dapo.yaml", "r1/zero.yaml", "sft/tldr.yaml"} <= set(NAMES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(NAMES, "grpo/gsm8k_dapo.yaml", "rlhf_ppo/tldr.yaml"))
 def test_config_runs_three_steps_and_resumes_exactly(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

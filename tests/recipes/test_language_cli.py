@@ -185,6 +185,7 @@ def test_export_gives_the_same_logits_through_transformers(rl, trained):
     assert code == 0, err
 
 
+@pytest.mark.long
 def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
     code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--trainer.max_steps", "3",
                       "--model.lr_scheduler_type", "constant")  # fmt: skip
@@ -202,6 +203,7 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
         assert torch.equal(resumed["state_dict"][name], value)
 
 
+@pytest.mark.long
 def test_a_run_whose_source_directory_is_gone_resumes_exactly(rl, trained):
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
     assert rl("export", "--ckpt_path", checkpoint, "--output", "start")[0] == 0

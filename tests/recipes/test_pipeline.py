@@ -141,6 +141,7 @@ ADDITION = {"model.model_config": TINY, "data.n_train": 32, "data.n_eval": 4, "d
             "data.eval_steps": 0, "trainer.max_steps": 4, "trainer.accelerator": "cpu", "threads": 1}  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_number_of_processes_is_that_of_the_trainer():
     words = rl_words("sft/addition.yaml", {name: str(value) for name, value in ADDITION.items()})
     assert world_size(words) == 1
@@ -167,6 +168,7 @@ class StopsAtStep(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_fit_that_was_stopped_goes_on_when_its_pipeline_is_called_again(tmp_path, monkeypatch):
     arguments = {**ADDITION, "trainer.callbacks": f"{__name__}.StopsAtStep"}
     with pytest.raises(SystemExit) as stopped:
@@ -178,6 +180,7 @@ def test_a_fit_that_was_stopped_goes_on_when_its_pipeline_is_called_again(tmp_pa
     assert torch.load(last, weights_only=True)["global_step"] == 4 and (model / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_a_command_in_a_process_of_its_own_ends_as_that_process_does():
     with pytest.raises(SystemExit) as ended:
         _in_a_process(["--version"])

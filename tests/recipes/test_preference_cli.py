@@ -26,6 +26,7 @@ def rl(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "rows", "names"), [
     ("DPO", PAIRS, ["prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"]),
     ("KTO", JUDGEMENTS, ["prompt", "completion", "label", "reward"]),

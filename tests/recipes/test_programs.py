@@ -53,6 +53,7 @@ def test_a_control_program_trains_evaluates_and_leaves_a_checkpoint(name: str, h
     assert list(last.parents[1].glob("events.*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(LANGUAGE, "grpo"))
 def test_a_language_program_runs_by_itself(name: str, here: Path) -> None:
     result = importlib.import_module(f"recipes.{name}").main(**LANGUAGE[name])
@@ -131,6 +132,7 @@ def test_without_words_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None
     assert ran == [1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["recipes", "recipes.cli", "recipes.ppo"])
 def test_modules_start_as_commands(module: str) -> None:
     command = [sys.executable, "-m", module, "list"]

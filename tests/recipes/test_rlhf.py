@@ -27,6 +27,7 @@ TINY = (
 )
 
 
+@pytest.mark.long
 def test_comparisons_are_of_samples_of_the_policy_and_decided_by_their_utilities(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy = SFT(model_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1})
@@ -120,6 +121,7 @@ def test_words_that_mean_nothing(words, message):
         rlhf.parse(words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--preferences", "dpo", "--dpo", "dpo/path.yaml"], "config 'dpo/path.yaml' is neither a file"),
     (["--preferences", "dpo", "--dpo.model.bta=1"], "stage dpo: unknown option 'model.bta'; did you mean beta"),

@@ -33,6 +33,7 @@ def without_numbers(text):
     return [re.sub(r"[-\d.,]+", "#", line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_three_lines_print_and_leave_what_the_command_does(here, capsys):
     Trainer(accelerator="cpu").fit(PPO(gamma=0.98, gae_lambda=0.8), RolloutDataModule("CartPole-v1", **SMALL))
     ours = capsys.readouterr()
@@ -60,6 +61,7 @@ def test_lightnings_own_bar_shows_the_mean_return(make_trainer):
     assert trainer.progress_bar_metrics["rollout/ep_rew_mean"] == pytest.approx(mean, rel=1e-3)
 
 
+@pytest.mark.long
 def test_three_lines_with_lightnings_trainer_warn_of_nothing(tmp_path):
     script = (
         "from datamodules import RolloutDataModule\nfrom rl_modules import PPO\nimport lightning as L\n"
@@ -72,12 +74,14 @@ def test_three_lines_with_lightnings_trainer_warn_of_nothing(tmp_path):
     assert not re.search("warn|deprecat", done.stderr, re.IGNORECASE), done.stderr
 
 
+@pytest.mark.long
 def test_everything_goes_below_default_root_dir(here):
     Trainer(accelerator="cpu", default_root_dir="elsewhere").fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
     assert [path.name for path in here.iterdir()] == ["elsewhere"]
     assert Path("elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt").is_file()
 
 
+@pytest.mark.long
 def test_a_second_fit_of_one_trainer_has_checkpoints_of_its_own(here):
     trainer = Trainer(accelerator="cpu", evaluate=False)
     trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
@@ -135,6 +139,7 @@ def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
     assert bool(list(here.glob("logs/*/version_0/checkpoints/last.ckpt"))) == (times == 1)
 
 
+@pytest.mark.long
 def test_nothing_is_said_about_weights_only(here, caplog):
     """Lightning's own line at level INFO, which plain ``lightning.Trainer`` shows for its ``save_checkpoint``."""
     loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]

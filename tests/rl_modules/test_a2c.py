@@ -122,6 +122,7 @@ def test_learning_rate_decays_to_zero_over_the_rollouts() -> None:
     assert rates == pytest.approx([0.75, 0.5, 0.25, 0.0])
 
 
+@pytest.mark.long
 def test_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: A2C(learning_rate="lin_7e-4", ent_coef=0.01),

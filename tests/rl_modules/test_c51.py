@@ -111,6 +111,7 @@ def test_the_target_takes_no_masked_action(double: bool) -> None:
     torch.testing.assert_close(target[0], torch.tensor(expected))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [{}, pytest.param(RAINBOW, marks=pytest.mark.slow)], ids=["plain", "rainbow"])
 def test_learns_the_better_action(arguments: dict[str, Any]) -> None:
     model = C51(n_atoms=21, v_min=-2.0, v_max=2.0, gamma=0.5, learning_rate=0.005, target_update_interval=20,
@@ -125,6 +126,7 @@ def test_learns_the_better_action(arguments: dict[str, Any]) -> None:
         assert q[0, best].item() == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.long
 def test_probabilities_are_those_of_the_return() -> None:
     """Rewards ±1 with equal chances."""
     model = C51(n_atoms=5, v_min=-1.0, v_max=1.0, gamma=0.0, learning_rate=0.01, target_update_interval=20,

@@ -109,6 +109,7 @@ def test_an_early_stop_may_be_asked_for_after_construction() -> None:
     assert 1 <= updates(target_kl=1e-6) < 32
 
 
+@pytest.mark.long
 def test_settings_of_a_datamodule_change_between_fits() -> None:
     once = rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=64)
     fit(PPO(), once)

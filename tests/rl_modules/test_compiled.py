@@ -11,6 +11,7 @@ from tests.training import fit
 pytest.importorskip("torch._dynamo")
 
 
+@pytest.mark.long
 def test_recording_metrics_compiles_no_graph_per_update() -> None:
     """40 updates: as many graphs would pass Dynamo's limit of 8, after which nothing is compiled any more."""
     sums = []
@@ -25,6 +26,7 @@ def test_recording_metrics_compiles_no_graph_per_update() -> None:
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
+@pytest.mark.long
 def test_the_recipes_trainer_takes_a_compiled_module(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()

@@ -176,6 +176,7 @@ def test_an_extractor_of_stable_baselines3_is_one():
     torch.testing.assert_close(extractor(image), extractor.extractor(image.float() / 255))
 
 
+@pytest.mark.long
 def test_yaml_names_a_network(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from tests.networks import PolicyAndValue as Net\n")

@@ -20,6 +20,7 @@ def run(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_a_module_is_whole_when_it_is_used():
     lines = run("""
         import rl_modules, lightning, sys

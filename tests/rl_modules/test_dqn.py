@@ -149,6 +149,7 @@ def test_a_resumed_run_moves_the_target_at_its_own_interval(tmp_path, interval):
     assert moved_at == [-(-t // 4) * 4 for t in range(240 + interval, 481, interval)]
 
 
+@pytest.mark.long
 def test_an_interval_that_a_callback_sets_resumes_exactly(tmp_path):
     class Sets(Callback):
         def on_train_epoch_start(self, trainer, module):
@@ -273,6 +274,7 @@ def test_learns_from_images_and_actions_that_do_not_start_at_zero(dueling):
 # ---------------------------------------------------------------- known answers
 
 
+@pytest.mark.long
 def test_a_time_limit_is_not_an_end():
     # Reward 1 for ever is worth 1 / (1 - 0.9) = 10; with the limit of 8 taken for an end at most 5.7.
     model = DQN(gamma=0.9, learning_rate="lin_0.02", net_arch=[32], target_update_interval=32, loss="mse")
@@ -297,6 +299,7 @@ IDENTITY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", IDENTITY)
 def test_identity_is_learned_in_two_thousand_transitions(variant):
     model_arguments, data_arguments = IDENTITY[variant]
@@ -306,6 +309,7 @@ def test_identity_is_learned_in_two_thousand_transitions(variant):
     assert mean_return(model, envs.make_identity_discrete(), 2) >= 90
 
 
+@pytest.mark.long
 @pytest.mark.bench
 def test_identity_environment_of_stable_baselines3():
     identity = pytest.importorskip("stable_baselines3.common.envs.identity_env")

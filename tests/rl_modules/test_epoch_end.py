@@ -61,6 +61,7 @@ def points(curves: Curves) -> set[tuple[str, int, float]]:
     return {point for point in curves.points if not point[0].startswith("time/")}
 
 
+@pytest.mark.long
 def test_a_checkpoint_from_within_an_epoch_ends_nothing(tmp_path: Path) -> None:
     ended = []
 

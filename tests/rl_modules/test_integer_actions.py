@@ -81,6 +81,7 @@ class Picky(gym.Env):
         return np.zeros(2, np.float32), 0.0, False, self.t == 9, {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "space"),
     [

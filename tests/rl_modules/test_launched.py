@@ -37,6 +37,7 @@ def sac() -> tuple[SAC, Any]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [ppo, dqn, sac])
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_the_starting_process_has_what_the_ranks_learned(make: Any, strategy: str, tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_the_starting_process_has_what_the_ranks_learned(make: Any, strategy: st
         np.testing.assert_array_equal(model.observation_statistics[0], saved.observation_statistics[0])
 
 
+@pytest.mark.long
 def test_a_second_fit_starts_from_the_returned_weights(tmp_path: Path) -> None:
     model, data = ppo()
     fit(model, data, devices=2, strategy="ddp_fork", callbacks=[Save(tmp_path / "first.ckpt")])

@@ -81,6 +81,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(GRPO, "training_step", stops)
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_csv_files_of_the_uninterrupted_one(tmp_path, monkeypatch):
     def read(folder: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
         with (folder / "metrics.csv").open(newline="") as file:
@@ -114,6 +115,7 @@ def test_a_resumed_run_has_the_csv_files_of_the_uninterrupted_one(tmp_path, monk
     assert resumed[0] == whole[0]
 
 
+@pytest.mark.long
 def test_weights_and_biases_gets_tables_and_continues_the_run_of_the_checkpoint(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -134,6 +136,7 @@ def test_weights_and_biases_gets_tables_and_continues_the_run_of_the_checkpoint(
     wandb.finish()
 
 
+@pytest.mark.long
 def test_weights_and_biases_resumes_through_the_command_line(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -181,6 +181,7 @@ def test_sarsa_takes_the_action_that_it_bootstrapped_from_where_it_is_allowed() 
     assert taken.tolist() == [0, 2, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(TABLES, "MonteCarlo", "expected SARSA", "double QLearning"))
 def test_tables_learn_the_values_of_allowed_actions(name: str, tmp_path: Path) -> None:
     make, arguments = TABLES[name]

@@ -24,6 +24,7 @@ SPACES = {"observation_space": space_to_dict(CARTPOLE.observation_space),
 CASE = {case.name: case for case in CASES if not case.label}
 
 
+@pytest.mark.long
 def test_the_noise_is_factorised_and_has_the_papers_moments():
     layer, generator = NoisyLinear(nn.Linear(3, 4)), torch.Generator().manual_seed(0)
     weights, biases = [], []
@@ -93,6 +94,7 @@ def test_acting_is_noisy_and_evaluating_is_not(cls):
     assert all(torch.equal(action, greedy[0]) for action in greedy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["DQN", "QRDQN", "C51"])
 def test_a_run_learns_its_noise_and_resumes_exactly(name, tmp_path):
     case = CASE[name]

@@ -36,6 +36,7 @@ def cartpole() -> RolloutDataModule:
     return RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=32, eval_freq=10**6, n_eval_episodes=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [Constant(), Own(sigma=0.2)], ids=["own", "subclass"])
 def test_an_own_action_noise_is_asked_for_at_loading(noise: ActionNoise, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
@@ -79,6 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_fit_of_a_loaded_module_says_once_that_its_optimizer_is_another(trained: Path) -> None:
     model = PPO.load_from_checkpoint(trained)
     [message] = told(lambda: fit(model, cartpole()))
@@ -89,6 +91,7 @@ def test_a_fit_of_a_loaded_module_says_once_that_its_optimizer_is_another(traine
     assert told(lambda: fit(model, cartpole())) == []
 
 
+@pytest.mark.long
 def test_only_what_is_missing_is_named(trained: Path) -> None:
     model = PPO.load_from_checkpoint(trained, optimizer=SGD)
     [message] = told(lambda: fit(model, cartpole()))
@@ -98,6 +101,7 @@ def test_only_what_is_missing_is_named(trained: Path) -> None:
     assert told(lambda: fit(whole, cartpole())) == []
 
 
+@pytest.mark.long
 def test_a_module_loads_and_is_evaluated_without_its_optimizer(trained: Path) -> None:
     model = PPO.load_from_checkpoint(trained)
 
@@ -116,11 +120,13 @@ def test_resuming_with_the_same_optimizer_says_nothing(trained: Path) -> None:
     assert told(lambda: fit(model, cartpole(), trained)) == []
 
 
+@pytest.mark.long
 def test_a_default_optimizer_is_no_loss(tmp_path: Path) -> None:
     fit(PPO(net_arch=[8]), cartpole()).save_checkpoint(tmp_path / "last.ckpt")
     assert told(lambda: fit(PPO.load_from_checkpoint(tmp_path / "last.ckpt"), cartpole())) == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_loaded_by_the_class_and_not_into_a_module(tmp_path: Path) -> None:
     model = PPO(net_arch=[8])
     fit(model, cartpole()).save_checkpoint(tmp_path / "a.ckpt")

@@ -155,6 +155,7 @@ def small() -> RolloutDataModule:
     return RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, total_timesteps=96, eval_freq=0, rollouts_per_epoch=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saved", "resumed", "sentence"), [
     (torch.optim.SGD, None, "the checkpoint has the state of the optimizer SGD, this run has Adam; resume with the"),
     (None, torch.optim.SGD, "the checkpoint has the state of the optimizer Adam, this run has SGD; resume with the"),

@@ -47,26 +47,31 @@ def trained(request: pytest.FixtureRequest) -> Callable[[Callable[[], gym.Env]],
     return train
 
 
+@pytest.mark.long
 def test_value_of_a_constant_reward(trained: Any) -> None:
     assert value(trained(envs.make_constant_reward), 0.0) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.long
 def test_value_depends_on_the_observation(trained: Any) -> None:
     model = trained(envs.make_observation_value)
     assert value(model, 1.0) == pytest.approx(1.0, abs=0.1)
     assert value(model, -1.0) == pytest.approx(-1.0, abs=0.1)
 
 
+@pytest.mark.long
 def test_value_is_discounted_once_per_step(trained: Any) -> None:
     model = trained(envs.make_two_steps)
     assert value(model, 1.0) == pytest.approx(1.0, abs=0.05)
     assert value(model, 0.0) == pytest.approx(GAMMA, abs=0.05)
 
 
+@pytest.mark.long
 def test_policy_finds_the_better_action(trained: Any) -> None:
     assert probability_of_one(trained(envs.make_action_choice), 0.0) > 0.9
 
 
+@pytest.mark.long
 def test_policy_looks_at_the_observation(trained: Any) -> None:
     model = trained(envs.make_observation_times_action)
     assert probability_of_one(model, 1.0) > 0.9
@@ -125,6 +130,7 @@ def test_identity_environments_of_stable_baselines3(algorithm: str, space: str) 
     assert learns_identity(algorithm, make_env, space == "Box") >= 90
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", quick(["REINFORCE", "VPG", "A2C", "PPO", "TRPO"], "REINFORCE", "A2C"))
 def test_a_time_limit_is_not_an_end(algorithm: str) -> None:
     # Reward 1 for ever is worth 1 / (1 - 0.98) = 50; who takes the limit of 8 for an end finds at most 7.5.

@@ -46,6 +46,7 @@ def equal(a, b, path=""):
     return [] if a == b or (a != a and b != b) else [path]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop_at", quick(["epoch", "minibatch", "last minibatch"], "minibatch"))
 @pytest.mark.parametrize("normalized", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(make_trainer, tmp_path, stop_at, normalized):
@@ -146,6 +147,7 @@ def test_gradients_are_clipped_by_the_module_or_by_the_trainer(make_trainer):
     assert norms["none"] > 0.1
 
 
+@pytest.mark.long
 def test_three_lines_train_cartpole_and_the_checkpoint_predicts_alone(tmp_path):
     data = RolloutDataModule("CartPole-v1", n_envs=8, n_steps=32, batch_size=256, n_epochs=20, total_timesteps=12_000,
                              norm_obs=True, eval_freq=0)  # fmt: skip

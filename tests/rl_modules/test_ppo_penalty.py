@@ -146,6 +146,7 @@ def test_a_dear_kl_keeps_the_policy_near() -> None:
     assert moved(1000.0) < 0.1 * moved(1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make_env", [envs.make_identity_discrete, envs.make_identity_box])
 def test_resumes_bit_for_bit(make_env: Any, tmp_path: Path) -> None:
     assert_resumes_exactly(
@@ -153,6 +154,7 @@ def test_resumes_bit_for_bit(make_env: Any, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_resumes_from_every_minibatch_of_a_model_checkpoint(tmp_path: Path) -> None:
     """A callback writes before the module sets β at the end of a rollout's last minibatch."""
 
@@ -168,6 +170,7 @@ def test_resumes_from_every_minibatch_of_a_model_checkpoint(tmp_path: Path) -> N
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
+@pytest.mark.long
 def test_coefficient_is_in_the_checkpoint(tmp_path: Path) -> None:
     model = PPO(policy_objective="penalty", kl_coef=1.0, target_kl=10.0)
     fit(model, rollouts("CartPole-v1", **MINIBATCHES), max_epochs=3).save_checkpoint(tmp_path / "x.ckpt")

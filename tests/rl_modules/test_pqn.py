@@ -86,6 +86,7 @@ def test_values_of_the_policy_are_the_best_actions() -> None:
     assert torch.equal(model.act(observation, deterministic=True)["action"], q.argmax(1))
 
 
+@pytest.mark.long
 def test_learns_the_better_action() -> None:
     model = PQN(gamma=0.5, learning_rate=0.005, net_arch=[32], exploration_final_eps=0.2)
     data = RolloutDataModule(envs.make_observation_times_action, n_envs=4, n_steps=16, batch_size=32, n_epochs=4,
@@ -113,6 +114,7 @@ def test_a_masked_action_is_neither_taken_nor_valued() -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.long
 def test_resumes_exactly(tmp_path: Any) -> None:
     assert_resumes_exactly(
         lambda: PQN(net_arch=[16], learning_rate="lin_1e-3"),

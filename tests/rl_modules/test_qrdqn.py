@@ -116,6 +116,7 @@ def test_same_weights_give_sb3_contribs_quantiles() -> None:
     assert (mine["lr"], mine["eps"]) == (settings["lr"], settings["eps"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param({}, marks=pytest.mark.slow), {"double": True, "dueling": True}],
@@ -133,6 +134,7 @@ def test_learns_the_better_action(arguments: dict[str, Any]) -> None:
         assert q[0, best].item() == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.long
 def test_quantiles_are_those_of_the_return() -> None:
     """Rewards ±1 with equal chances: where the loss is smallest, θ_i = ±(1 - τ/(1 - τ)) by hand (κ = 1)."""
     model = QRDQN(n_quantiles=4, gamma=0.0, learning_rate=0.01, target_update_interval=20, net_arch=[16])
@@ -143,6 +145,7 @@ def test_quantiles_are_those_of_the_return() -> None:
     torch.testing.assert_close(quantiles, torch.tensor([1 / 7 - 1, 3 / 5 - 1, 1 - 3 / 5, 1 - 1 / 7]), atol=0.1, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_resumes_exactly(prioritized: bool, tmp_path: Any) -> None:
     assert_resumes_exactly(

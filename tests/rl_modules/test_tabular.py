@@ -228,6 +228,7 @@ def test_q_learning_ends_at_the_optimal_values(double):
     assert model.expected_return(agent.greedy_policy()) == 10.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "agent",
     [

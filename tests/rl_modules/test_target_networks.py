@@ -34,6 +34,7 @@ def data(algorithm: Any, **arguments: Any) -> ReplayDataModule:
     return ReplayDataModule(env, **{**sizes, "eval_freq": 15, "rollouts_per_epoch": 1, **arguments})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_targets_are_the_same_when_computed_twice(algorithm: Any) -> None:
     """Evaluations between, after which Lightning restores the modes, change nothing."""

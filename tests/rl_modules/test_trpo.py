@@ -223,6 +223,7 @@ def test_critic_sees_every_transition_once_per_pass() -> None:
     assert trainer.global_step == 9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "space",
     quick(["identity_discrete", "identity_multidiscrete", "identity_multibinary", "identity_box"], "identity_box"),

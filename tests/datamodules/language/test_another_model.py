@@ -72,6 +72,7 @@ def test_a_model_with_a_shorter_context_refuses_what_the_last_one_took() -> None
         fit(SFT(model_config={**TINY, "max_position_embeddings": 4}), data, max_steps=1)
 
 
+@pytest.mark.long
 def test_pairs_and_single_answers_of_one_datamodule() -> None:
     data = PreferenceDataModule("paths", **SIZES)
     for kind, column in ((DPO, "chosen"), (KTO, "label"), (RewardModel, "chosen")):

@@ -124,6 +124,7 @@ def test_expressions_with_one_value_and_the_same_operands_vote_together():
     assert task.extract("nonsense") is None
 
 
+@pytest.mark.long
 def test_settings_without_any_question_are_refused_instead_of_drawn_for_ever():
     for settings in ({"operators": "-", "max_operand": 1, "n_operands": 2}, {"operators": "+", "max_target": 2}):
         with pytest.raises(UsageError, match=r"hardly lead from [23] operands"):

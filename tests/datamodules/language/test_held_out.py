@@ -73,6 +73,7 @@ def test_a_part_of_a_split_is_divided_by_the_splits_name(held_out, tmp_path):
     assert len(load_records(dataset=str(tmp_path / "saved"), dataset_split="train[:6]")) == 6
 
 
+@pytest.mark.long
 def test_held_out_rows_of_a_stream_are_its_split():
     parts = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(HELD_OUT)}
     streams = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in parts.items()})

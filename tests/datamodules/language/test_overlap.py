@@ -246,6 +246,7 @@ def test_another_server_takes_over() -> None:
         assert torch.equal(ours["tokens"], theirs["tokens"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_reads_each_prompt_once(stop: int, tmp_path: Path) -> None:
     with running_server() as (_, address):
@@ -350,6 +351,7 @@ def test_generations_written_ahead_resume_exactly(arguments: dict[str, Any], tmp
     assert_resumes_exactly(lambda: noted(logging_steps=1), make_data, tmp_path, 3)
 
 
+@pytest.mark.long
 def test_a_reward_that_reads_the_log_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: noted(logging_steps=1), lambda: addition(reward_funcs=[f"{HERE}:of_the_state"]), tmp_path, 5

@@ -55,6 +55,7 @@ def test_utility_is_shortest_over_walked_and_zero_off_the_edges(task):
         assert task.utility(record, walk) == 0.0
 
 
+@pytest.mark.long
 def test_demonstrations_reach_the_goal_and_are_far_from_the_optimum(task):
     records = [r for seed in range(5) for r in make_task("paths", seed=seed).records("train", None)]
     utilities = [task.utility(r, r["completion"]) for r in records]
@@ -84,6 +85,7 @@ def test_preferences_keep_the_splits(task):
     assert not held_out & {r["prompt"] for r in make_task("paths", seed=9).preferences("train", 500)}
 
 
+@pytest.mark.long
 def test_bayes_accuracy_is_reached_by_the_true_utilities(task):
     preferences = task.preferences("train", 20_000)
     right = [

@@ -203,12 +203,14 @@ def test_a_bound_that_is_reached_is_said(capsys):
     assert "2 of 2 groups are without signal after 2 rounds" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_run_stopped_between_generations_resumes_exactly(tmp_path, micro):
     trainer = {"accumulate_grad_batches": micro}
     assert_resumes_exactly(Reinforce, lambda: addition(steps_per_generation=2), tmp_path, epochs=3, **trainer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, micro):
     def run(name, ckpt_path=None, callbacks=None):
@@ -253,6 +255,7 @@ def test_generations_written_ahead_keep_their_settings(tmp_path):
         run(tmp_path / "a.ckpt", num_generations=2)
 
 
+@pytest.mark.long
 def test_lightnings_batch_size_finder_tries_whole_generations(tmp_path):
     model, data = Reinforce(), addition(steps_per_generation=2)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

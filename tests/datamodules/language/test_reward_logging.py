@@ -134,6 +134,7 @@ def test_curves_and_tables_hold_it(settings: dict[str, Any], tmp_path: Path) -> 
         assert rows and all(row["reversed"] == row["completion"][::-1] for row in rows)
 
 
+@pytest.mark.long
 def test_such_runs_resume_exactly(tmp_path: Path) -> None:
     def make() -> Any:
         return addition(reward_funcs=[f"{HERE}:logs"], steps_per_generation=2)
@@ -141,6 +142,7 @@ def test_such_runs_resume_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: spy(logging_steps=3), make, tmp_path, 3)
 
 
+@pytest.mark.long
 def test_what_one_of_two_ranks_logs_is_the_mean_of_both(tmp_path: Path) -> None:
     """Lightning waits for ever where a rank lacks a metric of an evaluation."""
 

@@ -393,6 +393,7 @@ def test_one_callback_serves_two_runs_with_a_folder_and_a_best_each(tmp_path: Pa
         assert torch.load(tmp_path / "two/checkpoints" / name, weights_only=True)["env_id"] == "Pendulum-v1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("monitor", "mode"), [("eval/mean_reward", "min"), ("eval/mean_ep_length", "min"), ("eval/mean_reward", "max")]
 )

@@ -69,6 +69,7 @@ def test_every_episode_is_there_once_with_its_raw_return(options: dict[str, Any]
     assert times.is_monotonic_increasing and times.is_unique and times.min() >= 0
 
 
+@pytest.mark.long
 def test_replay_has_one_too(tmp_path: Path) -> None:
     data = ReplayDataModule("CartPole-v1", learning_starts=16, total_timesteps=300, eval_freq=0)
     fit(DQN(), data, callbacks=[EpisodeMonitor(tmp_path / "folder")])
@@ -76,6 +77,7 @@ def test_replay_has_one_too(tmp_path: Path) -> None:
     assert pairs(tmp_path / "folder")[-1] == (data.collector.episodes.returns[-1], data.collector.episodes.lengths[-1])
 
 
+@pytest.mark.long
 def test_a_resumed_run_neither_repeats_nor_loses_an_episode(tmp_path: Path) -> None:
     """The file of a run that was killed has episodes after the checkpoint."""
     whole, killed, resumed = (tmp_path / name for name in ("whole", "killed", "resumed"))
@@ -99,6 +101,7 @@ def test_a_resumed_run_neither_repeats_nor_loses_an_episode(tmp_path: Path) -> N
     assert header == text.splitlines()[0], "time counts from the first start"
 
 
+@pytest.mark.long
 def test_a_new_run_in_the_same_folder_begins_a_new_file(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
@@ -139,6 +142,7 @@ def test_kill_minus_nine_loses_nothing(tmp_path: Path) -> None:
     assert pairs(tmp_path / "killed") == pairs(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_every_rank_has_a_file(tmp_path: Path) -> None:
     trainer = fit(PPO(), rollouts(), callbacks=[EpisodeMonitor(tmp_path)], devices=2, strategy="ddp_fork")
     trainer.save_checkpoint(tmp_path / "end.ckpt", weights_only=False)

@@ -17,6 +17,7 @@ def data(tmp_path: Path, mode: str, how: str, at: int = 0) -> Any:
     return ppo_data(env_id="tests.datamodules.envs:Unreliable", env_kwargs=kwargs, n_envs=2, vectorization_mode=mode)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "how", "message"),
     [

@@ -40,6 +40,7 @@ def test_the_table_begins_with_what_was_chosen(tmp_path: Path) -> None:
     assert "gamma: 0.9" in (Path(logger.log_dir) / "hparams.yaml").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_settings_that_differ_from_their_defaults_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main(["fit", "--model", "PPO", "--model.gamma", "0.9", "--data", "RolloutDataModule", "--data.env_id",

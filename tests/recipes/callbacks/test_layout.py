@@ -30,6 +30,7 @@ def test_a_subclass_has_its_bases_charts_and_others_those_of_control() -> None:
     assert "return" in layout_of(SAC())["SAC"]
 
 
+@pytest.mark.long
 def test_a_runs_charts_match_what_it_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main(["fit", "--model", "PPO", "--data", "RolloutDataModule", "--data.env_id", "CartPole-v1",

@@ -32,6 +32,7 @@ class Unfilmed(gym.Wrapper):
         self.file.touch()
 
 
+@pytest.mark.long
 def test_each_file_holds_one_whole_episode_and_its_return(tmp_path):
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     pytest.importorskip("pygame", reason="pygame is not installed")
@@ -80,6 +81,7 @@ def test_an_episode_without_an_end_is_cut(tmp_path, monkeypatch):
     assert file.name == "episode-0-return-20.0.mp4"
 
 
+@pytest.mark.long
 def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     pytest.importorskip("pygame", reason="pygame is not installed")

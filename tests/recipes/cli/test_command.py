@@ -124,6 +124,7 @@ def test_validate_and_predict_evaluate_a_checkpoint(rl, trained):
     assert all(row["return"] == row["length"] for row in rows["csv"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "named", ["tests.networks.Features", '{"class_path": "tests.networks.Features", "init_args": {"width": 3}}']
 )

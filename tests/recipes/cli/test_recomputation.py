@@ -78,6 +78,7 @@ def exit_code(*args: str) -> int:
     return 0
 
 
+@pytest.mark.long
 def test_replay_rebuilds_the_update_that_the_run_saw(run: Any) -> None:
     name, folder = run
     assert exit_code("replay", str(folder), "--step", str(STEP), "--output", "update.pt") == 0
@@ -93,6 +94,7 @@ def test_replay_rebuilds_the_update_that_the_run_saw(run: Any) -> None:
         assert update["grad_norm"] is None
 
 
+@pytest.mark.long
 def test_replay_from_the_beginning_is_replay_from_a_checkpoint(run: Any, tmp_path: Path) -> None:
     _, folder = run
     copy = tmp_path / "version_0"
@@ -105,6 +107,7 @@ def test_replay_from_the_beginning_is_replay_from_a_checkpoint(run: Any, tmp_pat
     assert same(near, far)
 
 
+@pytest.mark.long
 def test_verify_finds_a_run_the_same(run: Any, capsys: pytest.CaptureFixture) -> None:
     _, folder = run
     for begin in ([], ["--from", "start"]):
@@ -123,6 +126,7 @@ def tampered(folder: Path, path: Path, change: Any) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ["ppo"], indirect=True)
 def test_verify_names_the_largest_difference(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     _, folder = run
@@ -140,6 +144,7 @@ def test_verify_names_the_largest_difference(run: Any, tmp_path: Path, capsys: p
     assert f"0.25, in state_dict/{change.name}" in out  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ["ppo"], indirect=True)
 def test_verify_names_the_first_point_that_differs(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Other settings than the run had stand for another machine's arithmetic."""
@@ -155,6 +160,7 @@ def test_verify_names_the_first_point_that_differs(run: Any, tmp_path: Path, cap
     assert "at step 256" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ["ppo"], indirect=True)
 def test_the_console_has_the_model_from_before_the_update(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = run

@@ -78,6 +78,7 @@ def steps(folder: Path, tag: str) -> list[int]:
     return [step for step, _ in curves.points(folder)[tag]]
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_path: Path) -> None:
     assert steps(stopped, "train/loss") == [256, 512]
     code, out, err = rl("fit", *RUN, "--resume")
@@ -94,6 +95,7 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert chaos.compare(tmp_path / "whole", tmp_path) == []
 
 
+@pytest.mark.long
 def test_points_after_the_checkpoint_do_not_come_twice(rl: Any, stopped: Path) -> None:
     # As if the run had trained past its last checkpoint before it was killed.
     early = Path("early.ckpt")
@@ -138,6 +140,7 @@ def test_overrides_win_and_are_printed(rl: Any, stopped: Path) -> None:
     assert last["hyper_parameters"]["clip_range"] == 0.125
 
 
+@pytest.mark.long
 def test_a_finished_run_trains_no_further_unless_told_to(rl: Any, stopped: Path) -> None:
     rl("fit", *RUN, "--resume")
     before, points = Path("before.ckpt"), curves.points(stopped)
@@ -155,6 +158,7 @@ def test_a_finished_run_trains_no_further_unless_told_to(rl: Any, stopped: Path)
     assert steps(stopped, "test/mean_reward") == [1536]
 
 
+@pytest.mark.long
 def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
     shutil.copytree(stopped, FOLDER / "version_10")
     (FOLDER / "version_2").mkdir()
@@ -172,6 +176,7 @@ def test_names_stand_for_the_newest_run(rl: Any, stopped: Path) -> None:
     assert steps(stopped, "train/loss") == [256, 512]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [["--resume"], ["--ckpt_path", "last"]])
 def test_without_a_checkpoint_a_run_begins(rl: Any, how: list[str]) -> None:
     code, out, err = rl("fit", *RUN, *how)
@@ -185,6 +190,7 @@ def test_without_a_checkpoint_a_run_begins(rl: Any, how: list[str]) -> None:
     assert steps(FOLDER / "version_0", "train/loss") == [256, 512, 768, 1024]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_gets_a_sentence_and_the_one_before_works(rl: Any, stopped: Path) -> None:
     last = stopped / "checkpoints/last.ckpt"
     shutil.copy(last, last.with_name("previous.ckpt"))
@@ -218,6 +224,7 @@ def test_what_can_not_be_resumed_gets_one_sentence(rl: Any, stopped: Path, argum
     assert re.search(message, err), err
 
 
+@pytest.mark.long
 def test_the_command_that_goes_on_is_printed(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
@@ -241,6 +248,7 @@ def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", quick(["ppo", "q-learning"], "ppo"))
 def test_killed_processes_end_where_the_whole_one_does(case: str, tmp_path: Path) -> None:
     chaos.import_everything(chaos.CASES[case])
@@ -261,6 +269,7 @@ def test_chaos(case: str, tmp_path: Path) -> None:
     assert outcome.differences == []
 
 
+@pytest.mark.long
 def test_a_job_of_another_number_resumes_what_it_is_told_to(
     rl: Any, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

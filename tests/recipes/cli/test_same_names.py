@@ -39,6 +39,7 @@ def mine(tmp_path, monkeypatch):
     gc.collect()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "data"),
     [

@@ -65,6 +65,7 @@ def outcome(folder=Path()):
     return [(t.params, t.value, t.state.name, t.intermediate_values, t.user_attrs) for t in trials(folder)]
 
 
+@pytest.mark.long
 def test_a_sweep_runs_its_seeds_and_keeps_one_row_per_trial(sweep):
     code, out, err = sweep()
     assert code == 0, err
@@ -151,6 +152,7 @@ def test_a_killed_sweep_ends_as_one_that_was_not(sweep, tmp_path, monkeypatch):
     assert outcome() == outcome(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch):
     from recipes.cli import sweep as module
 
@@ -171,6 +173,7 @@ def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch
     assert "pruned at evaluation 2 of seed 1000" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("changes", "sentence"), [
     ({"search": {}}, "search={} must map arguments to ranges"),
     ({"search": {"model.gamma": [0.9, 1]}}, "search.model.gamma=[0.9, 1] must have one of the keys uniform"),
@@ -197,6 +200,7 @@ def test_a_wrong_file_is_one_sentence(sweep, changes, sentence):
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_a_trial_trains_in_one_process(sweep):
     code, _, err = sweep("--trainer.devices=2", "--trainer.accelerator=cpu", n_trials=3)
     assert code == 1
@@ -208,6 +212,7 @@ def test_a_sweep_has_help(capsys):
     assert "usage: rl sweep FILE [--n_trials N]" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_sweep_keeps_its_settings(sweep):
     changes = {"n_trials": 1, "seeds": 1}
     assert sweep(**changes)[0] == 0
@@ -216,6 +221,7 @@ def test_a_sweep_keeps_its_settings(sweep):
     assert "has a sweep with other settings" in err
 
 
+@pytest.mark.long
 def test_an_edited_config_is_another_sweep(sweep):
     main(["copy", "ppo/cartpole.yaml", "mine.yaml"])
     changes = {"config": "mine.yaml", "name": "ppo-cartpole", "n_trials": 1, "seeds": 1}
@@ -229,6 +235,7 @@ def test_an_edited_config_is_another_sweep(sweep):
     assert code == 1 and "its config had another text" in err and len(trials()) == 2
 
 
+@pytest.mark.long
 def test_a_diverged_language_model_is_a_failed_trial(sweep, monkeypatch):
     def diverges(*args):
         raise FloatingPointError("the model's logits are NaN: training has diverged")
@@ -241,6 +248,7 @@ def test_a_diverged_language_model_is_a_failed_trial(sweep, monkeypatch):
     assert [trial.state.name for trial in trials()] == ["FAIL", "COMPLETE"]
 
 
+@pytest.mark.long
 def test_a_trial_that_another_process_finished_meanwhile_is_not_run_again(sweep, monkeypatch):
     """Two trials are unfinished; while this process takes the first, the process of the second finishes that."""
 

@@ -45,6 +45,7 @@ UNUSED = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_is_imported_before_the_first_line_and_in_a_whole_run(tmp_path):
     script = f"""
 import sys
@@ -100,6 +101,7 @@ def test_without_a_terminal_a_line_says_how_far_the_run_is(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_a_run_in_a_log_file_prints_lines(rl, monkeypatch):
     monkeypatch.setattr(lines.ProgressLines.__init__, "__defaults__", (0.0,))
     code, _, err = rl("fit", "--config", "q_learning/maze.yaml", "--data.total_timesteps", "300")
@@ -107,6 +109,7 @@ def test_a_run_in_a_log_file_prints_lines(rl, monkeypatch):
     assert re.search(r"of 300 transitions \(\d+%\), [\d,]+/s", err), err
 
 
+@pytest.mark.long
 def test_a_tabular_summary_has_the_exact_return_and_the_pictures(rl):
     code, out, err = rl("fit", "--config", "q_learning/maze.yaml")
     assert code == 0, err

@@ -50,6 +50,7 @@ def csv_rows(folder: Path) -> list[dict[str, str]]:
 # -------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.long
 def test_without_checkpointing_a_run_writes_none_and_says_so(rl: Any, tmp_path: Path) -> None:
     code, out, err = rl("fit", *RUN, "--data.eval_freq=512", "--checkpoint.interval_s=0",
                         "--trainer.enable_checkpointing=false")  # fmt: skip
@@ -64,6 +65,7 @@ def test_without_checkpointing_a_run_writes_none_and_says_so(rl: Any, tmp_path: 
 # -------------------------------------------------------------------- loggers
 
 
+@pytest.mark.long
 def test_the_summary_names_the_csv_file_of_a_csv_logger(rl: Any, tmp_path: Path) -> None:
     code, out, err = rl("fit", *RUN, *CSV)
     assert code == 0, err
@@ -81,6 +83,7 @@ def test_a_run_without_logger_says_that_it_has_no_curves(rl: Any) -> None:
     assert next(line for line in out.splitlines() if line.startswith("curves")).split(None, 1)[1] == "none (no logger)"
 
 
+@pytest.mark.long
 def test_default_root_dir_moves_the_whole_run(rl: Any, tmp_path: Path) -> None:
     code, out, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere")
     assert code == 0, err
@@ -93,6 +96,7 @@ def test_default_root_dir_moves_the_whole_run(rl: Any, tmp_path: Path) -> None:
     assert "resuming from elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt (1,024 transitions)" in out
 
 
+@pytest.mark.long
 def test_a_logger_s_own_folder_wins_over_default_root_dir(rl: Any, tmp_path: Path) -> None:
     code, _, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere", "--trainer.logger.save_dir", "mine")
     assert code == 0, err
@@ -156,6 +160,7 @@ def test_a_progress_bar_of_the_user_takes_the_place_of_ours(rl: Any) -> None:
 # -------------------------------------------------------------------- seeds
 
 
+@pytest.mark.long
 def test_seed_everything_seeds_the_global_generators_too(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
@@ -172,6 +177,7 @@ def test_seed_everything_seeds_the_global_generators_too(rl: Any, monkeypatch: p
     assert drawn[2] != drawn[0]
 
 
+@pytest.mark.long
 def test_seed_everything_seeds_the_private_streams_through_the_datamodule(rl: Any, tmp_path: Path) -> None:
     for folder, seed in (("one", ["--seed_everything", "7"]), ("two", ["--data.seed", "7"])):
         code, _, err = rl("fit", *RUN, *seed, "--trainer.default_root_dir", folder)
@@ -195,6 +201,7 @@ def own_project(folder: Path) -> None:
     (folder / "my_policy.py").write_text("from rl_modules import PPO\n\n\nclass MyPPO(PPO):\n    pass\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "start",
     [
@@ -219,6 +226,7 @@ def test_a_folder_of_the_same_name_does_not_replace_the_project_s_package(start:
 # -------------------------------------------------------------------- the summary
 
 
+@pytest.mark.long
 def test_a_warm_start_from_the_shell_is_a_new_run_that_names_its_origin(rl: Any, tmp_path: Path) -> None:
     code, out, err = rl("fit", *RUN)
     assert code == 0, err
@@ -235,6 +243,7 @@ def test_a_warm_start_from_the_shell_is_a_new_run_that_names_its_origin(rl: Any,
 # -------------------------------------------------------------------- Ctrl-C after training
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_final_evaluation_is_answered(rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
@@ -268,6 +277,7 @@ def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> No
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("callback", "monitor", "near"), [
     ("EarlyStopping", "rollout/ep_rewmean", "did you mean rollout/ep_rew_mean"),
     ("EarlyStopping", "mean_reward", "did you mean eval/mean_reward"),
@@ -280,6 +290,7 @@ def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any, callback: str, mo
     assert re_line(err, "error: ", f"monitor='{monitor}'", near) and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
@@ -292,6 +303,7 @@ def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.Monk
     assert raised.type is ValueError
 
 
+@pytest.mark.long
 def test_an_option_overrides_every_config_wherever_it_stands(rl: Any, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("trainer: {max_epochs: 7}\nmodel: {class_path: PPO, init_args: {gamma: 0.5}}\n")
     (tmp_path / "b.yaml").write_text("trainer: {max_epochs: 9}\n")
@@ -307,6 +319,7 @@ def test_an_option_overrides_every_config_wherever_it_stands(rl: Any, tmp_path: 
     assert recorded["trainer"]["max_epochs"] == 9
 
 
+@pytest.mark.long
 def test_a_seed_by_chance_is_drawn_once_for_all_ranks(rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(version: int) -> tuple[int, int]:
         config = yaml.safe_load(next(tmp_path.glob(f"logs/*/version_{version}/config.yaml")).read_text())

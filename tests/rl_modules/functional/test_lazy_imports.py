@@ -15,6 +15,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.long
 def test_only_the_files_of_the_used_functions_are_imported():
     loaded = run(
         "import sys; from rl_modules import functional as F; F.gae; "
@@ -23,6 +24,7 @@ def test_only_the_files_of_the_used_functions_are_imported():
     assert loaded == ["rl_modules.functional.checks", "rl_modules.functional.returns"]
 
 
+@pytest.mark.long
 def test_a_used_name_becomes_an_ordinary_attribute():
     code = "from rl_modules import functional as F; before = 'gae' in vars(F); print(before, F.gae is vars(F)['gae'])"
     assert run(code) == "False True\n"

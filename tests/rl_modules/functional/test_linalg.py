@@ -71,6 +71,7 @@ def test_zero_is_solved_by_zero():
         torch.testing.assert_close(solution, torch.zeros(3))
 
 
+@pytest.mark.long
 def test_running_on_without_a_look_at_the_residual_changes_nothing():
     # What other devices and compiled graphs do: all iterations, the converged ones with a step of 0.
     matrix, b = positive_definite(0, 4).float(), randn(1, 4, dtype=torch.float32)

@@ -119,6 +119,7 @@ def test_the_pretend_device_computes_refuses_and_counts() -> None:
 # ------------------------------------------------------------------- one device
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
 def test_every_algorithm_trains_evaluates_and_resumes_on_a_device(name: str, judge: str, tmp_path: Path) -> None:
     """Every tensor that meets one of the device is there itself, also after a resume in the middle of a point."""
@@ -148,6 +149,7 @@ PER_GENERATION = {"grpo": 50, "grpo kl": 60, "rlhf": 35}
 SHARED = 10
 
 
+@pytest.mark.long
 @PRESENT_TRANSFORMERS
 @pytest.mark.parametrize("name", quick(CASES, "grpo kl"))
 def test_waits_for_the_device(name: str, judge: str) -> None:
@@ -186,6 +188,7 @@ def on_two_devices(name: str, judge: str, folder: Path) -> dict[str, Any]:
     return {"steps": trainer.global_step}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick([*CASES, "dpo", "kto"], "grpo kl", "dpo"))
 def test_collectives_get_tensors_of_the_strategys_device(name: str, judge: str, tmp_path: Path) -> None:
     """Whitening, quantiles of entropies, replaced groups, metrics, evaluation, checkpoints: all that ranks exchange."""
@@ -206,6 +209,7 @@ def saved_within_a_step(judge: str, folder: Path) -> int:
     return len(torch.load(folder / "last.ckpt", weights_only=True)["gradients"])
 
 
+@pytest.mark.long
 def test_gradients_of_an_unfinished_step_are_saved_after_the_fit(judge: str, tmp_path: Path) -> None:
     """The module is on the CPU by then, and the ranks still exchange on the device."""
     first, second = on_ranks(lambda: saved_within_a_step(judge, tmp_path), tmp_path / "ranks")
@@ -233,5 +237,6 @@ def reduce_a_cpu_tensor() -> dict[str, bool]:
     return seen
 
 
+@pytest.mark.long
 def test_the_guard_refuses_a_cpu_tensor(tmp_path: Path) -> None:
     assert on_ranks(reduce_a_cpu_tensor, tmp_path) == [{"cpu": True, "meta": False}] * 2

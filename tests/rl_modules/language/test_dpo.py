@@ -177,6 +177,7 @@ def test_micro_batches_do_not_change_the_step(make_trainer, data, packing):
     torch.testing.assert_close(results[2], results[0], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_two_ranks_take_the_step_of_one_with_twice_the_pairs(make_trainer, data, tmp_path):
     module = model(optimizer=sgd, rpo_alpha=0.5)
     trainer = make_trainer(max_steps=5)
@@ -315,6 +316,7 @@ def test_predictions_are_implicit_rewards(make_trainer, data):
 # -------------------------------------------------------------------- learning
 
 
+@pytest.mark.long
 def test_the_policy_becomes_the_reference_tilted_by_the_reward(make_trainer, tmp_path):
     """π = π_ref exp(r/β) / Z where preferences are Bradley and Terry's with reward r: DPO's eq. 4."""
     rewards = {"a": 0.0, "b": 0.5, "c": 1.0, "de": -0.5, "f": 0.25}

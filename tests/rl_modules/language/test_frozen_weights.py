@@ -80,6 +80,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", quick(CASES, "sft lora"))
 def test_ranks_return_what_they_trained_and_the_frozen_weights_come_from_their_path(case, paths, tmp_path):
     make, data, _ = CASES[case]
@@ -98,6 +99,7 @@ class SaveAtEnd(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", quick(CASES, "sft lora", "grpo moving reference", "ppo lora"))
 def test_frozen_weights_are_left_out_and_runs_resume_exactly(case, paths, tmp_path):
     make, data, parts = CASES[case]
@@ -126,6 +128,7 @@ def test_a_base_from_scratch_has_no_source_and_is_kept(tmp_path):
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys() == state.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "changed", "argument"),
     [
@@ -147,6 +150,7 @@ def test_a_changed_directory_is_an_error_that_names_it(case, changed, argument, 
         fit(make(paths), data(), ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
 
 
+@pytest.mark.long
 def test_a_directory_that_is_gone_is_named_and_may_have_moved(paths, tmp_path):
     make, data, _ = CASES["grpo other reference"]
     fit(make(paths), data(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
@@ -159,6 +163,7 @@ def test_a_directory_that_is_gone_is_named_and_may_have_moved(paths, tmp_path):
     assert all(torch.equal(value, theirs[name]) for name, value in loaded.reference.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["sft lora", "ppo lora"])
 def test_asked_for_they_are_kept_and_the_directories_may_go(case, paths, tmp_path):
     make, data, _ = CASES[case]
@@ -172,6 +177,7 @@ def test_asked_for_they_are_kept_and_the_directories_may_go(case, paths, tmp_pat
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at_first", [True, False])
 def test_a_resumed_run_may_choose_anew_and_stays_exact(at_first, paths, tmp_path):
     def module(keep):
@@ -204,6 +210,7 @@ def test_a_policy_is_exported_without_its_judges(paths, tmp_path):
     assert all(torch.equal(value, ours[name]) for name, value in theirs.items())
 
 
+@pytest.mark.long
 def test_adapters_alone_export_as_a_whole_model(paths, tmp_path):
     module = CASES["sft lora"][0](paths)
     fit(module, examples(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
@@ -227,6 +234,7 @@ def test_a_digest_changes_with_any_byte_name_and_type():
     assert digest(weights) not in [digest(other) for other in changed]
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_a_reference_gives_none(tmp_path):
     checkpoints = {}
     for beta in (0.0, 0.1):

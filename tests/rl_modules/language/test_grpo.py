@@ -406,6 +406,7 @@ def test_without_a_kl_there_is_no_reference():
 # ---------------------------------------------------------------- resuming
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [
     {},
     {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "loss_type": "grpo", "top_p": 0.9},
@@ -424,6 +425,7 @@ def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, arguments):
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
+@pytest.mark.long
 def test_runs_resume_exactly_between_generations_with_a_reward_model_whose_directory_is_gone(tmp_path):
     judge = RewardModel(model_config=TINY)
     judge.configure_model()
@@ -521,6 +523,7 @@ def on_one_and_two(tmp_path_factory):
     return train_on_ranks(1), on_ranks(lambda: train_on_ranks(2), tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_two_ranks_learn_what_one_learns(case, on_one_and_two):
     one, (two, other) = on_one_and_two[0][case], (rank[case] for rank in on_one_and_two[1])

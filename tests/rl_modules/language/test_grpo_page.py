@@ -79,6 +79,7 @@ def trained(cls):
     return seen, torch.cat([p.detach().flatten() for p in model.model.parameters()])
 
 
+@pytest.mark.long
 def test_a_loss_sees_the_skipped_rows_where_prepare_keeps_them():
     class Keeps(GRPO):
         def prepare(self, rollout):

@@ -31,6 +31,7 @@ def data(tmp_path):
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("arguments", [
     {}, {"desirable_weight": 1.3, "undesirable_weight": 0.0}, {"loss_type": "apo_zero_unpaired"}
@@ -104,6 +105,7 @@ def test_micro_batches_of_one_kind_of_answer(make_trainer, data, tmp_path):
     assert "train/rewards/chosen" in module.latest_metrics and "train/rewards/rejected" not in module.latest_metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [4, 8, 11])
 def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, data, tmp_path, stop):
     def run(**options: Any) -> L.Trainer:
@@ -117,6 +119,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, data, tmp_path, st
     assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
+@pytest.mark.long
 def test_two_ranks_share_the_kl_estimate(make_trainer, data, tmp_path):
     trainer = make_trainer(max_steps=3)
     trainer.fit(model(optimizer=sgd), datamodule=data(batch_size=8))
@@ -128,6 +131,7 @@ def test_two_ranks_share_the_kl_estimate(make_trainer, data, tmp_path):
         torch.testing.assert_close(other["state_dict"][name], value, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_good_answers_gain_on_bad_ones(make_trainer, data):
     seen: dict[str, float] = {}
 

@@ -46,6 +46,7 @@ def test_names_are_whole() -> None:
     assert [name for name in DEFINED if not re.fullmatch(r"(train|eval|time|curve)/[\w/<>@.]+|completions", name)] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", RUNS)
 def test_every_language_curve_is_defined(algorithm: str) -> None:
     model, data = RUNS[algorithm]()

@@ -73,6 +73,7 @@ def test_rates_follow_the_schedule(case: str) -> None:
     assert rates(**arguments)[0] == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_in_its_schedule(tmp_path: Path) -> None:
     arguments, expected = CASES["stable"]
     _, trainer = rates(**arguments)
@@ -93,6 +94,7 @@ def test_a_resumed_run_goes_on_in_its_schedule(tmp_path: Path) -> None:
     assert loaded.hparams["lr_scheduler_kwargs"] == arguments["lr_scheduler_kwargs"]
 
 
+@pytest.mark.long
 def test_a_schedule_that_fits_the_optimizers_rate_alone_is_no_obstacle_to_loading(tmp_path: Path) -> None:
     """A checkpoint lacks the optimizer, which is code."""
     optimizer = partial(torch.optim.SGD, lr=0.5)

@@ -36,6 +36,7 @@ class Noting(GRPO):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_every_logged_name_has_a_group_and_a_subclass_gets_the_prefix() -> None:
     curves = Curves()
     module = Noting(**{k: v for k, v in grpo().hparams.items() if k != "description"})
@@ -54,6 +55,7 @@ def rising(prompts: Any, completions: Any, trainer_state: Any, **columns: Any) -
     return [float(trainer_state.global_step + i % 2) for i in range(len(completions))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logging_steps", [1, 50])
 def test_early_stopping_monitors_a_training_metric(logging_steps: int, tmp_path: Path) -> None:
     stop = EarlyStopping("train/reward", mode="max", stopping_threshold=2.4, check_on_train_epoch_end=True)
@@ -81,6 +83,7 @@ def test_a_monitor_without_the_prefix_is_answered_with_the_name(callback: Any, t
         fit(grpo(), addition(), max_steps=4, callbacks=[callback(**options)], enable_checkpointing=True)
 
 
+@pytest.mark.long
 def test_a_resumed_run_knows_the_last_point_of_what_is_monitored(tmp_path: Path) -> None:
     def run(steps: int, **more: Any) -> Any:
         callbacks = [EarlyStopping("train/loss", check_on_train_epoch_end=True), *more.pop("callbacks", [])]
@@ -101,6 +104,7 @@ def test_a_resumed_run_knows_the_last_point_of_what_is_monitored(tmp_path: Path)
     assert look.seen == pytest.approx(saved["train/loss"])
 
 
+@pytest.mark.long
 def test_csv_and_learning_rate_monitor_share_the_axis_of_optimizer_steps(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="")
     data = PromptDataModule("addition", batch_size=8, num_generations=4, n_train=8, n_eval=4, eval_steps=2)

@@ -61,6 +61,7 @@ def make(name: str, model: Any, **arguments: Any) -> tuple[Any, Any]:
     return make_model(model_name_or_path=model, **settings), make_data()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_an_object_trains_as_its_directory_does_and_stays_as_it_is(name: str, tmp_path: Path) -> None:
     """Independent source: the same model read from the directory that ``save_pretrained`` writes."""
@@ -82,6 +83,7 @@ def test_an_object_trains_as_its_directory_does_and_stays_as_it_is(name: str, tm
     assert given.config.attention_dropout == 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(CASES, "SFT lora", "GRPO reference"))
 def test_a_checkpoint_loads_without_the_object_and_resumes_with_it(name: str, tmp_path: Path) -> None:
     module, data = make(name, causal())
@@ -100,6 +102,7 @@ def test_a_checkpoint_loads_without_the_object_and_resumes_with_it(name: str, tm
     assert [line for line in found if not line.startswith(("/epoch", "/reward_offset"))] == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     module, data = make("SFT lora", causal())
     fit(module, data, max_steps=2).save_checkpoint(tmp_path / "two.ckpt")

@@ -73,6 +73,7 @@ def test_another_way_of_checkpointing_is_a_usage_error():
         checkpoint_activations(torch.nn.Linear(1, 1), "most")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["directory", "checkpoint"])
 def test_judges_and_values_compute_as_the_policy_is_told_to(kind, tmp_path, make_trainer):
     judge = RewardModel(model_config=TINY)

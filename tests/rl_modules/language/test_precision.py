@@ -147,6 +147,7 @@ def run(name: str, precision: str, folder: Path) -> tuple[Any, Boundaries, L.Tra
     return module, watch, trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", quick(["sft", "reward model", "grpo", "rlhf"], "sft", "grpo"))
 def test_what_crosses_a_boundary_is_float32_or_an_integer(name: str, precision: str, folder: Path,
@@ -269,6 +270,7 @@ def train_sharded(folder: Path, precision: Any, **model: Any) -> dict[str, Any]:
                for kind, flag in kinds.items()}}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "model", "frozen"), [
     ("bf16-mixed", {}, "torch.float32"),
     ("bf16-true", {"lora": LORA}, "torch.bfloat16"),
@@ -280,6 +282,7 @@ def test_sharded_weights_have_the_precision_of_whole_ones(precision: str, model:
         assert rank == {"steps": 2, "finite": True, "trained": ["torch.float32"], "frozen": [frozen]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sft", "grpo", "reward model"])
 def test_float64_is_kept_by_resuming_and_loading(name: str, folder: Path, tmp_path: Path) -> None:
     class Save(L.Callback):

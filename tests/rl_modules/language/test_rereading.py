@@ -115,6 +115,7 @@ def test_an_answer_is_read_as_the_judge_was_trained_on_it():
     assert (module.score(prompts, answers, chat_template=False) - rewards).abs().min() > 1e-3
 
 
+@pytest.mark.long
 def test_such_runs_resume_exactly_and_evaluate(judge, tmp_path):
     path = judge()
     make = lambda keep: GRPO(reward_model_name_or_path=path, save_frozen_weights=keep, **SAMPLING)  # noqa: E731

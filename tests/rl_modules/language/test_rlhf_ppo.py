@@ -650,6 +650,7 @@ def test_clip_fraction_counts_where_the_clip_binds(make):
 # -------------------------------------------------------------------- checkpoints and ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [
@@ -713,6 +714,7 @@ class Collect(L.Callback):
                        self.path)  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_ranks_are_one_with_twice_the_batch(make, tmp_path):
     """Whitening, normalisers and β are those of all completions together."""
     settings = {"optimizer": sgd, "target_kl": 0.01, "whiten_rewards": True, "ptx_coef": 0.5, "learning_rate": 0.5}

@@ -110,6 +110,7 @@ def test_what_is_no_scalar_is_not_recorded(value: Any, message: str) -> None:
         grpo().record(loss=value)
 
 
+@pytest.mark.long
 def test_a_second_fit_counts_from_zero(judge: str) -> None:
     for make in (lambda: grpo(beta=0.1, sync_ref_model=True, ref_model_sync_steps=3),
                  lambda: RLHFPPO(model_config=TINY, max_completion_length=5, learning_rate=1e-3, logging_steps=2,
@@ -127,6 +128,7 @@ def test_a_second_fit_counts_from_zero(judge: str) -> None:
         assert tokens[1][0] < tokens[0][1], "counted from 0 again"
 
 
+@pytest.mark.long
 def test_a_warm_start_from_a_checkpoint_is_a_new_run(tmp_path: Path) -> None:
     fit(grpo(), addition(), max_steps=3, accumulate_grad_batches=2).save_checkpoint(tmp_path / "first.ckpt")
     module = GRPO.load_from_checkpoint(tmp_path / "first.ckpt", weights_only=True)
@@ -137,6 +139,7 @@ def test_a_warm_start_from_a_checkpoint_is_a_new_run(tmp_path: Path) -> None:
     assert curves.points[0][1]["train/num_tokens"] == module.num_tokens < 16 * 12 * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_resumed_run_keeps_its_state(micro: int, tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: grpo(logging_steps=3), addition, tmp_path, epochs=3, accumulate_grad_batches=micro)

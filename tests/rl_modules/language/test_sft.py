@@ -149,6 +149,7 @@ def test_packing_does_not_change_the_gradient(tmp_path):
     assert_same_gradient(padded, gradient(tiny(), demonstrations(tmp_path, packing=True)))
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_gradient_of_one(tmp_path):
     """Plain gradient descent for three steps, in two processes of half the batch and in one."""
 

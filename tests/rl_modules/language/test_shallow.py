@@ -64,6 +64,7 @@ def test_the_first_layers_hold_every_kind(kind):
     assert list(model.state_dict()) == before and model.config.to_dict() == config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DEPTHS)
 def test_the_checks_find_the_same_on_few_layers(kind, monkeypatch):
     fields, _ = DEPTHS[kind]

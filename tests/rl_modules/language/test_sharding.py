@@ -124,6 +124,7 @@ def trained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return one, two[0], output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, trained: tuple, files: Path) -> None:
     one, two, output = trained
@@ -149,6 +150,7 @@ def test_two_ranks_with_half_of_every_weight_learn_what_one_learns(name: str, tr
         torch.testing.assert_close(right["state"][number], state, rtol=1e-3, atol=3e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXPORTED)
 def test_weights_in_parts_become_one_directory(name: str, trained: tuple, tmp_path: Path) -> None:
     """Written by the ranks themselves, and from their checkpoint."""
@@ -251,6 +253,7 @@ def sampled(files: Path, ranks: int) -> dict[str, Any]:
     return {"generations": found, "parts": parts}
 
 
+@pytest.mark.long
 def test_a_generation_gathers_each_weight_once(files: Path, tmp_path: Path) -> None:
     alone = sampled(files, 1)["generations"][0]
     first, second = on_ranks(lambda: sampled(files, 2), tmp_path / "ranks")
@@ -322,6 +325,7 @@ def bfloat16(files: Path, ranks: int) -> dict[str, Any]:
             "masters": sorted({str(p.dtype) for p in module.parameters()})}  # fmt: skip
 
 
+@pytest.mark.long
 def test_weights_are_gathered_in_bfloat16_and_gradients_summed_in_float32(files: Path, tmp_path: Path) -> None:
     one = bfloat16(files, 1)
     first, _ = on_ranks(lambda: bfloat16(files, 2), tmp_path / "ranks")
@@ -357,6 +361,7 @@ def read_by(folder: Path) -> dict[str, Any]:
             "frequencies": module.model.model.rotary_emb.inv_freq}  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_first_rank_alone_reads_weights(files: Path, tmp_path: Path) -> None:
     policy = SFT(model_config=TINY)
     policy.configure_model()

@@ -55,6 +55,7 @@ def test_architectures(name, taken):
     assert any(slots == 5 for slots, _, _ in taken)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Mamba-2", "LFM2", "Qwen3-Next", "Mistral, window 8"])
 def test_an_architecture_without_one_says_so_once(name, caplog, taken):
     model = network(name)
@@ -118,6 +119,7 @@ def test_a_step_that_does_not_compile_runs_as_it_is(monkeypatch, caplog):
     assert sum("compiling a step of decoding fails (no compiler here)" in r.message for r in caplog.records) == 1
 
 
+@pytest.mark.long
 def test_auto_is_dynamic_on_a_cpu_and_measures_elsewhere(monkeypatch, taken):
     model = build("llama")
     draw(model, PROMPTS, cache_implementation="auto", **OPTIONS)
@@ -137,6 +139,7 @@ def test_auto_is_dynamic_on_a_cpu_and_measures_elsewhere(monkeypatch, taken):
     assert taken
 
 
+@pytest.mark.long
 def test_a_static_cache_does_no_more_passes(monkeypatch):
     model = build("qwen2")
     draw(model, PROMPTS, cache_implementation="static", max_rows_in_flight=8, **OPTIONS)

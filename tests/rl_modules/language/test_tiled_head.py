@@ -260,6 +260,7 @@ def on_shards(kind: str, is_tiled: bool) -> dict[str, Any]:
     return {"log_prob": log_prob, "entropy": entropy, "gradients": whole}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "tied", "soft cap"])
 def test_sharded_weights_are_tiled_too(kind, tmp_path):
     whole = on_ranks(partial(on_shards, kind, False), tmp_path / "whole")

@@ -157,6 +157,7 @@ def test_only_policy_and_value_learn_and_no_reference_is_kept_without_a_price(ma
     assert not any("train/objective/kl" in point for _, point in logger.points)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [
