@@ -32,6 +32,8 @@ class EpisodeMonitor(L.Callback):
         self._file: IO[str] | None = None
         self._rows: Any = None
         self._t_start_s = self._last_t_s = 0.0
+        # Episodes of a checkpoint that are reported while it is loaded, before the file is open.
+        self._early: list[tuple[float, int]] = []
         #: Of a checkpoint: where the file ended then, and when it began.
         self._saved: dict[str, Any] | None = None
 
@@ -52,6 +54,7 @@ class EpisodeMonitor(L.Callback):
             raise UsageError(f"EpisodeMonitor writes episodes of environments, which {type(data).__name__} has not; "
                              "leave it out")  # fmt: skip
         self._trainer, self._saved = trainer, None
+        self._file, self._early = None, []
         data.collector.episodes.on_finished = self._write
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -64,14 +67,19 @@ class EpisodeMonitor(L.Callback):
             # What came after the checkpoint comes again.
             self._file.truncate(saved["size"])
             self._t_start_s, self._last_t_s = saved["t_start"], saved["last_t"]
-            return
-        self._t_start_s, self._last_t_s = time.time(), 0.0
-        header = {"t_start": self._t_start_s, "env_id": trainer.datamodule.env_name}  # type: ignore[attr-defined]
-        self._file.write(f"#{json.dumps(header)}\n")
-        self._rows.writerow(["r", "l", "t"])
-        self._file.flush()
+        else:
+            self._t_start_s, self._last_t_s = time.time(), 0.0
+            header = {"t_start": self._t_start_s, "env_id": trainer.datamodule.env_name}  # type: ignore[attr-defined]
+            self._file.write(f"#{json.dumps(header)}\n")
+            self._rows.writerow(["r", "l", "t"])
+            self._file.flush()
+        for episode_return, length in self._early:
+            self._write(episode_return, length)
 
     def _write(self, episode_return: float, length: int) -> None:
+        if self._file is None:
+            self._early.append((episode_return, length))
+            return
         # Episodes of one rollout are reported together; readers sort them by time.
         self._last_t_s = max(time.time() - self._t_start_s, self._last_t_s + 1e-6)
         self._rows.writerow([round(episode_return, 6), length, round(self._last_t_s, 6)])

@@ -101,6 +101,28 @@ def test_a_resumed_run_neither_repeats_nor_loses_an_episode(tmp_path: Path) -> N
     assert header == text.splitlines()[0], "time counts from the first start"
 
 
+def test_a_resumed_run_whose_episodes_begin_anew_keeps_those_of_the_rollout_collected_ahead(tmp_path: Path) -> None:
+    """They are reported while the checkpoint is loaded, before the file is open."""
+
+    class Save(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "two.ckpt", weights_only=False)
+
+    def run(**arguments: Any) -> list[tuple[float, int]]:
+        data = rollouts(overlap=True, rollouts_per_epoch=1, vectorization_mode="vector_entry_point", n_steps=128,
+                        total_timesteps=1920)  # fmt: skip
+        fit(PPO(), data, callbacks=[EpisodeMonitor(tmp_path), Save()], **arguments)
+        return pairs(tmp_path)
+
+    whole = run()
+    state = torch.load(tmp_path / "two.ckpt", weights_only=True)["RolloutDataModule"]["ranks"][0]["collector"]
+    reported, ahead = len(state["statistics"]["returns"]), int(state["unreported"][1].sum())
+    assert ahead > 0
+    resumed = run(ckpt_path=tmp_path / "two.ckpt")
+    assert resumed[: reported + ahead] == whole[: reported + ahead] and len(resumed) > reported + ahead
+
+
 @pytest.mark.long
 def test_a_new_run_in_the_same_folder_begins_a_new_file(tmp_path: Path) -> None:
     found = []
