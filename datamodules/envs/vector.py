@@ -38,12 +38,12 @@ def environment_name(env_id: EnvId) -> str:
     """
     if isinstance(env_id, str):
         return env_id
+    if isinstance(env_id, VectorEnv):  # EnvPool's are gym.Env too
+        return type(env_id.unwrapped).__name__
     if isinstance(env_id, gym.Env):
         name = env_id.spec.id if env_id.spec is not None else f"package.module:make_{type(env_id).__name__.lower()}"
         raise UsageError(f"env_id={env_id} is one environment, and n_envs of them are needed, others for evaluation; "
                          f"give its id or a callable that makes it, as in RolloutDataModule({name!r})")  # fmt: skip
-    if isinstance(env_id, VectorEnv):
-        return type(env_id.unwrapped).__name__
     if not callable(env_id):
         raise UsageError(f"env_id={env_id!r} must be a Gymnasium id, package.module:callable, or a callable that "
                          "returns an environment")  # fmt: skip

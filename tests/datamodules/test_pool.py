@@ -1,5 +1,6 @@
 """EnvPool's engines: the same bookkeeping as Gymnasium's environments, and the same transitions from the same state."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.collector import Collector
@@ -30,6 +32,14 @@ def collect(n_envs: int = 3, steps: int = 120, env_id: str = "CartPole-v1", **en
     rollout = collector.collect(act, steps, CPU)
     collector.close()
     return rollout, collector
+
+
+def test_a_vector_of_envpools_own_trains_as_any_other() -> None:
+    """Its class is a ``gym.Env`` too."""
+    envs = importlib.import_module("envpool").make("CartPole-v1", env_type="gymnasium", num_envs=3)
+    data = rollouts(envs, n_steps=16, total_timesteps=96, eval_freq=0)
+    fit(PPO(), data)
+    assert data.n_envs == 3 and data.num_timesteps >= 96 and data.collector.mode == AutoresetMode.NEXT_STEP
 
 
 @pytest.mark.parametrize("limit", [500, 6])
