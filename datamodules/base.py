@@ -122,7 +122,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     kind = "rollouts"
     #: Settings that follow the algorithm where they are not given, see :meth:`resolve`.
     filled_in: tuple[str, ...] = ()
-    env_id = _of_environments("env_id")
+    env_id, env_name = _of_environments("env_id"), _of_environments("name")
     env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
     eval_env_kwargs, eval_wrappers = _of_environments("eval_env_kwargs"), _of_environments("eval_wrappers")
     vectorization_mode, autoreset_mode = _of_environments("vectorization_mode"), _of_environments("autoreset_mode")
@@ -169,7 +169,6 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             env_id, self.hparams["env_kwargs"], wrappers, self.hparams["eval_env_kwargs"], eval_wrappers,
             vectorization_mode, autoreset_mode, action_masks, self.seed,
         )  # fmt: skip
-        self.env_name = self.environments.name
         self.hparams["env_id"] = self.env_name
         self.n_envs = at_least("n_envs", self.env_id.num_envs if isinstance(self.env_id, VectorEnv) else n_envs)
         self.total_timesteps = at_least("total_timesteps", total_timesteps)

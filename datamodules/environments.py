@@ -57,7 +57,7 @@ class Environments:
         seed: int,
     ) -> None:
         self.env_id = as_vector(env_id)
-        self.name = environment_name(self.env_id)
+        environment_name(self.env_id)  # a mistake is reported at once
         self.vectorization_mode, self.autoreset_mode = vectorization_mode, autoreset_mode
         self.action_masks = action_masks
         self.seed = seed
@@ -71,6 +71,11 @@ class Environments:
         # The same, with masks as the environment gives them.
         self._made: Any = None
         self._mask_source: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The environment's name in checkpoints and logs; of the one that is assigned last."""
+        return environment_name(self.env_id)
 
     # ---------------------------------------------------------------- settings that evaluation inherits
 

@@ -212,6 +212,19 @@ def test_what_is_assigned_between_two_fits_holds_for_evaluation_too():
     assert trained_and_evaluated() == (4, 7)
 
 
+def test_an_environment_assigned_between_two_fits_is_named_in_checkpoints(tmp_path):
+    """By the name a resumed run knows its own."""
+    data = RolloutDataModule("CartPole-v1", eval_freq=0, **SMALL)
+    model = PPO()
+    fit(model, data)
+    data.env_id = "CartPole-v0"
+    fit(model, data).save_checkpoint(tmp_path / "second.ckpt")
+    assert data.env_name == data.collector.name == "CartPole-v0"
+    again = RolloutDataModule("CartPole-v0", eval_freq=0, **{**SMALL, "total_timesteps": 2 * SMALL["total_timesteps"]})
+    fit(PPO(), again, ckpt_path=tmp_path / "second.ckpt")
+    assert again.is_complete
+
+
 def test_assigned_arguments_of_evaluation_go_over_those_of_training():
     data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4, "g": 1.0})
     data.eval_env_kwargs = {"g": 2.0}
