@@ -231,10 +231,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         raise UsageError(f"{type(self).__name__} must define _resolve")
 
     def _check_vector(self, envs: VectorEnv) -> None:
-        """Says which arguments of single environments a vector of the user's does not follow, and which of its masks.
+        """Says which arguments of single environments a vector of the user's does not follow, which of its masks nobody
+        reads, and when it is taken to reset.
 
         Raises:
-            UsageError: ``env_kwargs`` for a vector that is made already.
+            UsageError: ``env_kwargs`` for a vector that is made already, or no known way of resetting.
         """
         given: Any = self.hparams
         if self.environments.is_one_vector and self.env_kwargs:
@@ -248,6 +249,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if other:
             rank_zero_warn(f"{self.env_name} is a vector of {envs.num_envs} environments, which brings its own number "
                            f"and way of stepping: {', '.join(other)} does not apply")  # fmt: skip
+        mode = envs.metadata.get("autoreset_mode")
+        if mode is None:
+            rank_zero_warn(f"{self.env_name} has no metadata['autoreset_mode'] and is taken for one of "
+                           "AutoresetMode.NEXT_STEP: the step after an episode's end resets, and is no transition; set "
+                           "AutoresetMode.SAME_STEP there if the step that ends an episode resets")  # fmt: skip
+        elif not isinstance(mode, AutoresetMode):
+            raise UsageError(f"{self.env_name} has metadata['autoreset_mode']={mode!r}; it must be a member of "
+                             "gymnasium.vector.AutoresetMode, such as AutoresetMode.SAME_STEP")  # fmt: skip
         where = unread_masks(envs) if self.action_masks else None
         if where is not None:
             rank_zero_warn(f"{self.env_name} gives action masks {where}, and only those in a vector's observations "

@@ -336,3 +336,30 @@ def test_missing_final_observations_are_named(key: str | None, module: Any, make
     data = make_data(partial(Counts, "box", key), total_timesteps=24, eval_freq=0)
     with pytest.raises(UsageError, match="resets in the step in which an episode ends, and its infos have no final_ob"):
         fit(module(net_arch=[8]), data)
+
+
+# ---------------------------------------------------------------- ways of resetting
+
+
+class SaysNothing(Counts):
+    """Resets in the same step, as vectors written by hand do, and does not say so."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        super().__init__()
+        self.metadata = metadata
+
+
+def test_a_vector_that_does_not_say_when_it_resets_is_named() -> None:
+    """Its final observations are not read: what follows an episode's end counts as a reset."""
+    with pytest.warns(UserWarning, match="SaysNothing has no metadata.*NEXT_STEP.*SAME_STEP there if"):
+        rollout = first_rollout(partial(SaysNothing, {}))
+    assert not rollout["valid"].all()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*autoreset_mode")
+        rollout = first_rollout(partial(SaysNothing, {"autoreset_mode": AutoresetMode.SAME_STEP}))
+    assert rollout["valid"].all()
+
+
+def test_a_way_of_resetting_is_a_member_of_gymnasiums() -> None:
+    with pytest.raises(UsageError, match=r"autoreset_mode'\]='SameStep'; it must be a member of"):
+        first_rollout(partial(SaysNothing, {"autoreset_mode": "SameStep"}))
