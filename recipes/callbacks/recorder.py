@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 import lightning as L
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import RecordVideo
 from lightning.pytorch.callbacks import Callback
 
@@ -40,7 +41,7 @@ def record_episodes(
         The files, in order.
 
     Raises:
-        UsageError: moviepy is not installed, or the environment can't render frames.
+        UsageError: moviepy is not installed, the environment can't render frames, or it is a vector.
     """
     if importlib.util.find_spec("moviepy") is None:
         raise UsageError(f"recording needs moviepy, which is not installed: {install('video')}")
@@ -48,6 +49,9 @@ def record_episodes(
         raise UsageError(f"n_episodes={n_episodes} must be at least 1")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
     env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
+    if isinstance(env, VectorEnv):
+        raise UsageError(f"recording films one environment, and {data.env_name} makes a vector of {env.num_envs}; give "
+                         "record an env_id that makes one of them")  # fmt: skip
     if (masks := data.environments.mask_source_of(env)) is not None:
         env = with_source(env, masks)
     stream = stream_seed(data.seed, 0, "record")
@@ -57,7 +61,12 @@ def record_episodes(
         for episode in range(n_episodes):
             # One wrapper per episode: the file is closed, and can be renamed, as soon as its episode has ended.
             name = f"{prefix}-{episode}"
-            recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
+            try:
+                recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
+            except ValueError as error:
+                raise UsageError(f"the environment {data.env_name} has render_mode={env.render_mode!r} after it was "
+                                 "made with render_mode='rgb_array'; recording needs an environment that keeps the "
+                                 "argument, and renders frames") from error  # fmt: skip
             with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
                 seed = episode_seed(stream, episode)
                 total = _play(policy, recorder, seed, data.eval_deterministic, data.eval_max_steps)

@@ -117,3 +117,16 @@ def test_missing_moviepy_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'moviepy>=2.1' 'gymnasium\[classic-control\]'"):
         record_episodes(OneAction(), RolloutDataModule("CartPole-v1"), tmp_path)
+
+
+def make_vector(render_mode=None):
+    return gym.make_vec("CartPole-v1", 2, "sync")
+
+
+def test_what_renders_no_frames_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    policy = A2C(observation_space=FOUR, action_space=FOUR)
+    with pytest.raises(UsageError, match=r"make_endless has render_mode=None after it was made with .*rgb_array"):
+        record_episodes(policy, RolloutDataModule(make_endless), tmp_path)
+    with pytest.raises(UsageError, match=r"recording films one environment, and .*make_vector makes a vector of 2;"):
+        record_episodes(policy, RolloutDataModule(make_vector), tmp_path)
