@@ -1,10 +1,13 @@
 """Rollouts that are collected while the one before them trains."""
 
+import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from datamodules import RolloutDataModule
 from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO, RecurrentPPO
@@ -205,6 +208,34 @@ def test_an_environment_that_fails_in_the_thread_ends_the_run_with_its_sentence(
     Fails.steps = 0
     with pytest.raises(UsageError, match="the arm is broken"):
         fit(PPO(), rollouts(Fails, total_timesteps=10_000))
+
+
+class Slow(Counter):
+    steps = 0
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.005)
+        type(self).steps += 1
+        return super().step(action)
+
+
+def test_a_fit_after_an_error_does_not_share_the_vector_with_the_thread_of_the_one_before() -> None:
+    class Interrupts(L.Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            raise KeyError("by a callback, while the second rollout is collected")
+
+    def make() -> SyncVectorEnv:
+        return SyncVectorEnv([Slow], autoreset_mode=AutoresetMode.SAME_STEP)
+
+    one, other = (rollouts(make, n_envs=1, total_timesteps=48) for _ in range(2))
+    with pytest.raises(KeyError):
+        fit(PPO(), one, callbacks=[Interrupts()])
+    assert Slow.steps == 2 * one.n_steps
+    again, first = Watched(), Watched()
+    fit(again, one)
+    fit(first, other)
+    for mine, fresh in zip(again.rollouts, first.rollouts, strict=True):
+        assert torch.equal(mine["observation"], fresh["observation"])
 
 
 @pytest.mark.parametrize("algorithm", [A2C, REINFORCE, TRPO])
