@@ -111,6 +111,17 @@ def test_the_target_takes_no_masked_action(double: bool) -> None:
     torch.testing.assert_close(target[0], torch.tensor(expected))
 
 
+def test_values_are_compared_in_float32_under_autocast() -> None:
+    """In bfloat16 9.4 and 9.42 are one number, and the first action would always win."""
+    model = C51(n_atoms=2, v_min=0.0, v_max=10.0, **STATES)
+    model.configure_model()
+    model.network = Table([[[0.06, 0.058], [0.94, 0.942]]] * 3)  # type: ignore[assignment]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        q = model.q_values(model.network, torch.tensor([0, 1]))
+    torch.testing.assert_close(q, torch.tensor([[9.4, 9.42]] * 2))
+    assert q.argmax(1).tolist() == [1, 1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", [{}, pytest.param(RAINBOW, marks=pytest.mark.slow)], ids=["plain", "rainbow"])
 def test_learns_the_better_action(arguments: dict[str, Any]) -> None:
