@@ -180,3 +180,14 @@ def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
 def full_precision(x: Tensor) -> Tensor:
     """At least float32: ratios of probabilities and values in bfloat16 would drown in its three digits."""
     return x if x.dtype is torch.float64 else x.float()
+
+
+def last_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)`` in float32 at least, under autocast too.
+
+    The greedy action is decided by differences of values, and bfloat16's numbers around 90 are half a unit apart.
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return full_precision(call(layer, x))
+    with torch.autocast(x.device.type, enabled=False):
+        return full_precision(call(layer, full_precision(x)))

@@ -18,7 +18,7 @@ from rl_modules.common.spaces import is_image
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.encoders import build_encoder, encoding_width
 from rl_modules.exploration import epsilon_greedy, require_finite_actions
-from rl_modules.layers import activation, full_precision, hidden_widths
+from rl_modules.layers import activation, hidden_widths, last_layer
 
 
 class NormalizedQNetwork(nn.Module):
@@ -49,7 +49,7 @@ class NormalizedQNetwork(nn.Module):
 
     def forward(self, observation: Any) -> Tensor:
         features = self.encoder(observation).to(self.head.weight.dtype)
-        return full_precision(self.head(self.trunk(features)))
+        return last_layer(self.head, self.trunk(features))
 
 
 class PQN(ControlModule):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
 from rl_modules.encoders import build_encoder, encoding_width
-from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, is_hooked, mlp
+from rl_modules.layers import ParallelMLP, call, hidden_widths, is_hooked, last_layer, mlp
 from rl_modules.noisy import NoisyLinear
 from rl_modules.relu_mlp import is_fast, pays, relu_mlp
 
@@ -54,8 +54,8 @@ class QNetwork(nn.Module):
             return apply_tower(self.trunk, self.head, call(self.encoder, observation))
         features = call(self.trunk, call(self.encoder, observation).to(self.head.weight.dtype))
         for_value, for_advantage = call(self.streams, features)
-        advantage = call(self.head, for_advantage)
-        return full_precision(call(self.value_head, for_value) + advantage - advantage.mean(1, keepdim=True))
+        advantage = last_layer(self.head, for_advantage)
+        return last_layer(self.value_head, for_value) + advantage - advantage.mean(1, keepdim=True)
 
 
 class DistributionalQNetwork(QNetwork):
@@ -89,10 +89,10 @@ class DistributionalQNetwork(QNetwork):
     def forward(self, observation: Any) -> Tensor:
         features = self.trunk(self.encoder(observation).to(self.head.weight.dtype))
         if not self.dueling:
-            return full_precision(self.head(features).unflatten(1, (self.n_numbers, -1)))
+            return last_layer(self.head, features).unflatten(1, (self.n_numbers, -1))
         for_value, for_advantage = self.streams(features)
-        advantage = self.head(for_advantage).unflatten(1, (self.n_numbers, -1))
-        return full_precision(self.value_head(for_value)[..., None] + advantage - advantage.mean(2, keepdim=True))
+        advantage = last_layer(self.head, for_advantage).unflatten(1, (self.n_numbers, -1))
+        return last_layer(self.value_head, for_value)[..., None] + advantage - advantage.mean(2, keepdim=True)
 
 
 def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tens
                 biases = [layer.bias for layer in parts[::2]]
                 if all(bias is not None for bias in biases):
                     return relu_mlp(x, weights, biases)
-    return full_precision(call(head, call(trunk, x)))
+    return last_layer(head, call(trunk, x))
 
 
 @functools.lru_cache
