@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
@@ -185,8 +185,6 @@ class DQN(ControlModule):
             without it target, with prioritised replay weight and index.
         """
         self.update_target()
-        if self.is_noisy:
-            self.resample(self.target_network, self.noise_generator)
         kept: dict[str, Any] = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
@@ -229,12 +227,18 @@ class DQN(ControlModule):
         return loss
 
     def next_q(self, observation: Any) -> Tensor:
-        """Returns Q_target(s', ·) for any number of observations, [M, A]."""
+        """Returns Q_target(s', ·) for any number of observations, [M, A]; noisy, with new noise per minibatch."""
         m = len(tree_leaves(observation)[0])
         # The activations of a few hundred rows fit in a processor's cache; a GPU takes all rows at once.
         size = 256 if self.device.type == "cpu" else m
-        pieces = [tree_map(lambda x, i=i: x[i : i + size], observation) for i in range(0, m, size)]
-        return torch.cat([self.target_values(piece) for piece in pieces])
+        if self.is_noisy:
+            size = cast(Any, self.source).batch_size  # each minibatch has noise of its own
+        values = []
+        for i in range(0, m, size):
+            if self.is_noisy:
+                self.resample(self.target_network, self.noise_generator)
+            values.append(self.target_values(tree_map(lambda x, i=i: x[i : i + size], observation)))
+        return torch.cat(values)
 
     # ---------------------------------------------------------------- pieces to override
 

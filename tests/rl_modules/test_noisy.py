@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -92,6 +93,21 @@ def test_acting_is_noisy_and_evaluating_is_not(cls):
     assert (sampled != sampled[0]).any()
     greedy = [model.act(observation, generator, deterministic=True)["action"] for _ in range(5)]
     assert all(torch.equal(action, greedy[0]) for action in greedy)
+
+
+@pytest.mark.parametrize("cls", [DQN, QRDQN, C51])
+def test_the_targets_of_each_minibatch_have_noise_of_their_own(cls):
+    """A round of three minibatches is prepared at once."""
+    model = cls(noisy=True, double=True, **SPACES)
+    model.configure_model()
+    model._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_timesteps=0, batch_size=2, seed=0))
+    rows = torch.randn(1, 4).expand(6, 4)
+    sample = {"observation": rows, "next_observation": rows, "action": torch.zeros(6, dtype=torch.int64),
+              "reward": torch.zeros(6, 1), "n_steps": torch.ones(6), "terminated": torch.zeros(6).bool()}  # fmt: skip
+    with torch.no_grad():
+        first, second, third = model.prepare(sample)["next_q"].split(2)
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first, second) and not torch.equal(second, third)
 
 
 @pytest.mark.long
