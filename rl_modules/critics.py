@@ -1,6 +1,7 @@
 """Networks of the continuous off-policy algorithms: policies over a bounded Box, and ensembles of critics."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -193,7 +194,10 @@ class Critics(nn.Module):
         x = x.expand(len(weights[0]), -1, -1)
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
             x = self.activation(torch.baddbmm(bias, x, weight))
-        return full_precision(torch.baddbmm(biases[-1], x, weights[-1]))
+        # As in `last_layer`; entering a context takes longer than asking.
+        device = x.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            return full_precision(torch.baddbmm(biases[-1], x.to(weights[-1].dtype), weights[-1]))
 
 
 class PolicyAndCritics(nn.Module):

@@ -15,7 +15,7 @@ from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom
 from rl_modules.critics import Critics
-from rl_modules.layers import call, full_precision
+from rl_modules.layers import call, last_layer
 from rl_modules.relu_mlp import parallel_linear
 from rl_modules.sac import SAC
 
@@ -248,6 +248,8 @@ class RenormalizedCritics(Critics):
         features = self.encoder(observation)
         x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)
         x = x.expand(self.n_critics, -1, -1)
-        for i, (renorm, layer) in enumerate(zip(self.renorms, self.layers, strict=True)):
-            x = parallel_linear(call(renorm, self.activation(x) if i else x), layer.weight, layer.bias)
-        return full_precision(x[:1] if only_first else x)
+        *hidden, last = self.layers
+        for i, layer in enumerate(hidden):
+            x = self.activation(parallel_linear(call(self.renorms[i], x), layer.weight, layer.bias))
+        x = last_layer(last, call(self.renorms[-1], x))
+        return x[:1] if only_first else x

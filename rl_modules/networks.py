@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_modules.common.spaces import is_image
 from rl_modules.distributions import Distribution, make_distribution, parameter_count
 from rl_modules.encoders import build_encoder, encoding_width, init_orthogonal
-from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, last_layer, mlp, orthogonal
 from rl_modules.state_dependent_noise import StateDependentGaussian
 
 
@@ -86,7 +86,7 @@ class ActorCritic(nn.Module):
         policy = make_policy(self.action_space, numbers, self.log_std, latents[0])
         if self.value_head is None:
             return policy, features.new_zeros(features.shape[0], dtype=torch.float32)
-        return policy, full_precision(call(self.value_head, latents[1]).squeeze(-1))
+        return policy, last_layer(self.value_head, latents[1]).squeeze(-1)
 
 
 def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | None, latent: Tensor) -> Distribution:
@@ -137,4 +137,4 @@ class ValueNetwork(nn.Module):
 
     def forward(self, observation: Any) -> Tensor:
         features = self.encoder(observation).to(self.head.weight.dtype)
-        return full_precision(self.head(self.tower(features)).squeeze(-1))
+        return last_layer(self.head, self.tower(features)).squeeze(-1)

@@ -17,7 +17,7 @@ from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import is_image, tree_leaves, tree_map
 from rl_modules.distributions import Distribution, parameter_count
 from rl_modules.encoders import build_encoder, init_orthogonal
-from rl_modules.layers import full_precision, hidden_widths, mlp, orthogonal
+from rl_modules.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
 from rl_modules.networks import make_policy
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
@@ -113,7 +113,7 @@ class RecurrentActorCritic(nn.Module):
         policy_latent, value_latent = (x.transpose(0, 1).flatten(0, 1) for x in memory)
         latent = self.policy_tower(policy_latent)
         parameters = full_precision(self.policy_head(latent))
-        value = full_precision(self.value_head(self.value_tower(value_latent)).squeeze(-1))
+        value = last_layer(self.value_head, self.value_tower(value_latent)).squeeze(-1)
         return make_policy(self.action_space, parameters, self.log_std, latent), value, after
 
     def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:

@@ -13,12 +13,15 @@ from rl_modules import relu_mlp
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.spaces import image_brief, observation_arrays, space_from_dict, space_to_dict, tree_map
+from rl_modules.critics import Critics
+from rl_modules.crossq import RenormalizedCritics
 from rl_modules.encoders import build_encoder
 from rl_modules.layers import ParallelMLP, Tanh
 from rl_modules.nature_cnn import NatureCNN
-from rl_modules.networks import ActorCritic
+from rl_modules.networks import ActorCritic, ValueNetwork
 from rl_modules.pqn import NormalizedQNetwork
 from rl_modules.q_network import DistributionalQNetwork, QNetwork
+from rl_modules.recurrent import RecurrentActorCritic
 from rl_modules.relu_mlp import pays
 
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
@@ -85,6 +88,28 @@ def test_large_values_keep_their_differences_under_autocast(make):
     assert values[1].dtype is torch.float32
     full, half = (q.mean(1) if q.dim() == 3 else q for q in values)
     assert (full.argmax(1) == half.argmax(1)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (network := ActorCritic(STATE, spaces.Discrete(2), [64]), network.value_head, lambda x: network(x)[1]),
+    lambda: (network := ValueNetwork(STATE, [64]), network.head, network),
+    lambda: (network := RecurrentActorCritic(STATE, spaces.Discrete(2), hidden_size=32), network.value_head,
+             lambda x: network(x[:, None], network.initial_state(len(x)))[1]),
+    lambda: (network := Critics(STATE, 4, 2, [64]), network.layers[-1], lambda x: network(x, x)),
+    lambda: (network := RenormalizedCritics(STATE, 4, 2, [64]), network.layers[-1], lambda x: network(x, x)),
+], ids=["actor-critic", "value network", "recurrent", "critics", "CrossQ's critics"])  # fmt: skip
+def test_large_values_of_critics_are_precise_under_autocast(make):
+    """In bfloat16 they would be up to a fourth away from those in float32."""
+    torch.manual_seed(0)
+    _, head, value = make()
+    observation = torch.rand(500, 4) * 2 - 1
+    with torch.no_grad():
+        head.bias += 90
+        full = value(observation)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = value(observation)
+    assert half.dtype is torch.float32
+    torch.testing.assert_close(half, full, atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("name", SPACES)
