@@ -243,7 +243,11 @@ class DQN(ControlModule):
     # ---------------------------------------------------------------- pieces to override
 
     def td_target(self, batch: dict[str, Any]) -> Tensor:
-        """Returns the regression target of Q(s, a), [B]."""
+        """Returns the regression target of Q(s, a), [B].
+
+        Without ``double`` it is called in :meth:`prepare`, once for all minibatches of a round: what an override reads
+        of the network is then as it was before the round's first update.
+        """
         next_q_online = None
         if self.uses_double:
             with torch.no_grad():
