@@ -102,8 +102,11 @@ def frozen_parameters(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return {
         name: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        # peft keeps the first weights of a head that is trained whole, which may have been drawn, not read.
-        if name.startswith(prefix) and not parameter.requires_grad and "original_module" not in name
+        # peft keeps the first weights of a head that is trained whole, which may have been drawn, not read; adapters
+        # of parts that no text goes through were drawn too.
+        if name.startswith(prefix)
+        and not parameter.requires_grad
+        and not any(part in name for part in ("original_module", "lora_"))
     }
 
 

@@ -198,6 +198,7 @@ def make_model(
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
+        freeze_unread_parts(model.get_base_model())  # adapters in an image encoder have a language model's names
     return model
 
 

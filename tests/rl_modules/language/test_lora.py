@@ -12,6 +12,7 @@ from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataM
 from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import begins_unchanged
+from tests.conformance.architectures import ARCHITECTURES
 from tests.marks import quick
 from tests.training import assert_resumes_exactly, differences, fit
 
@@ -276,6 +277,26 @@ def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
     given = algorithm(model_name_or_path=str(tmp_path / "adapters"))
     with pytest.raises(UsageError, match=rf"holds adapters of PEFT .*{head}\.from_pretrained.*merge_and_unload"):
         given.configure_model()
+
+
+@pytest.mark.parametrize("targets", [TARGETS, "all-linear"])
+def test_adapters_of_an_image_encoder_do_not_train(targets: Any, tmp_path: Path) -> None:
+    """Its layers have the language model's names; no text goes through them, and DDP waits for every gradient."""
+    start = SFT(model_config=ARCHITECTURES["Gemma-3"])
+    start.configure_model()
+    folder = str(start.export(tmp_path))
+
+    def module() -> DPO:
+        return DPO(folder, lora={"r": 4, "target_modules": targets}, learning_rate=1e-2, lr_scheduler_type="constant")
+
+    made = module()
+    made.configure_model()
+    names = [name for name, parameter in made.model.named_parameters() if parameter.requires_grad]
+    assert names and not any("vision" in name or "projector" in name for name in names)
+    fit(made, pairs(), max_steps=1)
+    trained = [p for name, p in made.model.named_parameters() if name in names]
+    assert all(parameter.grad is not None for parameter in trained)
+    assert_resumes_exactly(module, pairs, tmp_path, epochs=2)
 
 
 def test_what_is_no_lora_config_is_refused() -> None:
