@@ -7,15 +7,14 @@ records'.
 
 import functools
 import inspect
-import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from datamodules.language.mathematics import is_equal
 from datamodules.language.reward_calls import RewardFunctions
 from datamodules.language.text import answer_of, is_think_and_answer, opened_thought, reference_text, text_of
 from rl_modules.common.errors import UsageError
@@ -25,13 +24,6 @@ __all__ = [
     "RewardFunctions", "answer_in_tags", "exact_answer", "length_reward", "load_reward_func",
     "math_accuracy", "soft_overlong_penalty", "think_answer_format",
 ]  # fmt: skip
-
-#: Marks by which math-verify finds LaTeX itself.
-_MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
-#: One number, thousands apart or not, with a unit, a currency or a short word beside it.
-_NUMBER_IN_PROSE = re.compile(r"[^\d\\^_=({\[<>+/-]*[-+]?(\d{1,3}([, ]\d{3})+|\d+)(\.\d+)?%?(\s+[A-Za-z/]+)?[.*\s]*$")
-_TEXT_IN_LATEX = re.compile(r"\\(text|textbf|textrm|mathrm|mbox)\s*\{[^{}]*\}")
-_COMMAND = re.compile(r"\\(begin|end)\{\w*\*?\}|\\[A-Za-z]+")
 
 Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards]
@@ -77,46 +69,12 @@ def math_accuracy(
     """1.0 where ``math-verify`` finds the completion's answer equal to the reference, 0.0 where not.
 
     None where the reference is missing or no mathematics. What stands in ``<answer>`` tags is the completion's answer;
-    without tags math-verify looks for it.
+    without tags math-verify looks for it. What takes longer than 5 s counts as different.
     """
-    from math_verify import parse, verify
-
-    # math-verify limits its time by a signal, which only the main thread can receive.
-    limit_s = 5 if threading.current_thread() is threading.main_thread() else None
-    if limit_s is None:  # it would warn of that at every call
-        for part in ("parser", "grader"):
-            logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
-    rewards: Rewards = []
-    for completion, reference in zip(completions, answer, strict=True):
-        gold = [] if reference is None else _mathematics(reference_text(reference), limit_s)
-        if not gold:
-            rewards.append(None)
-            continue
-        text = text_of(completion)
-        tagged = answer_of(text)
-        found = parse(text, parsing_timeout=limit_s) if tagged is None else _mathematics(tagged, limit_s)
-        rewards.append(float(verify(gold, found, timeout_seconds=limit_s)))
-    return rewards
-
-
-def _mathematics(text: str, limit_s: int | None) -> list[Any]:
-    """What a short text means. LaTeX may come without the dollars that math-verify expects around it; words may not.
-
-    Without them math-verify reads a piece of it, such as the 2 of 2√3.
-    """
-    from math_verify import parse
-
-    forms = [text] if _has_words(text) else [f"${text}$", text]
-    if _MARKED.search(text) or _NUMBER_IN_PROSE.match(text):
-        forms.reverse()
-    return next((found for form in forms if (found := parse(form, parsing_timeout=limit_s))), [])
-
-
-def _has_words(text: str) -> bool:
-    """Whether a text has words of prose, apart from units and the like beside its mathematics."""
-    mathematics = _TEXT_IN_LATEX.sub("", text)
-    words = _COMMAND.sub("", mathematics if re.search(r"\w", mathematics) else text)
-    return re.search(r"[A-Za-z]{3}", words) is not None
+    return [
+        None if reference is None else is_equal(text_of(completion), reference_text(reference))
+        for completion, reference in zip(completions, answer, strict=True)
+    ]
 
 
 def length_reward(target: int) -> RewardFunction:

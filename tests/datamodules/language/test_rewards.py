@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from datamodules.language import mathematics
 from datamodules.language.rewards import (
     RewardFunctions,
     answer_in_tags,
@@ -119,6 +120,34 @@ def test_latex_without_dollars_is_read_whole(latex):
 ])  # fmt: skip
 def test_a_piece_of_an_answer_is_not_the_answer_but_a_unit_may_follow(answer, reference, value):
     assert math_accuracy(None, [f"<answer>{answer}</answer>"], answer=[reference]) == [value]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("endless", ["\\boxed{9^{9^{9}}}", "<answer>2^{10^{12}}</answer>"])
+def test_an_answer_without_end_is_wrong_and_does_not_stop_the_run(endless, in_thread, monkeypatch):
+    """In a thread too, where math-verify's own limits do not hold, and which no time limit can stop."""
+    monkeypatch.setattr(mathematics, "LIMIT_S", 1)
+    records, completions = [{"prompt": "", "answer": "5"}] * 3, ["\\boxed{5}", endless, "5"]
+    rewards = RewardFunctions([math_accuracy], time_limit_s=60 if in_thread else None)
+    assert rewards(records, completions).tolist() == [[1.0], [0.0], [1.0]]
+
+
+def test_a_process_that_no_signal_reaches_is_ended_and_replaced(monkeypatch):
+    rewards = RewardFunctions([math_accuracy], time_limit_s=60)
+    records = [{"prompt": "", "answer": "5"}] * 2
+    assert rewards(records, ["5", "6"]).tolist() == [[1.0], [0.0]]
+    monkeypatch.setattr(mathematics, "LIMIT_S", 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(mathematics, "_PROCESS_LIMIT_S", 1)
+        assert rewards(records[:1], ["\\boxed{9^{9^{9}}}"]).tolist() == [[0.0]]
+    assert rewards(records, ["5", "6"]).tolist() == [[1.0], [0.0]]
+
+
+def test_what_math_verify_raises_in_its_process_costs_the_sample_alone(monkeypatch):
+    rewards = RewardFunctions([math_accuracy], time_limit_s=60)
+    monkeypatch.setattr(mathematics, "LIMIT_S", "soon")  # no number of seconds
+    with pytest.raises(UsageError, match="'math_accuracy' raised RuntimeError: TypeError: "):
+        rewards([{"prompt": "", "answer": "5"}], ["5"])
 
 
 def test_length_counts_tokens_where_it_can_and_characters_where_not():
