@@ -186,7 +186,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self.eval_records: list[Record] = []
         self._permutations: dict[int, list[int]] = {}
         self._encoder: TextEncoder | None = None
-        self._told_of_ends = False
+        self._told_of_ends = self._told_of_texts = False
         # What the records were encoded with; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
 
@@ -460,6 +460,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             lists of K), ``length`` and ``finished`` [P·K].
         """
         tokenizer = self.policy.tokenizer
+        self._tell_of_texts()
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -488,6 +489,21 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             "length": written.length,
             "finished": written.finished,
         }
+
+    def _tell_of_texts(self) -> None:
+        """Says once what no completion can end with, and what reward functions can't see of it."""
+        if self._told_of_texts:
+            return
+        self._told_of_texts = True
+        stops = self.policy.settings().eos_token_id
+        if self.encoder.chats and (end := self.encoder.unknown_end(stops)) is not None:
+            known = ", ".join(map(repr, self.policy.tokenizer.convert_ids_to_tokens(list(stops))))
+            notice(f"{self.source}: completions end with {known}, and not with {end!r}, with which the chat template "
+                   "ends the assistant's turns; set eos_token in tokenizer_config.json to it, or add its id to "
+                   "eos_token_id in generation_config.json")  # fmt: skip
+        if len(self.rewards) and (tags := self.encoder.hidden_tags()):
+            notice(f"{self.source}: {', '.join(tags)} are special tokens, which the texts of completions leave out, so "
+                   "that no reward function sees them; add them as tokens that are not special")  # fmt: skip
 
     def _ready_rewards(self) -> None:
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)

@@ -1,13 +1,14 @@
 """Prompts, completions and conversations as token ids, by the tokenizer and its chat template."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.notices import notice
+from datamodules.language.text import TAGS
 from rl_modules.common.errors import UsageError
 
 Messages = list[dict[str, Any]]
@@ -108,6 +109,26 @@ class TextEncoder:
         except UsageError:
             return True
         return "!" not in ended or str(self.tokenizer.eos_token) in ended[ended.rindex("!") :]
+
+    def unknown_end(self, stops: Collection[int]) -> str | None:
+        """The special token with which the chat template ends the assistant's turns, where it ends no completion.
+
+        Args:
+            stops: token ids that end a completion.
+        """
+        try:
+            ended = self._render([*self.messages("?"), {"role": "assistant", "content": "!"}], {})
+        except UsageError:
+            return None
+        ids = self._tokens([ended.rpartition("!")[2]], False, note=False)[0] if "!" in ended else []
+        added = self.tokenizer.added_tokens_decoder
+        special = [added[token].content for token in ids if token in added and added[token].special]
+        return special[0] if special and not set(ids) & set(stops) else None
+
+    def hidden_tags(self) -> list[str]:
+        """Tags of thoughts and answers that are special tokens, which the texts of completions leave out."""
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return [tag for tag in TAGS if tag in special]
 
     def _check_texts(self, texts: Sequence[str]) -> None:
         """Refuses prompts that are rendered already, and settings of the chat template that no text would meet."""

@@ -8,7 +8,7 @@ from rl_modules.common.errors import UsageError
 # An answer holds no <answer>: a thought may speak of the tag before.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:
@@ -69,10 +69,10 @@ def think_and_answer(thought: str, answer: str) -> str:
 
 def is_think_and_answer(text: str) -> bool:
     """Whether a text is one ``<think>…</think>`` followed by one ``<answer>…</answer>``, and nothing else but space."""
-    return all(text.count(tag) == 1 for tag in _TAGS) and _THINK_ANSWER.fullmatch(text) is not None
+    return all(text.count(tag) == 1 for tag in TAGS) and _THINK_ANSWER.fullmatch(text) is not None
 
 
 def opened_thought(prompt: str | list[dict[str, Any]]) -> str:
     """``<think>`` where a prompt, or a message that the model continues, ends with it; else nothing."""
     continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
-    return _TAGS[0] if continues and text_of(prompt).rstrip().endswith(_TAGS[0]) else ""
+    return TAGS[0] if continues and text_of(prompt).rstrip().endswith(TAGS[0]) else ""

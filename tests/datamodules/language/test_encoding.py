@@ -5,12 +5,15 @@ import logging
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from datamodules import PromptDataModule
 from datamodules.language.conversations import as_conversation
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.judgements import as_judgement, mismatched
 from datamodules.language.preference_forms import as_preference
+from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
+from tests.training import fit
 
 EACH = "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
 OPEN = "{% if add_generation_prompt %}(a:{% endif %}"
@@ -222,6 +225,41 @@ def test_a_prompt_with_the_bos_token_that_the_template_writes_by_name_is_refused
         TextEncoder(tokenizer).prompts([rendered])
     (ids,) = TextEncoder(tokenizer, chat_template=False).prompts([rendered])
     assert tokenizer.decode(ids) == rendered
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # fmt: skip
+
+
+def test_the_end_of_a_turn_that_ends_no_completion_is_known():
+    """As of a Qwen base model: its template is ChatML, its EOS token <|endoftext|>."""
+    encode = encoder(CHATML)
+    tokenizer = encode.tokenizer
+    assert encode.unknown_end([tokenizer.eos_token_id]) is None, "characters that may stand in any text"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert encode.unknown_end([tokenizer.eos_token_id]) == "<|im_end|>"
+    assert encode.unknown_end([tokenizer.eos_token_id, end]) is None
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert encode.unknown_end([tokenizer.eos_token_id]) is None
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_what_completions_do_not_end_with_and_rewards_do_not_see_is_said_once(is_special, caplog):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<think>", "</think>"], special_tokens=is_special)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = GRPO(model_config={**sizes, "vocab_size": len(tokenizer)}, tokenizer_name_or_path=tokenizer,
+                 max_completion_length=3)  # fmt: skip
+    data = PromptDataModule("addition", num_generations=2, batch_size=4, n_train=4, eval_steps=0)
+    with caplog.at_level(logging.WARNING):
+        fit(model, data, max_steps=2)
+    told = [message for message in caplog.messages if message.startswith("addition: ")]
+    assert len(told) == (2 if is_special else 0)
+    if is_special:
+        assert "end with '<eos>', and not with '<|im_end|>'" in told[0]
+        assert "<think>, </think> are special tokens" in told[1]
 
 
 def test_a_prompt_may_speak_of_a_tag_that_the_chat_template_writes():
