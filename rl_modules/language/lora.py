@@ -127,11 +127,15 @@ def adapts_tied_weight(network: PreTrainedModel) -> bool:
     if any(layer is None for layer in layers):
         return False
     weights = [getattr(_base_layer(layer), "weight", None) for layer in layers]
-    return weights[0] is not None and weights[0] is weights[1] and any(_has_delta(layer) for layer in layers)
+    # peft trains tokens of both layers together where their lists are the same.
+    tokens = getattr(layers[0], "token_adapter", None)
+    is_parted = any(_has_delta(layer) for layer in layers) or (tokens is not None and not tokens.tied_adapter)
+    return weights[0] is not None and weights[0] is weights[1] and is_parted
 
 
 def _base_layer(layer: Any) -> Any:
-    return layer.get_base_layer() if _has_delta(layer) else layer
+    layer = getattr(layer, "token_adapter", layer)
+    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
 
 def _has_delta(layer: Any) -> bool:

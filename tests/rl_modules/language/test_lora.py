@@ -50,11 +50,16 @@ TIED = {
     "both": {"target_modules": ["embed_tokens", "lm_head"]},
     "whole output layer": {"target_modules": TARGETS, "modules_to_save": ["lm_head"]},
     "tokens": {"target_modules": TARGETS, "trainable_token_indices": [5, 6]},
+    "tokens of the output layer": {"target_modules": TARGETS, "trainable_token_indices": {"lm_head": [5, 6]}},
+    "other tokens of each": {
+        "target_modules": TARGETS,
+        "trainable_token_indices": {"lm_head": [5, 6], "embed_tokens": [5, 7]},
+    },
     "neither": {"target_modules": TARGETS},
 }
 
 
-@pytest.mark.parametrize("case", quick(TIED, "output layer", "embedding"))
+@pytest.mark.parametrize("case", quick(TIED, "output layer", "embedding", "tokens of the output layer"))
 def test_an_export_of_tied_embeddings_has_the_trained_models_logits(case: str, tmp_path: Path) -> None:
     """Independent source: transformers reads the directory."""
     module = SFT(model_config=TINY, lora={"r": 4, **TIED[case]}, learning_rate=3e-2)
