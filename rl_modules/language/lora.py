@@ -92,7 +92,25 @@ def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradi
     if getattr(config, "target_modules_to_tie", None):
         raise UsageError("lora.ensure_weight_tying=true with adapters on tied layers makes two parameters of one "
                          "weight, each with a step of its own; leave it at false, and an export has both")  # fmt: skip
+    freeze_unread_parts(model)  # which has the adapters now; an image encoder's layers have a language model's names
     return made
+
+
+def freeze_unread_parts(model: PreTrainedModel) -> None:
+    """Freeze what a text does not go through: the image and sound encoders of a composite model.
+
+    Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
+
+    Args:
+        model: of transformers, with the layers of peft or without.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return
+    head = getattr(model, "score", None) or model.get_output_embeddings()
+    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
 
 
 # -------------------------------------------------------------------- merging

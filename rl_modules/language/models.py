@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.lora import add_lora, merged, refuse_adapters_alone
+from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_adapters_alone
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
 
@@ -198,7 +198,6 @@ def make_model(
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)
-        freeze_unread_parts(model.get_base_model())  # adapters in an image encoder have a language model's names
     return model
 
 
@@ -223,23 +222,6 @@ def require_head(config: PretrainedConfig, head: str) -> None:
                          "can be made of it; take an architecture such as Qwen3, Llama, Gemma or GPT-NeoX")  # fmt: skip
     raise UsageError(f"transformers has no causal language model for {kind}; take a decoder-only architecture such as "
                      "Qwen3, Llama or Gemma")  # fmt: skip
-
-
-def freeze_unread_parts(model: PreTrainedModel) -> None:
-    """Freeze what a text does not go through: the image and sound encoders of a composite model.
-
-    Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
-
-    Args:
-        model: of transformers, without adapters.
-    """
-    if text_config(model.config) is model.config:
-        return
-    head = getattr(model, "score", None) or model.get_output_embeddings()
-    read = {id(p) for part in (model.get_decoder(), head) if part is not None for p in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in read:
-            parameter.requires_grad_(False)
 
 
 def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:

@@ -304,6 +304,14 @@ def test_adapters_of_an_image_encoder_do_not_train(targets: Any, tmp_path: Path)
     assert_resumes_exactly(module, pairs, tmp_path, epochs=2)
 
 
+@pytest.mark.parametrize("algorithm", [GRPO, RewardModel])
+def test_every_algorithm_leaves_adapters_of_an_image_encoder_out(algorithm: Any) -> None:
+    module = algorithm(model_config=ARCHITECTURES["Gemma-3"], lora=LORA)
+    module.configure_model()
+    names = [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
+    assert any("language_model" in name for name in names) and not any("vision" in name for name in names)
+
+
 def test_what_is_no_lora_config_is_refused() -> None:
     from peft import PrefixTuningConfig
 
