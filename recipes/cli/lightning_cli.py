@@ -125,6 +125,7 @@ class RLCLI(LightningCLI):
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
         if self.resumed is not None:
             runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
+        runs.number_alike(self.trainer)
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
 
     def instantiate_classes(self) -> None:

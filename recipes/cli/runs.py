@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from recipes import language
 from recipes.callbacks import curves
@@ -24,18 +24,25 @@ LOGS = "logs"
 
 def set_folder(config: Any) -> None:
     """Fills in where the logger writes: ``<default_root_dir>/logs/<algorithm>-<task>``, where nothing else is given."""
-    logger = config["trainer"]["logger"]
-    if not hasattr(logger, "init_args"):
-        return
+    given = config["trainer"]["logger"]
     root = config["trainer"].get("default_root_dir")
-    if root is not None and logger.init_args.get("save_dir") == LOGS:
-        logger.init_args.save_dir = str(Path(root) / LOGS)
-    if logger.init_args.get("name", "") is None:
-        algorithm = config["model"]["class_path"].rpartition(".")[2]
-        settings = config["data"]["init_args"]
-        task = settings.get("env_id") or language.task_name(settings)
-        task = task or config["data"]["class_path"].rpartition(".")[2]
-        logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+    for logger in given if isinstance(given, list) else [given]:
+        if not hasattr(logger, "init_args"):
+            continue
+        if root is not None and logger.init_args.get("save_dir") == LOGS:
+            logger.init_args.save_dir = str(Path(root) / LOGS)
+        if logger.init_args.get("name", "") is None:
+            algorithm = config["model"]["class_path"].rpartition(".")[2]
+            settings = config["data"]["init_args"]
+            task = settings.get("env_id") or language.task_name(settings)
+            task = task or config["data"]["class_path"].rpartition(".")[2]
+            logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+
+
+def _logger(config: Any) -> Any:
+    """The logger whose folder is the run's: the first of several, as in Lightning."""
+    given = config["trainer"]["logger"]
+    return (given[0] if given else False) if isinstance(given, list) else given
 
 
 def run_name(algorithm: str, data: Any) -> str:
@@ -102,7 +109,7 @@ def _require_free_folder(config: Any) -> None:
     Raises:
         UsageError: names the folder.
     """
-    logger = config["trainer"]["logger"]
+    logger = _logger(config)
     if not str(getattr(logger, "class_path", "")).endswith(("TensorBoardLogger", "CSVLogger")):
         return
     folder = _run_folder(config) if logger.init_args.get("version") is not None else None
@@ -117,7 +124,7 @@ def _take_requeued_folder(config: Any, arguments: list[str]) -> None:
     With ``--resume`` a job of another number, which has no such folder, continues the newest run: of the same command
     if there is one.
     """
-    logger = config["trainer"]["logger"]
+    logger = _logger(config)
     is_tensorboard = str(getattr(logger, "class_path", "")).endswith("TensorBoardLogger")
     if is_tensorboard and SLURMEnvironment.detect() and logger.init_args.get("version") is None:
         command = f"{zlib.crc32(' '.join(word for word in arguments if word != '--resume').encode()):08x}"
@@ -140,15 +147,16 @@ def _resolve(config: Any, command: str, name: str) -> tuple[Path | None, resume.
                          f"{folder or _parent_folder(config)}; give a path")  # fmt: skip
     if command != "fit" or folder is None:
         return found, None
-    if hasattr(config["trainer"]["logger"], "init_args"):
-        config["trainer"]["logger"].init_args.version = folder.name
+    logger = _logger(config)
+    if hasattr(logger, "init_args"):
+        logger.init_args.version = folder.name
     return found, resume.Run(folder, found)
 
 
 def _run_folder(config: Any) -> Path | None:
     """Returns the folder of the newest run, or of the given ``version``; None where there is no run."""
     parent = _parent_folder(config)
-    logger = config["trainer"]["logger"]
+    logger = _logger(config)
     if not hasattr(logger, "init_args"):
         return parent
     version = logger.init_args.get("version")
@@ -162,7 +170,7 @@ def _run_folder(config: Any) -> Path | None:
 
 
 def _parent_folder(config: Any) -> Path:
-    logger = config["trainer"]["logger"]
+    logger = _logger(config)
     if logger in (False, None):
         return Path(config["trainer"]["default_root_dir"] or ".")
     settings = getattr(logger, "init_args", None)
@@ -194,6 +202,9 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
             callback.last_path = run.checkpoint
     states = (checkpoint or {}).get("callbacks", {})
     written = states.get("Checkpoints", {})
+    if len(written.get("loggers", [])) == len(trainer.loggers):
+        for logger in _unnumbered(trainer):
+            logger._version = run.folder.name
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
             curves.cut(Path(logger.log_dir), written.get("curves", {}))
@@ -201,3 +212,19 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
     positions = written.get("loggers", [])
     for adapter, position in zip(own, positions if len(positions) == len(own) else [{}] * len(own), strict=True):
         adapter.cut(position)
+
+
+def number_alike(trainer: Any) -> None:
+    """Gives the folders of a new run's loggers one version, by which a resumed run finds them all."""
+    if len(trainer.loggers) < 2 or not (loggers := _unnumbered(trainer)):
+        return
+    given = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
+    number = max(logger._get_next_version() for logger in loggers) if given is None else given
+    for logger in loggers:
+        logger._version = number
+
+
+def _unnumbered(trainer: Any) -> list[Any]:
+    """The loggers that number their folders and have none yet."""
+    kinds = (TensorBoardLogger, CSVLogger)
+    return [logger for logger in trainer.loggers if isinstance(logger, kinds) and logger._version is None]

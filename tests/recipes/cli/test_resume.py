@@ -1,8 +1,11 @@
 """``rl fit --resume``: the run resumes in the same folder, with one curve."""
 
+import csv
+import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -93,6 +96,34 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     os.chdir("whole")
     rl("fit", *RUN)
     assert chaos.compare(tmp_path / "whole", tmp_path) == []
+
+
+def test_a_run_of_several_loggers_resumes_in_the_folders_of_all(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_modules import PPO
+
+    Path("csv/PPO-CartPole-v1/version_1").mkdir(parents=True)  # another run's, whose number TensorBoard does not have
+    loggers = [{"class_path": name, "init_args": {"save_dir": folder}}
+               for name, folder in (("TensorBoardLogger", "logs"), ("CSVLogger", "csv"))]  # fmt: skip
+    run = [*RUN, "--trainer.logger", json.dumps(loggers)]
+    step = PPO.training_step
+
+    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch == 2 and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPO, "training_step", stops)
+        code, _, err = rl("fit", *run)
+    assert code == 128 + signal.SIGTERM
+    code, out, err = rl(*shlex.split(err.splitlines()[-1])[1:])  # the command that is printed
+    assert code == 0, err
+    assert "resuming from logs/PPO-CartPole-v1/version_2/checkpoints/last.ckpt (768 transitions)" in out
+    assert [path.name for path in FOLDER.iterdir()] == ["version_2"]
+    assert steps(FOLDER / "version_2", "train/loss") == [256, 512, 768, 1024]
+    with Path("csv/PPO-CartPole-v1/version_2/metrics.csv").open(newline="") as file:
+        rows = [row["step"] for row in csv.DictReader(file) if row["train/loss"]]
+    assert rows == ["256", "512", "768", "1024"]
 
 
 @pytest.mark.long
