@@ -1,5 +1,6 @@
 """The resolved config of a run, as a file and in TensorBoard's TEXT tab, and the layout of its curves."""
 
+import re
 from typing import Any
 
 import lightning as L
@@ -27,6 +28,11 @@ class ConfigRecord(SaveConfigCallback):
             if name in recorded:
                 recorded[name] = value
         recorded.pop("weights_only", None)  # always true
+        loggers = recorded["trainer"]["logger"]
+        for logger in loggers if isinstance(loggers, list) else [loggers]:
+            settings = getattr(logger, "init_args", {})
+            if re.fullmatch(r"version_\d+", str(settings.get("version"))):
+                settings["version"] = None  # the number of the folder that is resumed
         super().__init__(parser, recorded, **arguments, save_to_log_dir=False)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -98,6 +98,13 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert chaos.compare(tmp_path / "whole", tmp_path) == []
 
 
+def test_a_resumed_run_s_config_starts_a_new_run(rl: Any, stopped: Path) -> None:
+    assert rl("fit", *RUN, "--resume")[0] == 0
+    code, _, err = rl("fit", "--config", f"{FOLDER}/version_0/config.yaml")
+    assert code == 0, err
+    assert steps(FOLDER / "version_1", "train/loss") == [256, 512, 768, 1024]
+
+
 def test_a_run_of_several_loggers_resumes_in_the_folders_of_all(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
