@@ -3,11 +3,16 @@
 import re
 from typing import Any, ClassVar
 
+import torch
+from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli.sentences import one_sentence
 from rl_modules.common.errors import UsageError
+
+# A default of StochasticWeightAveraging's; the recorded config holds its name.
+register_type(torch.device)
 
 
 class ParserError(UsageError):

@@ -290,6 +290,16 @@ def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any, callback: str, mo
     assert re_line(err, "error: ", f"monitor='{monitor}'", near) and "Traceback" not in err
 
 
+def test_the_recorded_config_of_averaged_weights_runs_again(rl: Any, tmp_path: Path) -> None:
+    averaged = ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.01",
+                "--trainer.callbacks.swa_epoch_start=1"]  # fmt: skip
+    assert rl("fit", *RUN, *averaged)[0] == 0
+    recorded = next(tmp_path.glob("logs/*/version_0/config.yaml"))
+    assert "device: cpu" in recorded.read_text()
+    code, _, err = rl("fit", "--config", str(recorded))
+    assert code == 0, err
+
+
 @pytest.mark.long
 def test_an_error_in_a_run_keeps_its_traceback(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
