@@ -31,8 +31,9 @@ def quiet() -> None:
         ours.setLevel(logging.INFO)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # The report of a profiler that the user requested.
-    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
+    # The report of a profiler that the user requested, and why EarlyStopping with `verbose` ended a run.
+    for name in ("lightning.pytorch.profilers", "lightning.pytorch.callbacks.early_stopping"):
+        logging.getLogger(name).setLevel(logging.INFO)
     for message in _HIDDEN:
         warnings.filterwarnings("ignore", message)
 

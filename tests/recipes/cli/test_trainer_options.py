@@ -1,6 +1,7 @@
 """Trainer options, loggers and seeds do through ``rl`` what they do in Lightning."""
 
 import csv
+import json
 import os
 import random
 import re
@@ -288,6 +289,14 @@ def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any, callback: str, mo
                       f"--trainer.callbacks.monitor={monitor}")  # fmt: skip
     assert code == 1
     assert re_line(err, "error: ", f"monitor='{monitor}'", near) and "Traceback" not in err
+
+
+def test_early_stopping_says_why_it_ends_a_run(rl: Any) -> None:
+    stop = {"monitor": "eval/mean_reward", "mode": "max", "patience": 1, "min_delta": 1000.0, "verbose": True}
+    given = ["--trainer.callbacks+=EarlyStopping", f"--trainer.callbacks.init_args={json.dumps(stop)}"]
+    code, out, err = rl("fit", *RUN, "--data.eval_freq=256", *given)
+    assert code == 0, err
+    assert re_line(out + err, "Monitored metric eval/mean_reward did not improve in the last 1 records")
 
 
 def test_the_recorded_config_of_averaged_weights_runs_again(rl: Any, tmp_path: Path) -> None:
