@@ -135,9 +135,9 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if self._saved_settings is not None:
+        if self._saved_settings:  # empty: another callback wrote the checkpoint before there were optimizers
             apply_changes(trainer, self._saved_settings, self._settings)
-            self._saved_settings = None
+        self._saved_settings = None
         if self.progress is not None:
             self.progress.start(trainer)
         self._pause_s = min(FIRST_AFTER_S, self.interval_s)

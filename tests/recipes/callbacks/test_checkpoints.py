@@ -159,6 +159,16 @@ def test_writing_takes_no_larger_share_than_allowed(tmp_path: Path, monkeypatch:
 # -------------------------------------------------------------------- whole or not at all
 
 
+def test_a_checkpoint_of_a_callback_before_there_are_optimizers_is_resumed(tmp_path: Path) -> None:
+    class Early(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+
+    fit(PPO(), ppo_data(), **saving(tmp_path / "a", Early()))
+    fit(PPO(), ppo_data(), tmp_path / "start.ckpt", **saving(tmp_path / "b"))
+    assert_equal_checkpoints(tmp_path / "a/checkpoints/last.ckpt", tmp_path / "b/checkpoints/last.ckpt")
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> None:
     target = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"x": torch.zeros(3)}, target)
