@@ -193,6 +193,7 @@ class RolloutDataModule(ControlDataModule):
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
+        self._check_batch_size(self.batch_size, self.n_envs * self.n_steps)  # a callback may have set it
         return LazyLoader(self.rollouts_per_epoch * self._batches_per_rollout, self._minibatches)
 
     @property

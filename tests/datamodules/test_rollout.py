@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 
 from datamodules import RolloutDataModule
 from datamodules.envs.vector import make_env, make_vector_env
@@ -8,6 +9,7 @@ from datamodules.evaluation import run_episodes
 from rl_modules import A2C, PPO, PQN, REINFORCE, TRPO, RecurrentA2C, RecurrentPPO
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter
+from tests.training import fit, rollouts
 
 
 class Recorder(PPO):
@@ -245,3 +247,9 @@ def test_engine_refuses_wrappers_and_environments_without_one():
         make_vector_env("CartPole-v1", 2, "vector_entry_point", wrappers=["FlattenObservation"])
     with pytest.raises(UsageError, match="has no vectorised engine; those that have are .*CartPole-v1"):
         make_vector_env("Acrobot-v1", 2, "vector_entry_point")
+
+
+def test_a_batch_size_that_a_callback_sets_is_checked():
+    data = rollouts("CartPole-v1", n_envs=2, n_steps=16, batch_size=16, total_timesteps=128)
+    with pytest.raises(UsageError, match=r"batch_size=64 must lie between 1 and n_envs\*n_steps=32"):
+        fit(PPO(), data, callbacks=[BatchSizeFinder(init_val=16, steps_per_trial=1)])
