@@ -47,6 +47,8 @@ def record_episodes(
         raise UsageError(f"recording needs moviepy, which is not installed: {install('video')}")
     if n_episodes < 1:
         raise UsageError(f"n_episodes={n_episodes} must be at least 1")
+    if folder.is_file():
+        raise UsageError(f"the videos would go into the folder {folder}, but that is a file; give another")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
     env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
     if isinstance(env, VectorEnv):

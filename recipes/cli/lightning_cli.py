@@ -106,6 +106,8 @@ class RLCLI(LightningCLI):
         torch.set_num_threads(config["threads"])
         trainer_settings.check(config["trainer"])
         runs.set_folder(config)
+        if self.command == "fit" and not config["trainer"].get("fast_dev_run"):
+            trainer_settings.require_writable(config["trainer"])
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
 
     def _require_weights(self, config: Any) -> None:

@@ -113,6 +113,28 @@ def check(trainer: Any) -> None:
                              "--trainer.default_root_dir")  # fmt: skip
 
 
+def require_writable(trainer: Any) -> None:
+    """Refuses folders of a training run in which nothing can be written: it would end in a traceback.
+
+    Args:
+        trainer: the Trainer's part of the config.
+
+    Raises:
+        UsageError: names the folder.
+    """
+    given = trainer.get("logger")
+    loggers = given if isinstance(given, list) else [given]
+    saves = [getattr(getattr(logger, "init_args", None), "save_dir", None) for logger in loggers]
+    for folder in (trainer.get("default_root_dir"), *saves):
+        if folder is None or "://" in str(folder):  # a store elsewhere
+            continue
+        parts = [Path(folder), *Path(folder).parents]
+        there = next((part for part in parts if part.is_dir()), None)
+        if there is not None and not os.access(there, os.W_OK):
+            raise UsageError(f"the logs would go into the folder {folder}, but {there.resolve()} can't be written; "
+                             "give another with --trainer.default_root_dir")  # fmt: skip
+
+
 def sentence(error: BaseException, config: Any) -> str:
     """What Lightning says about the Trainer's arguments, with the argument's name and the remedy."""
     text = one_sentence(str(error))

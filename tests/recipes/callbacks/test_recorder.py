@@ -130,3 +130,10 @@ def test_what_renders_no_frames_is_one_sentence(monkeypatch, tmp_path):
         record_episodes(policy, RolloutDataModule(make_endless), tmp_path)
     with pytest.raises(UsageError, match=r"recording films one environment, and .*make_vector makes a vector of 2;"):
         record_episodes(policy, RolloutDataModule(make_vector), tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    (tmp_path / "film.mp4").touch()
+    with pytest.raises(UsageError, match=r"the folder .*film.mp4, but that is a file"):
+        record_episodes(OneAction(), RolloutDataModule("CartPole-v1"), tmp_path / "film.mp4")

@@ -97,6 +97,21 @@ def test_default_root_dir_moves_the_whole_run(rl: Any, tmp_path: Path) -> None:
     assert "resuming from elsewhere/logs/PPO-CartPole-v1/version_0/checkpoints/last.ckpt (1,024 transitions)" in out
 
 
+@pytest.mark.parametrize("options", [[], ["--trainer.default_root_dir", "shut/runs"]])
+def test_a_folder_that_can_not_be_written_is_named(
+    rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    shut = tmp_path / "shut" if options else tmp_path
+    shut.mkdir(exist_ok=True)
+    # Root, as whom tests may run, may write anywhere.
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).resolve() != shut and access(path, mode))
+    code, _, err = rl("fit", *RUN, *options)
+    assert code == 1
+    assert re_line(err, "error: the logs would go into the folder", f"but {shut} can't be written; give another with")
+    assert len(err.strip().splitlines()) == 1
+
+
 @pytest.mark.long
 def test_a_logger_s_own_folder_wins_over_default_root_dir(rl: Any, tmp_path: Path) -> None:
     code, _, err = rl("fit", *RUN, "--trainer.default_root_dir", "elsewhere", "--trainer.logger.save_dir", "mine")
