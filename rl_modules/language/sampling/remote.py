@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -47,6 +48,10 @@ class Server:
         self.host, self.port = host, int(port)
         #: Whether it has the latest weights.
         self.current = False
+        #: The run whose weights these are.
+        self.run: str | None = None
+        #: Why it was left out last.
+        self.failure: Exception | None = None
         #: Whether its log-probabilities have been compared with the model's.
         self.checked = False
         self.spec = EngineSpec({}, 0, 0, False)
@@ -85,19 +90,21 @@ class Server:
                              f"{PROTOCOL}; start it with the same version")  # fmt: skip
         return answer
 
-    def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes]) -> None:
+    def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes], run: str) -> None:
         """Give the server the model, unless it has it, and its weights.
 
         Args:
             spec_of: the model's description, by whether the engine unties its output layer.
             version: of the weights.
             parts: of the weights, safetensors.
+            run: whose weights they are.
         """
         self.spec = spec_of(self.health()["untied"])
         self.ask("/model", json.dumps(asdict(self.spec)).encode())
         for number, part in enumerate(parts):
-            self.ask(f"/weights?version={version}&last={int(number == len(parts) - 1)}", part)
-        self.current = True
+            place = f"first={int(number == 0)}&last={int(number == len(parts) - 1)}"
+            self.ask(f"/weights?version={version}&run={run}&{place}", part)
+        self.current, self.run, self.failure = True, run, None
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
         """One completion per prompt; the interface of an engine, for its check."""
@@ -107,7 +114,8 @@ class Server:
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings
     ) -> list[tuple[Row, int]]:
         """One completion per prompt, each with the version of the weights that wrote it."""
-        body = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds], "settings": asdict(settings)}
+        body = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds], "settings": asdict(settings),
+                "run": self.run}  # fmt: skip
         answer = self.ask("/generate", json.dumps(body).encode())
         return [(Row(**row), answer["version"]) for row in answer["rows"]]
 
@@ -149,6 +157,8 @@ class ServerSampler:
         self.device, self.retries, self.retry_wait_s = device, retries, retry_wait_s
         self.pushes = pushes
         self.version = 0
+        # Two runs have equal versions: without a name of its own a run would take what another's weights write.
+        self._run = uuid.uuid4().hex
         self._weights: Fingerprint | None = None
         self._spec_of: Callable[[bool], EngineSpec]
         self._parts: list[bytes] = []
@@ -191,8 +201,10 @@ class ServerSampler:
             time.sleep(self.retry_wait_s)
         else:
             addresses = ", ".join(server.address for server in self.servers)
-            raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries; start `rl serve` "
-                             "again, then add --resume")  # fmt: skip
+            failures = "; ".join(dict.fromkeys(str(server.failure) for server in self.servers if server.failure))
+            reason = f" ({failures})" if failures else ""
+            raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries{reason}; start `rl "
+                             "serve` again, then add --resume")  # fmt: skip
         found = [row for row in rows if row is not None]
         if on_ended is not None:
             for number, (row, _) in enumerate(found):
@@ -219,7 +231,7 @@ class ServerSampler:
             try:
                 answer = server.generate_versioned([asked[i] for i in numbers], [seeds[i] for i in numbers], settings)
             except _UNREACHABLE as error:
-                server.current = False
+                server.current, server.failure = False, error
                 log.warning("%s does not answer (%s); its prompts are asked again", server.address, error)
                 return
             for i, row in zip(numbers, answer, strict=True):
@@ -256,7 +268,7 @@ class ServerSampler:
             check_engine(model, server)
             server.checked = True
         except _UNREACHABLE as error:
-            server.current = False
+            server.current, server.failure = False, error
             log.warning("%s does not answer (%s)", server.address, error)
 
     def _bring_back(self) -> bool:
@@ -272,12 +284,13 @@ class ServerSampler:
                     continue
                 try:
                     if self.pushes:
-                        server.load(self._spec_of, self.version, self._parts)
+                        server.load(self._spec_of, self.version, self._parts, self._run)
                     else:
-                        server.current = server.health()["version"] == self.version
+                        health = server.health()
+                        server.current, server.run = health["version"] == self.version, health.get("run")
                         expects_weights |= not server.current
-                except _UNREACHABLE:
-                    continue
+                except _UNREACHABLE as error:
+                    server.failure = error
         return expects_weights
 
     def sleep(self) -> None:

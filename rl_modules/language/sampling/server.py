@@ -4,8 +4,8 @@ Bodies are JSON, weights safetensors: nothing is unpickled. Requests are answere
 
 GET  /health    what the server is, and the version of its weights
 POST /model     the model's EngineSpec; starts an engine, unless the same one runs
-POST /weights   ?version=…&last=0|1: a part of the weights; the last part has the engine load them all
-POST /generate  prompts, seeds and settings; one completion per prompt
+POST /weights   ?version=…&run=…&first=0|1&last=0|1: a part of a run's weights; the last part has the engine load all
+POST /generate  prompts, seeds, settings and the run; one completion per prompt, with that run's weights
 POST /sleep     releases device memory
 """
 
@@ -32,7 +32,9 @@ MakeEngine = Callable[[EngineSpec], Engine]
 
 
 class NotReadyError(Exception):
-    """The server lacks the model or its weights, because it has just started or sleeps; the run sends them again."""
+    """The server lacks the run's model or weights: it has just started, sleeps, or has another run's. The run sends
+    them again.
+    """
 
 
 class Service:
@@ -47,14 +49,17 @@ class Service:
         self.make_engine, self.unties = make_engine, unties
         self.engine: Engine | None = None
         self.version: int | None = None
+        #: The run whose weights the engine has.
+        self.run: str | None = None
         self._parts: dict[str, Tensor] = {}
+        self._sender: str | None = None
         self._asleep = False
         self._lock = threading.Lock()
 
     def health(self) -> dict[str, Any]:
         """What a run must know; answered while completions are written."""
         model = None if self.engine is None else asdict(self.engine.spec)
-        return {"protocol": PROTOCOL, "model": model, "version": self.version, "untied": self.unties}
+        return {"protocol": PROTOCOL, "model": model, "version": self.version, "run": self.run, "untied": self.unties}
 
     def model(self, body: dict[str, Any]) -> dict[str, Any]:
         """Start an engine for the model, in place of one for another."""
@@ -67,9 +72,15 @@ class Service:
                 self.engine = self.make_engine(spec)
         return {}
 
-    def weights(self, body: bytes, version: int, last: bool) -> dict[str, Any]:
-        """Collect a part of the weights; load them with the last one."""
+    def weights(
+        self, body: bytes, version: int, last: bool, run: str | None = None, first: bool = False
+    ) -> dict[str, Any]:
+        """Collect a part of a run's weights; load them with the last one."""
         with self._lock:
+            if first:  # what a run that was killed has left is dropped
+                self._parts, self._sender = {}, run
+            elif run != self._sender:
+                raise NotReadyError("another run sends it weights; give each run a server of its own")
             self._parts |= safetensors.torch.load(body)
             if last:
                 parts, self._parts = self._parts, {}
@@ -79,7 +90,7 @@ class Service:
                     self._asleep = False
                 self.version = None  # while they are loaded the weights are of no version
                 engine.load_weights(parts.items())
-                self.version = version
+                self.version, self.run = version, run
         return {}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +99,8 @@ class Service:
         with self._lock:
             if self.version is None:
                 raise NotReadyError("the server has no weights; POST /weights first")
+            if body.get("run") != self.run:
+                raise NotReadyError("another run has given it its weights; give each run a server of its own")
             rows = self._running().generate(body["prompts"], body["seeds"], SamplingSettings(**settings))
             return {"rows": [asdict(row) for row in rows], "version": self.version}
 
@@ -130,7 +143,9 @@ def make_server(service: Service, host: str, port: int) -> ThreadingHTTPServer:
             query = {name: values[0] for name, values in parse_qs(where.query).items()}
             answers: dict[str, Callable[[], dict[str, Any]]] = {
                 "/model": lambda: service.model(json.loads(body)),
-                "/weights": lambda: service.weights(body, int(query["version"]), query["last"] == "1"),
+                "/weights": lambda: service.weights(
+                    body, int(query["version"]), query["last"] == "1", query.get("run"), query.get("first") == "1"
+                ),
                 "/generate": lambda: service.generate(json.loads(body)),
                 "/sleep": service.sleep,
             }

@@ -199,7 +199,7 @@ def test_rows_of_older_weights_are_written_again() -> None:
     with running_server() as (service, address):
         module, data = asynchronous(address, 1)
         load = service.weights
-        service.weights = lambda body, version, last: load(body, 0 if version == 3 else version, last)  # type: ignore[method-assign]
+        service.weights = lambda body, version, *rest: load(body, 0 if version == 3 else version, *rest)  # type: ignore[method-assign]
         generations = []
         again = data._without_stale
 

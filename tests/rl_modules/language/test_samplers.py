@@ -5,11 +5,13 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.remote import ServerSampler
+from rl_modules.language.sampling.server import NotReadyError
 from tests.rl_modules.language.sampler_cases import (
     EOS,
     POSITIONS,
@@ -185,3 +187,32 @@ def test_a_rank_does_not_wait_for_a_server_that_is_gone(model):
     other.update_weights(model, 1)
     with pytest.raises(UsageError, match="none of .* answers after 1 retries"):
         other.sample(PROMPTS, 1, range(3), settings())
+
+
+def test_two_runs_at_one_server_get_the_completions_of_their_own_weights():
+    models, wait = [tiny_model(seed) for seed in (0, 1)], {"retry_wait_s": 0.01}
+    with running_server() as (service, address):
+        first, second = (ServerSampler([address], "cpu", **wait) for _ in models)
+        first.update_weights(models[0], 1)
+        alone = first.sample(PROMPTS, 1, range(3), settings())
+        second.update_weights(models[1], 1)  # of the same optimizer step, so that the versions are equal
+        others = second.sample(PROMPTS, 1, range(3), settings())
+        again = first.sample(PROMPTS, 1, range(3), settings())
+        assert again.tokens.tolist() == alone.tokens.tolist() != others.tokens.tolist()
+        # Weights of two runs, in parts that arrive in turns, are not mixed.
+        parts = [save({name: weight.contiguous()}) for name, weight in list(models[0].state_dict().items())[:2]]
+        service.weights(parts[0], 2, False, "first", True)
+        service.weights(parts[0], 2, False, "second", True)
+        with pytest.raises(NotReadyError, match="another run sends it weights"):
+            service.weights(parts[1], 2, True, "first")
+
+
+def test_an_engine_that_does_not_start_is_named_when_the_run_gives_up(model):
+    def broken(spec):
+        raise RuntimeError("CUDA out of memory")
+
+    with running_server(broken) as (_, address):
+        sampler = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01)
+        sampler.update_weights(model, 1)
+        with pytest.raises(UsageError, match=r"answers after 1 retries \(RuntimeError: CUDA out of memory\)"):
+            sampler.sample(PROMPTS, 1, range(3), settings())
