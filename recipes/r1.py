@@ -24,6 +24,7 @@ from recipes.stages import (
     load_policy,
     run_command,
     stage_options,
+    writing_options,
 )
 from rl_modules.common.errors import UsageError
 
@@ -70,7 +71,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     check(given, options, seed)
     pipeline = Pipeline(given.folder)
     rows: dict[str, dict[str, float]] = {}
-    judge = {**seed, **_of_group(options["grpo"], "data"), **options["evaluation"]}
+    judge = {**seed, **writing_options(options["grpo"]), **options["evaluation"]}
     model: Path | None = None
     done: list[Path] = []
     trained = []
@@ -127,7 +128,7 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
     stages = [stage for stage in ("cold_start", "grpo", "reward_model", "final") if stage not in left_out]
     if "final" in left_out:
         stages.remove("reward_model")
-    judge = {**seed, **_of_group(options["grpo"], "data"), **options["evaluation"]}
+    judge = {**seed, **writing_options(options["grpo"]), **options["evaluation"]}
     check_stages({
         **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in stages},
         "evaluation": ("test", given.grpo, judge),
@@ -182,11 +183,6 @@ def preference(prompt: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None
     if (best["correct"], best["length"]) == (worst["correct"], worst["length"]):
         return None
     return {"prompt": prompt, "chosen": best["completion"], "rejected": worst["completion"]}
-
-
-def _of_group(options: dict[str, str], group: str) -> dict[str, str]:
-    """Those options of a stage that decide what is measured."""
-    return {key: value for key, value in options.items() if key.startswith(f"{group}.")}
 
 
 if __name__ == "__main__":

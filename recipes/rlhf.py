@@ -29,6 +29,7 @@ from recipes.stages import (
     load_policy,
     run_command,
     stage_options,
+    writing_options,
 )
 from rl_modules.common.errors import UsageError
 
@@ -111,11 +112,10 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     # Another judge of what the policies write: the reward model, where there is one.
     judge = {"model.reward_model_name_or_path": "null"}
     rows: dict[str, dict[str, float]] = {}
-    data = {key: value for key, value in options["ppo"].items() if key.startswith("data.")}
 
     def measure(name: str, model: Path, after: list[Path], stage: str | None = None) -> None:
         arguments = {**seed, "model.model_name_or_path": str(model), "model.ref_model_name_or_path": str(sft), **judge,
-                     **data, **options["evaluation"]}  # fmt: skip
+                     **writing_options(options["ppo"]), **options["evaluation"]}  # fmt: skip
         settings = {"config": config_text(given.ppo), "arguments": arguments}
         rows[name] = pipeline.evaluate(f"{stage or name}_evaluation", lambda: evaluate(given.ppo, arguments), settings,
                                        after)  # fmt: skip
@@ -148,11 +148,10 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
     """Refuses what any stage would refuse, before the first one starts."""
     check_folder(given.folder)
     later = ["dpo"] if given.preferences == "dpo" else ["reward_model", "ppo"]
-    data = {key: value for key, value in options["ppo"].items() if key.startswith("data.")}
     check_stages({
         **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in ("sft", *later)},
-        "preferences": ("test", given.sft, {**seed, **options["preferences"]}),
-        "evaluation": ("test", given.ppo, {**seed, **data, **options["evaluation"]}),
+        "preferences": ("test", given.sft, {**seed, **writing_options(options["sft"]), **options["preferences"]}),
+        "evaluation": ("test", given.ppo, {**seed, **writing_options(options["ppo"]), **options["evaluation"]}),
     })  # fmt: skip
 
 
@@ -172,7 +171,7 @@ def compared(
     """
     # The policy as it is now: what the config says of a new one does not apply.
     policy = {"seed_everything": str(given.seed), "model.model_name_or_path": str(model), "model.model_config": "null",
-              **options["preferences"]}  # fmt: skip
+              **writing_options(options["sft"]), **options["preferences"]}  # fmt: skip
     numbers = {name: getattr(given, name) for name in ("samples", "temperatures", "comparisons")}
     return pipeline.stage(
         name, lambda folder: write_preferences(given.sft, policy, **numbers, folder=folder),

@@ -129,6 +129,16 @@ def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
     return {**arguments, "trainer.devices": "1"}
 
 
+def writing_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Those options of a policy's stage that decide what it reads and writes in an evaluation.
+
+    Args:
+        options: of the stage, by dotted name.
+    """
+    names = {f"model.{name}" for name in ("max_completion_length", "top_k", "min_p", "repetition_penalty")}
+    return {key: value for key, value in options.items() if key.startswith("data.") or key in names}
+
+
 def check_folder(folder: str) -> None:
     """Raises where a pipeline's folder can't be made.
 

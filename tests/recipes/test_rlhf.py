@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from datamodules import PreferenceDataModule
 from datamodules.language.tasks import make_task
 from recipes import r1, rlhf
+from recipes.pipeline import Pipeline
 from recipes.stages import load_policy
 from rl_modules.common.errors import UsageError
 from rl_modules.language.reward_model import RewardModel
@@ -206,3 +207,40 @@ def test_both_roads_learn_from_the_same_comparisons_and_stand_in_one_table(tmp_p
         shutil.rmtree(tmp_path / "out" / name)
     rlhf.main(WORDS)
     assert "dpo" not in (tmp_path / "out/results.md").read_text()
+
+
+@pytest.fixture
+def noted(tmp_path, monkeypatch):
+    """The settings that a pipeline gives to its stages, none of which runs."""
+    monkeypatch.chdir(tmp_path)
+    found = {}
+
+    def stage(self, name, run, outputs, settings=None, after=()):
+        found[name] = settings["arguments"]
+        return self.folder / name
+
+    monkeypatch.setattr(Pipeline, "stage", stage)
+    monkeypatch.setattr(Pipeline, "evaluate", lambda self, name, run, settings, after: stage(
+        self, name, run, (), settings) and {"eval/pass@1": 0.0})  # fmt: skip
+    for name in ("table", "curves"):
+        monkeypatch.setattr(Pipeline, name, lambda *_: None)
+    monkeypatch.setattr(rlhf, "summarise", lambda *_: None)
+    for recipe in (rlhf, r1):
+        monkeypatch.setattr(recipe, "check", lambda *_: None)
+    return found
+
+
+def test_the_policies_are_measured_as_their_stages_write(noted):
+    rlhf.run(*rlhf.parse([
+        "--sft.data.system_prompt=be", "--sft.model.max_completion_length=48", "--sft.model.learning_rate=1",
+        "--ppo.model.max_completion_length=40", "--ppo.model.top_k=5", "--ppo.model.beta=1", "--ppo.data.n_eval=9",
+        "--evaluation.data.n_eval=8",
+    ]))  # fmt: skip
+    written, measured = noted["preferences"], noted["ppo_evaluation"]
+    assert written["data.system_prompt"] == "be" and written["model.max_completion_length"] == "48"
+    assert measured["model.max_completion_length"] == "40" and measured["model.top_k"] == "5"
+    assert measured["data.n_eval"] == "8", "an evaluation's own options come last"
+    assert {"model.learning_rate", "model.beta"}.isdisjoint(written | measured)
+    r1.run(*r1.parse(["--final", "r1/final.yaml", "--grpo.model.max_completion_length=99", "--grpo.data.n_eval=7"]))
+    for name in ("cold_start_evaluation", "grpo_evaluation", "preferences"):
+        assert noted[name]["model.max_completion_length"] == "99" and noted[name]["data.n_eval"] == "7"
