@@ -22,6 +22,7 @@ from pathlib import Path
 
 from recipes.pipeline import Pipeline, scalars
 from recipes.stages import (
+    PROCESSES,
     check_folder,
     check_stages,
     config_text,
@@ -134,7 +135,9 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         ppo = pipeline.fit("ppo", given.ppo, {**start, **options["ppo"]}, done)
         measure("sft", sft, [sft.parent, pairs])
         measure("ppo", ppo, [*done, ppo.parent])
-        arguments = {**judging, "model.model_name_or_path": str(judged)}
+        # Of its options, how many processes train it is not for the evaluation, which runs in this one.
+        arguments = {key: value for key, value in judging.items() if key not in PROCESSES}
+        arguments["model.model_name_or_path"] = str(judged)
         settings = {"config": config_text(given.reward_model), "arguments": arguments}
         rows["reward_model"] = pipeline.evaluate(
             "reward_model_evaluation", lambda: evaluate(given.reward_model, arguments), settings, done

@@ -14,6 +14,9 @@ import yaml
 from recipes import configs
 from rl_modules.common.errors import UsageError
 
+#: Options of the Trainer that say in how many processes a stage trains.
+PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
+
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
     """A pipeline's command: ``run(*parse(args))``, without the libraries' chatter.

@@ -16,7 +16,7 @@ from datamodules import PreferenceDataModule
 from datamodules.language.tasks import make_task
 from recipes import r1, rlhf
 from recipes.pipeline import Pipeline
-from recipes.stages import load_policy
+from recipes.stages import in_one_process, load_policy
 from rl_modules.common.errors import UsageError
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.sft import SFT
@@ -244,3 +244,13 @@ def test_the_policies_are_measured_as_their_stages_write(noted):
     r1.run(*r1.parse(["--final", "r1/final.yaml", "--grpo.model.max_completion_length=99", "--grpo.data.n_eval=7"]))
     for name in ("cold_start_evaluation", "grpo_evaluation", "preferences"):
         assert noted[name]["model.max_completion_length"] == "99" and noted[name]["data.n_eval"] == "7"
+
+
+def test_a_reward_model_that_trains_on_two_devices_is_evaluated_on_one(noted):
+    rlhf.run(*rlhf.parse([
+        "--reward_model.trainer.devices=2", "--reward_model.trainer.strategy=ddp", "--reward_model.data.n_eval=16",
+    ]))  # fmt: skip
+    assert noted["reward_model"]["trainer.devices"] == "2"
+    arguments = in_one_process(noted["reward_model_evaluation"])
+    assert arguments["trainer.devices"] == "1" and "trainer.strategy" not in arguments
+    assert arguments["data.n_eval"] == "16"
