@@ -71,13 +71,11 @@ class Pipeline:
         )
         found = _record(folder)
         if found and {key: found[key] for key in wanted} != wanted:
-            what = (
-                "but an earlier stage ran again since"
-                if found["settings"] == wanted["settings"]
-                else "with other settings"
-            )
+            is_same = found["settings"] == wanted["settings"]
+            what = "but an earlier stage ran again since" if is_same else "with other settings"
+            named = "" if is_same else f" ({'; '.join(changes(found['settings'], wanted['settings']))})"
             raise UsageError(f"{folder} holds the results of stage {name!r}, {what}; remove that folder to run "
-                             "it again, or give the pipeline another folder")  # fmt: skip
+                             f"it again, or give the pipeline another folder{named}")  # fmt: skip
         if "done_at" in found and all((folder / output).exists() for output in outputs):
             self.seconds[name], self.memory[name] = found["seconds"], found.get("memory")
             print(f"{name}: done already, see {folder}")
@@ -205,6 +203,23 @@ class Pipeline:
         draw_curves(points, metrics).save(path)
         print(f"curves: {path}, and tensorboard --logdir {self.folder}")
         return path
+
+
+def changes(old: Any, new: Any, name: str = "settings") -> list[str]:
+    """The settings that differ, as ``model.beta: 0.5 → 1.0``; of a text of several lines, such as a config, its name.
+
+    Args:
+        old: plain data.
+        new: plain data.
+        name: of what they are.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = dict.fromkeys([*old, *new])
+        return [line for key in names for line in changes(old.get(key, "not given"), new.get(key, "not given"), key)]
+    if old == new:
+        return []
+    is_long = any(isinstance(value, str) and "\n" in value for value in (old, new))
+    return [f"{name} has changed" if is_long else f"{name}: {old} → {new}"]
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:

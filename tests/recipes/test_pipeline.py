@@ -200,3 +200,15 @@ def test_a_pipeline_is_started_once(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UsageError, match="LOCAL_RANK=1: a pipeline starts the processes of its stages itself"):
         check_stages({})
+
+
+def test_other_settings_are_named(tmp_path):
+    def run(config, **arguments):
+        settings = {"config": config, "arguments": {"model.beta": "0.5", **arguments}}
+        Pipeline(tmp_path).stage("ppo", writer("a.txt"), ["a.txt"], settings)
+
+    run("model: PPO\nlr: 1\n", **{"data.n_eval": "4"})
+    with pytest.raises(UsageError, match=r"another folder \(model.beta: 0.5 → 1; data.n_eval: 4 → not given\)$"):
+        run("model: PPO\nlr: 1\n", **{"model.beta": "1"})
+    with pytest.raises(UsageError, match=r"another folder \(config has changed\)$"):
+        run("model: PPO\nlr: 2\n", **{"data.n_eval": "4"})
