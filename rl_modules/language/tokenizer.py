@@ -4,8 +4,9 @@ import string
 import tempfile
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import refuse_adapters_alone
@@ -13,6 +14,8 @@ from rl_modules.language.model_objects import prepared
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
+#: Classes of tokenizers that are what their ``tokenizer.json`` says, by the names in ``tokenizer_config.json``.
+_PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -28,6 +31,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    # Added tokens are found before texts are split. AutoTokenizer reads an export of a Qwen2 model with that model's
+    # own way of splitting, under which spaces and line feeds would be left out.
+    tokenizer.add_tokens([AddedToken(space, normalized=False) for space in " \n"])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         clean_up_tokenization_spaces=False,
@@ -45,7 +51,9 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     if name_or_path is None:
         return character_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        # For some types of models, such as Qwen2, AutoTokenizer takes a class that replaces the file's pre-tokenizer.
+        is_plain = get_tokenizer_config(name_or_path).get("tokenizer_class") in _PLAIN
+        tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
         if name_or_path.count("/") != 1 and "/" in name_or_path and not Path(name_or_path).exists():
             raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import checkpoint_activations
-from rl_modules.language.tokenizer import character_tokenizer
+from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -109,3 +109,22 @@ def test_a_judge_without_a_score_head_is_refused_where_it_is_loaded(algorithm, k
     policy = algorithm(model_config=TINY, reward_model_name_or_path=str(tmp_path))
     with pytest.raises(UsageError, match=f"^reward_model_name_or_path=.*can't judge: a {kind} model has no linear"):
         policy.configure_model()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_a_later_stage_reads_texts_in_the_tokens_of_the_first(model_type, tmp_path):
+    """Spaces and line feeds too, which transformers' class for Qwen2 reads otherwise."""
+    tiny = {"model_type": model_type, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2}  # fmt: skip
+    ids = character_tokenizer()(ALPHABET).input_ids
+    assert len(ids) == len(ALPHABET)
+    first = SFT(model_config=tiny)
+    for name in ("first", "second"):
+        first.configure_model()
+        first.export(tmp_path / name)
+        first = SFT(model_name_or_path=str(tmp_path / name))
+        assert first.tokenizer(ALPHABET).input_ids == ids and first.tokenizer.decode(ids) == ALPHABET
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "second")
+    assert theirs(ALPHABET).input_ids == ids and theirs.decode(ids) == ALPHABET
+    again = tokenizer_from_dict(tokenizer_to_dict(first.tokenizer))  # as a checkpoint brings it
+    assert again(ALPHABET).input_ids == ids
