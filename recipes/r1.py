@@ -129,10 +129,12 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
     if "final" in left_out:
         stages.remove("reward_model")
     judge = {**seed, **writing_options(options["grpo"]), **options["evaluation"]}
-    check_stages({
+    found = check_stages({
         **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in stages},
         "evaluation": ("test", given.grpo, judge),
     })  # fmt: skip
+    if "final" not in left_out:
+        require_task(found["evaluation"])
 
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
@@ -154,9 +156,7 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
 
     policy = load_policy(config, arguments)
     data = policy.data
-    if data.task is None:
-        raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
-                         "--final")  # fmt: skip
+    require_task(data)
     records = data.task.records("train", n_prompts)
     pairs: list[dict[str, Any]] = []
     for start in range(0, n_prompts, 64):
@@ -174,6 +174,17 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
     cut = len(pairs) * 9 // 10
     for name, those in (("train", pairs[:cut]), ("test", pairs[cut:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in those), "utf-8")
+
+
+def require_task(data: Any) -> None:
+    """Raises where there are no training prompts that completions could be written to.
+
+    Raises:
+        UsageError: the data is no task.
+    """
+    if data.task is None:
+        raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
+                         "--final")  # fmt: skip
 
 
 def preference(prompt: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None:

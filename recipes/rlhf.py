@@ -19,6 +19,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.pipeline import Pipeline, scalars
 from recipes.stages import (
@@ -151,11 +152,12 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
     """Refuses what any stage would refuse, before the first one starts."""
     check_folder(given.folder)
     later = ["dpo"] if given.preferences == "dpo" else ["reward_model", "ppo"]
-    check_stages({
+    found = check_stages({
         **{stage: ("fit", getattr(given, stage), {**seed, **options[stage]}) for stage in ("sft", *later)},
         "preferences": ("test", given.sft, {**seed, **writing_options(options["sft"]), **options["preferences"]}),
         "evaluation": ("test", given.ppo, {**seed, **writing_options(options["ppo"]), **options["evaluation"]}),
     })  # fmt: skip
+    require_comparisons(found["preferences"])
 
 
 def compared(
@@ -287,8 +289,7 @@ def write_preferences(
 
     policy = load_policy(config, arguments)
     data = policy.data
-    if not hasattr(data.task, "compare"):
-        raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
+    require_comparisons(data)
     for split in ("train", "test"):
         # A prompt of messages is no key of a dictionary.
         records = list({json.dumps(record["prompt"]): record for record in data.task.records(split, None)}.values())
@@ -308,6 +309,16 @@ def write_preferences(
                         if first != second:
                             pair = data.task.compare(record, first, second, rng)
                             file.write(json.dumps({**pair, **policy.as_read(record)}) + "\n")
+
+
+def require_comparisons(data: Any) -> None:
+    """Raises where nothing compares completions.
+
+    Raises:
+        UsageError: the data is no task that can.
+    """
+    if not hasattr(data.task, "compare"):
+        raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def stage_options(words: Sequence[str], stages: Sequence[str], example: str) -> 
     return options
 
 
-def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> None:
+def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> dict[str, Any]:
     """Checks the configs and options of all stages before the first one starts.
 
     Each is parsed, and its classes are instantiated: names, types, ranges, and whether the model and the datamodule
@@ -69,6 +69,9 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> No
 
     Args:
         stages: by name the command (``fit`` or ``test``), the config, and options beside it.
+
+    Returns:
+        The datamodule of each.
 
     Raises:
         UsageError: names the stage.
@@ -82,11 +85,14 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> No
     for _, config, _ in stages.values():
         path = configs.find(config)
         refuse_keys(path, config_files.check(path))
+    found = {}
     for stage, (command, config, options) in stages.items():
         try:
-            _checked(command, rl_words(config, in_one_process(options) if command == "test" else options))
+            words = rl_words(config, in_one_process(options) if command == "test" else options)
+            found[stage] = _checked(command, words).datamodule
         except UsageError as error:
             raise UsageError(f"stage {stage}: {error}") from error
+    return found
 
 
 def world_size(words: Sequence[str]) -> int:

@@ -129,6 +129,8 @@ def test_words_that_mean_nothing(words, message):
     (["--ppo.model.vf_coef=x"], "stage ppo: model.vf_coef='x' can't be used"),
     (["--evaluation.data.n_evl=3"], "stage evaluation: unknown option 'data.n_evl'; did you mean n_eval"),
     (["--preferences.model.bta=3"], "stage preferences: unknown option 'model.bta'"),
+    (["--sft.data.task=addition", "--sft.data.task_kwargs=null", "--sft.data.reward_funcs=null"],
+     "addition can't compare completions"),
 ])  # fmt: skip
 def test_every_stage_is_checked_before_the_first(words, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
