@@ -29,6 +29,10 @@ from recipes.stages import (
 from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
+#: Options of the reinforcement learning that say which model it begins with.
+MODEL = tuple(
+    f"model.{name}" for name in ("model_name_or_path", "model_config", "tokenizer_name_or_path", "torch_dtype")
+)
 CURVES = (
     "eval/pass@1",
     "eval/rewards/think_answer_format",
@@ -77,7 +81,8 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     trained = []
 
     def measure(name: str) -> None:
-        arguments = {**judge, **({} if model is None else {"model.model_name_or_path": str(model)})}
+        first = {key: value for key, value in options["grpo"].items() if key in MODEL}
+        arguments = {**first, **judge} if model is None else {**judge, "model.model_name_or_path": str(model)}
         rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments),
                                        {"config": config_text(given.grpo), "arguments": arguments}, done)  # fmt: skip
 

@@ -256,3 +256,11 @@ def test_a_reward_model_that_trains_on_two_devices_is_evaluated_on_one(noted):
     arguments = in_one_process(noted["reward_model_evaluation"])
     assert arguments["trainer.devices"] == "1" and "trainer.strategy" not in arguments
     assert arguments["data.n_eval"] == "16"
+
+
+def test_a_base_model_is_measured_before_it_is_trained(noted):
+    words = ["--cold_start", "none", "--grpo", "r1/zero.yaml", "--grpo.model.model_name_or_path=mine",
+             "--grpo.model.beta=0"]  # fmt: skip
+    r1.run(*r1.parse(words))
+    assert noted["base_evaluation"]["model.model_name_or_path"] == noted["grpo"]["model.model_name_or_path"] == "mine"
+    assert noted["grpo_evaluation"]["model.model_name_or_path"].endswith("grpo/model")
