@@ -17,19 +17,36 @@ def is_ours(defined: Any) -> bool:
 
 
 def keep_hooks(cls: type) -> None:
-    """Makes each hook of a user's class run the one that it would replace first, unless it calls it itself.
+    """Makes each hook of a user's class, or of a mixin of its own, run the one that it would replace first, unless it
+    calls that itself.
 
     Args:
         cls: a subclass of a module or datamodule; changed in place.
     """
     if is_ours(cls):
         return
-    for name, own in list(vars(cls).items()):
-        if not _is_hook(name) or not isinstance(own, FunctionType) or _names(inspect.unwrap(own).__code__, name):
+    for name in {name: None for base in cls.__mro__ if not is_ours(base) for name in vars(base) if _is_hook(name)}:
+        owner = next((base for base in cls.__mro__ if is_ours(base) and name in vars(base)), None)
+        if owner is None:
             continue
-        replaced = next((vars(base)[name] for base in cls.__mro__ if is_ours(base) and name in vars(base)), None)
-        if replaced is not None:
-            setattr(cls, name, _both(replaced, own))
+        before = [vars(base)[name] for base in cls.__mro__[: cls.__mro__.index(owner)] if name in vars(base)]
+        if before and _is_last_call(before, name):
+            setattr(cls, name, _both(vars(owner)[name], before[0]))
+
+
+def _is_last_call(hooks: list[Any], name: str) -> bool:
+    """Whether a chain of hooks, in which each may call the next by ``super()``, ends before this project's.
+
+    Args:
+        hooks: in the order of the classes.
+        name: of all of them.
+    """
+    for hook in hooks:
+        if not isinstance(hook, FunctionType) or hasattr(hook, "runs_ours"):
+            return False
+        if not _names(inspect.unwrap(hook).__code__, name):
+            return True
+    return False
 
 
 def _both(first: Callable, then: Callable) -> Callable:
@@ -38,6 +55,7 @@ def _both(first: Callable, then: Callable) -> Callable:
         first(self, *args, **kwargs)
         return then(self, *args, **kwargs)
 
+    hook.runs_ours = True  # type: ignore[attr-defined]
     return hook
 
 

@@ -471,3 +471,56 @@ def test_a_scheduler_that_needs_a_metric_asks_for_it(cls, make_data):
     monitoring = type("Monitoring", (cls,), {"step_schedulers": step_schedulers, "__module__": __name__})
     trainer = fit(monitoring(net_arch=[16]), make_data(), max_epochs=3)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+
+
+# ---------------------------------------------------------------- hooks of mixins
+
+
+class Counts:
+    """A mixin for several algorithms, which knows none of their bases."""
+
+    def on_train_epoch_end(self):
+        self.epochs = getattr(self, "epochs", 0) + 1
+
+
+class CountsAsModule(L.LightningModule):
+    def on_train_epoch_end(self):
+        self.epochs = getattr(self, "epochs", 0) + 1
+
+
+class GoesOn:
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        self.epochs = getattr(self, "epochs", 0) + 1
+
+
+class Mixed(Counts, PPO):
+    pass
+
+
+class MixedModule(CountsAsModule, PPO):
+    pass
+
+
+class CallsMixin(Counts, PPO):
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+
+
+class MixedGoesOn(GoesOn, PPO):
+    pass
+
+
+class Again(Mixed):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Mixed, MixedModule, CallsMixin, MixedGoesOn, Again], ids=lambda cls: cls.__name__)
+def test_a_hook_of_a_mixin_needs_no_super(cls):
+    points = []
+    for kind in (PPO, cls):
+        model, curves = kind(net_arch=[8]), Curves()
+        fit(model, rollouts("CartPole-v1", n_envs=2), max_epochs=2, logger=curves)
+        points.append([{k: x for k, x in point.items() if not k.startswith("time/")} for point in curves.points])
+    assert points[0] == points[1] and len(points[0]) == 2
+    assert model.epochs == 2
