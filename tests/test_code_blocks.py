@@ -65,6 +65,9 @@ def train(cls):
     elif cls.learns_from == "preferences":
         data = datamodules.PreferenceDataModule("paths", n_train=16, n_eval=0, batch_size=4)
         trainer.fit(cls(model_config=TINY), datamodule=data)
+    elif cls.learns_from == "demonstrations":
+        data = datamodules.InstructionDataModule("addition", n_train=16, n_eval=0, batch_size=4)
+        trainer.fit(cls(model_config=TINY), datamodule=data)
     else:
         data = datamodules.PromptDataModule("addition", n_train=16, n_eval=0, batch_size=8, num_generations=4)
         trainer.fit(cls(model_config=TINY, max_completion_length=4), datamodule=data)

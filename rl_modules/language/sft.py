@@ -99,13 +99,15 @@ class SFT(LanguagePolicy):
         inputs = {"input_ids": tokens}
         if "position_ids" in batch:
             inputs = packed_inputs(self.model, tokens, batch["position_ids"])
+        # A loss of a subclass may weight tokens, or have a gradient of the entropies.
+        own = type(self).training_step is SFT.training_step and type(self).demonstrated is SFT.demonstrated
         # The state before a token is the one that predicts it.
         asked = self.model, counted - 1, tokens.flatten()[counted], 1.0, entropy, accuracy
         if not (self._drops and "seed" in batch):
-            return log_probs_at(*asked, equal_weights=True, **inputs)
+            return log_probs_at(*asked, equal_weights=own, **inputs)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(batch["seed"])
-            return log_probs_at(*asked, equal_weights=True, **inputs)
+            return log_probs_at(*asked, equal_weights=own, **inputs)
 
     @property
     def can_pack(self) -> bool:

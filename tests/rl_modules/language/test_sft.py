@@ -13,6 +13,7 @@ from datamodules import InstructionDataModule
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.language import packing as texts_in_rows
+from rl_modules.language import tiled_head
 from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model
 from rl_modules.language.tokenizer import character_tokenizer
@@ -417,3 +418,42 @@ def test_checkpoint_of_another_algorithm_is_refused(tmp_path):
     torch.save(checkpoint, tmp_path / "b.ckpt")
     with pytest.raises(UsageError, match="holds PPO, not SFT"):
         SFT.load_from_checkpoint(tmp_path / "b.ckpt", weights_only=True)
+
+
+# -------------------------------------------------------------------- losses of one's own
+
+
+class Dynamic(SFT):
+    """Weights each token by its probability."""
+
+    def training_step(self, batch, batch_idx):
+        log_prob = self.demonstrated(batch).log_prob
+        return -(log_prob.detach().exp() * log_prob).sum() * batch["n_micro"] / batch["step_tokens"]
+
+
+class Entropic(SFT):
+    """Rewards entropy."""
+
+    def training_step(self, batch, batch_idx):
+        found = self.demonstrated(batch, entropy=True)
+        return -(found.log_prob + 0.5 * found.entropy).sum() * batch["n_micro"] / batch["step_tokens"]
+
+
+class Halved(SFT):
+    """Every second token counts half."""
+
+    def demonstrated(self, batch, entropy=False, accuracy=False):
+        found = super().demonstrated(batch, entropy, accuracy)
+        weight = 1 - 0.5 * (torch.arange(found.log_prob.shape[1]) % 2)
+        return found._replace(log_prob=found.log_prob * weight)
+
+
+@pytest.mark.parametrize("cls", [Dynamic, Entropic, Halved])
+def test_a_loss_of_a_subclass_has_its_gradient_where_logits_are_tiled(cls, tmp_path, monkeypatch):
+    def of_a_step():
+        return gradient(cls(model_config=TINY, lr_scheduler_type="constant"), demonstrations(tmp_path))
+
+    whole = of_a_step()
+    monkeypatch.setattr(tiled_head, "TILE", {"cpu": 4 * 100})
+    monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 0})
+    assert_same_gradient(whole, of_a_step())
