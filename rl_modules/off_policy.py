@@ -307,8 +307,8 @@ class OffPolicyActorCritic(ControlModule):
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:
-        """Parameters of ``policy`` and ``critics`` that are not frozen; all parameters of ``target`` and what it
-        ``followed``, and their buffers.
+        """Parameters of ``policy`` and ``critics`` that are not frozen, with those of a subclass's own parts among the
+        critics'; all parameters of ``target`` and what it ``followed``, and their buffers.
 
         Listed once per epoch: walking through the modules takes as long as a kernel.
         """
@@ -316,6 +316,10 @@ class OffPolicyActorCritic(ControlModule):
             parts = {"policy": self.network.policy, "critics": self.network.critics,
                      "target": self.target_network, "followed": self.followed()}  # fmt: skip
             self._lists = {name: trainable(parts[name]) for name in ("policy", "critics")}
+            # A learned α has a loss of its own.
+            apart = {id(p) for p in [*self.network.parameters(), getattr(self, "log_ent_coef", None)]}
+            own = (p for p in self.trainable_parameters() if p.requires_grad and id(p) not in apart)
+            self._lists["critics"] += own
             self._lists.update((name, list(parts[name].parameters())) for name in ("target", "followed"))
             self._lists["target_buffers"] = list(parts["target"].buffers())
             self._lists["followed_buffers"] = list(parts["followed"].buffers())

@@ -21,7 +21,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from rl_modules import DPO, DQN, GRPO, KTO, PPO, RLHFPPO, SAC, SFT, TRPO, RewardModel
+from rl_modules import DPO, DQN, GRPO, KTO, PPO, RLHFPPO, SAC, SFT, TD3, TRPO, CrossQ, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
@@ -524,3 +524,27 @@ def test_a_hook_of_a_mixin_needs_no_super(cls):
         points.append([{k: x for k, x in point.items() if not k.startswith("time/")} for point in curves.points])
     assert points[0] == points[1] and len(points[0]) == 2
     assert model.epochs == 2
+
+
+# ---------------------------------------------------------------- parts of one's own under manual optimization
+
+
+@pytest.mark.parametrize("base", [SAC, TD3, CrossQ])
+def test_a_part_that_the_critics_loss_reads_is_trained(base):
+    class Learns(base):
+        def build_network(self):
+            super().build_network()
+            self.predictor, self.idle = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+            self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+
+        def critic_loss(self, q, target, weight):
+            error = self.predictor(torch.ones(1)) - 3 + self.frozen(torch.ones(1))
+            return super().critic_loss(q, target, weight) + error.square().sum()
+
+    model = Learns(net_arch=[8], learning_rate=0.05)
+    fit(model, replayed("Pendulum-v1", gradient_steps=8))
+    start = Learns(net_arch=[8], **{name: model.hparams[name] for name in ("observation_space", "action_space")})
+    start.configure_model()
+    assert abs(model.predictor(torch.ones(1)) - 3 + model.frozen(torch.ones(1))).item() < 0.5
+    for name in ("idle", "frozen"):
+        assert torch.equal(getattr(model, name).weight, getattr(start, name).weight), name
