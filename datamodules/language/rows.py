@@ -126,6 +126,6 @@ def _cut(fields: dict[str, Any], extent: Extent, before: int) -> dict[str, Any]:
     for name, value in fields.items():
         if name == "tokens":
             result[name] = value[:, :total]
-        elif isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == before and name not in _OTHER_COLUMNS:
+        elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == before and name not in _OTHER_COLUMNS:
             result[name] = value[:, :width]
     return result

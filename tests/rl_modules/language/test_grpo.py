@@ -629,3 +629,25 @@ def test_references_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="empty' is no reference"):
         grpo(beta=0.1, ref_model_name_or_path=str(tmp_path / "empty")).configure_model()
+
+
+def test_what_a_subclass_keeps_per_token_is_as_wide_as_its_micro_batch():
+    class Distilled(GRPO):
+        """Keeps two numbers per token, such as a teacher's likeliest, [B, L, 2]."""
+
+        def prepare(self, rollout):
+            fields = super().prepare(rollout)
+            fields.pop("keep", None)
+            place = torch.arange(fields["mask"].shape[1]).expand_as(fields["mask"])
+            return {**fields, "teacher": torch.stack([place, fields["length"][:, None].expand_as(place)], 2)}
+
+        def policy_loss(self, log_prob, batch):
+            widths.add(log_prob.shape[1])
+            place, length = batch["teacher"].unbind(2)
+            assert torch.equal(batch["mask"], place < length)
+            return super().policy_loss(log_prob, batch)
+
+    widths: set[int] = set()
+    data = PromptDataModule("addition", n_train=8, n_eval=0, batch_size=8, num_generations=2)
+    fit(Distilled(model_config=TINY, max_completion_length=24), data, max_steps=2, accumulate_grad_batches=4)
+    assert len(widths) > 1
