@@ -1,5 +1,6 @@
 """Distributions of torch, for networks that return one."""
 
+import copy
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ class TorchDistribution:
     """
 
     def __init__(self, distribution: torch.distributions.Distribution) -> None:
-        self.distribution = distribution
+        self.distribution = in_full_precision(distribution)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         device = None if generator is None else generator.device
@@ -68,3 +69,25 @@ class TorchDistribution:
     def parameters(self) -> Tensor:
         raise UsageError(f"the KL penalty keeps the policy's parameters, which {type(self.distribution).__name__} does "
                          "not give as one tensor; return one of rl_modules.distributions")  # fmt: skip
+
+
+def in_full_precision(distribution: torch.distributions.Distribution) -> torch.distributions.Distribution:
+    """The distribution with parameters in float32 where they have 16 bits, as mixed precision returns them: actions and
+    log-probabilities have their dtype.
+
+    Args:
+        distribution: of torch; returned itself where nothing has 16 bits.
+    """
+    changed: dict[str, Any] = {}
+    for name, value in vars(distribution).items():
+        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            changed[name] = value.float()
+        elif isinstance(value, torch.distributions.Distribution):
+            changed[name] = in_full_precision(value)
+    if all(value is vars(distribution)[name] for name, value in changed.items()):
+        return distribution
+    made = copy.copy(distribution)
+    vars(made).update(changed)
+    if isinstance(made, torch.distributions.Categorical) and "logits" in vars(made):
+        made.logits = made.logits.log_softmax(-1)  # they were normalised in 16 bits
+    return made

@@ -228,3 +228,34 @@ def test_what_is_no_network_is_one_sentence(cls, env_id, arguments, sentence):
     with pytest.raises(UsageError, match=sentence) as error:
         cls(**arguments, **spaces_of(env_id)).configure_model()
     assert "\n" not in str(error.value)
+
+
+class Normals(networks.PolicyAndValue):
+    """A normal distribution whose parameters have the dtype of the last layer."""
+
+    def forward(self, observation):
+        (mean, log_std), value = self.policy(self.body(observation)).chunk(2, -1), super().forward(observation)[1]
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        return torch.distributions.Independent(normal, 1), value
+
+
+@pytest.mark.parametrize(("network", "env_id"), [
+    (networks.TorchDistribution, "CartPole-v1"), (Normals, "Pendulum-v1"),
+])  # fmt: skip
+def test_distributions_of_torch_compute_in_float32_under_mixed_precision(network, env_id):
+    class Keeps(PPO):
+        def prepare(self, rollout):
+            acted.update(log_prob=rollout["log_prob"], action=rollout["action"])
+            return super().prepare(rollout)
+
+    acted: dict = {}
+    fit(Keeps(network=network), rollouts(env_id, n_envs=2), max_epochs=1, precision="bf16-mixed")
+    assert acted["log_prob"].dtype == torch.float32
+    assert acted["action"].dtype in (torch.float32, torch.int64)
+
+
+def test_logits_of_16_bits_are_normalised_in_32():
+    logits = torch.tensor([[5.0, 1.3, -2.0]]).bfloat16()
+    ours = as_distribution(torch.distributions.Categorical(logits=logits, validate_args=False))
+    total = sum(ours.log_prob(torch.tensor([i])).exp() for i in range(3))
+    torch.testing.assert_close(total, torch.ones(1), atol=1e-6, rtol=0)
