@@ -67,10 +67,18 @@ class EnvironmentArguments(TypedDict, total=False):
     stats_window_size: int
 
 
-def _of_environments(name: str) -> Any:
+def _of_environments(name: str, of_evaluation: bool = False) -> Any:
     """An attribute that is kept by :class:`~datamodules.environments.Environments`, also where a subclass sets it."""
-    return property(lambda self: getattr(self.environments, name),
-                    lambda self, value: setattr(self.environments, name, value))  # fmt: skip
+
+    def assign(self: "ControlDataModule", value: Any) -> None:
+        collector = getattr(self, "_collector", None)
+        steps = self.environments.is_open and collector is not None and not getattr(collector.envs, "closed", False)
+        if steps and not of_evaluation:
+            rank_zero_warn(f"{name}={value!r} holds from the next evaluation and the next fit on: the environments in "
+                           "which training steps are made; change those by collector.envs.set_attr")  # fmt: skip
+        setattr(self.environments, name, value)
+
+    return property(lambda self: getattr(self.environments, name), assign)
 
 
 class ControlDataModule(CheckedCall, L.LightningDataModule):
@@ -124,7 +132,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     filled_in: tuple[str, ...] = ()
     env_id, env_name = _of_environments("env_id"), _of_environments("name")
     env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
-    eval_env_kwargs, eval_wrappers = _of_environments("eval_env_kwargs"), _of_environments("eval_wrappers")
+    eval_env_kwargs = _of_environments("eval_env_kwargs", of_evaluation=True)
+    eval_wrappers = _of_environments("eval_wrappers", of_evaluation=True)
     vectorization_mode, autoreset_mode = _of_environments("vectorization_mode"), _of_environments("autoreset_mode")
     action_masks = _of_environments("action_masks")
     called_elsewhere = "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer"

@@ -3,6 +3,7 @@
 import os
 
 import gymnasium as gym
+import lightning as L
 import numpy as np
 import pytest
 
@@ -246,3 +247,16 @@ def test_kept_environments_of_other_settings_are_made_anew():
     second = data.environments.for_evaluation(1)
     assert first.closed and second.envs[0].spec.max_episode_steps == 3
     data.teardown("test")
+
+
+def test_an_assignment_that_training_s_environments_do_not_follow_is_named():
+    class Curriculum(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.datamodule.env_kwargs = {"max_episode_steps": 5}
+            trainer.datamodule.eval_env_kwargs = {"max_episode_steps": 6}
+
+    data = RolloutDataModule("Pendulum-v1", env_kwargs={"max_episode_steps": 4}, eval_freq=0, **SMALL)
+    with pytest.warns(UserWarning, match="env_kwargs=.*5.* holds from the next evaluation and the next fit") as said:
+        fit(PPO(), data, callbacks=[Curriculum()])
+    assert data.metrics()["rollout/ep_len_mean"] == 4
+    assert not any("eval_env_kwargs" in str(warning.message) for warning in said)
