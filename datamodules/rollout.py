@@ -262,7 +262,8 @@ class RolloutDataModule(ControlDataModule):
             self.after_collecting(valid)
             if self.overlap and self.num_timesteps < self.total_timesteps:
                 self._ahead.begin(learner, precision)
-            prepared = learner.prepare(rollout)
+            with precision():
+                prepared = learner.prepare(rollout)
         # Rows need not be the rollout's own: Monte Carlo control hands over the episodes that have ended.
         valid = prepared.pop("valid", valid) if isinstance(prepared, dict) else valid
         require_rows(prepared, tuple(valid.shape), "[T, N]")

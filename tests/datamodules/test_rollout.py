@@ -253,3 +253,16 @@ def test_a_batch_size_that_a_callback_sets_is_checked():
     data = rollouts("CartPole-v1", n_envs=2, n_steps=16, batch_size=16, total_timesteps=128)
     with pytest.raises(UsageError, match=r"batch_size=64 must lie between 1 and n_envs\*n_steps=32"):
         fit(PPO(), data, callbacks=[BatchSizeFinder(init_val=16, steps_per_trial=1)])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_what_prepare_computes_has_the_precision_of_acting(precision):
+    class Compares(PPO):
+        def prepare(self, rollout):
+            policy, value = self.policy_and_value(rollout["observation"].flatten(0, 1))
+            assert torch.equal(policy.log_prob(rollout["action"].flatten()), rollout["log_prob"].flatten())
+            assert torch.equal(value, rollout["value"].flatten())
+            return super().prepare(rollout)
+
+    # Of one step: rows are computed as one batch in both.
+    fit(Compares(), rollouts("CartPole-v1", n_steps=1), max_epochs=3, precision=precision)
