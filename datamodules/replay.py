@@ -270,7 +270,7 @@ class ReplayDataModule(ControlDataModule):
             position = 0 if position >= length else position
             self._update_priorities()
             if self._left == 0:
-                transitions = self._new_experience()
+                transitions = self.new_experience()
                 self._left = transitions if self.gradient_steps == -1 else self.gradient_steps
             if not self._drawn:
                 self._draw(self._left)
@@ -286,8 +286,11 @@ class ReplayDataModule(ControlDataModule):
             yield batch
             position += 1
 
-    def _new_experience(self) -> int:
-        """One round of the policy; before the first, the warm-up at random. Returns how many transitions it made."""
+    def new_experience(self) -> int:
+        """One round of the policy; before the first, the warm-up at random. Returns how many transitions it made.
+
+        A subclass that learns from recorded transitions adds some to ``num_timesteps``, and collects none.
+        """
         if self.num_timesteps < self.learning_starts:
             self._warm_up()
         module: Any = self.learner

@@ -662,3 +662,39 @@ def test_a_warm_start_takes_the_statistics(tmp_path):
     data = replay(**{**arguments, "total_timesteps": 100, "learning_starts": 0})
     fit(DQN(init_from=str(tmp_path / "a.ckpt")), data)
     assert data.collector.normalizers.of_observations.running.count > 400
+
+
+class Recorded(ReplayDataModule):
+    """Two recorded episodes of three transitions each, and no step of the environment."""
+
+    def begin_run(self):
+        super().begin_run()
+        observation = torch.arange(6.0)[:, None, None].expand(6, 1, 4)
+        ends = torch.tensor([False, False, True])[:, None]
+        self.replay.add({
+            "observation": observation, "next_observation": observation + 0.5, "action": torch.zeros(6, 1).long(),
+            "reward": torch.arange(6.0)[:, None], "valid": torch.ones(6, 1).bool(),
+            "terminated": torch.cat([ends, ends & False]), "truncated": torch.cat([ends & False, ends]),
+        })  # fmt: skip
+
+    def new_experience(self):
+        self.num_timesteps += 1
+        return 1
+
+
+def test_a_subclass_learns_from_recorded_transitions(tmp_path):
+    class Looks(DQN):
+        def prepare(self, sample):
+            seen.update(zip(sample["reward"][:, 0].tolist(), sample["next_observation"][:, 0].tolist(), strict=True))
+            return super().prepare(sample)
+
+    def data():
+        return Recorded("CartPole-v1", learning_starts=0, buffer_size=16, train_freq=1, batch_size=8,
+                        total_timesteps=12, rollouts_per_epoch=4, eval_freq=0)  # fmt: skip
+
+    seen: dict[float, float] = {}
+    trainer = fit(Looks(net_arch=[8]), data())
+    assert trainer.global_step == 12
+    # The successor is the next row's observation, but for the last of an episode, whose own is kept.
+    assert seen == {0.0: 1.0, 1.0: 2.0, 2.0: 2.5, 3.0: 4.0, 4.0: 5.0, 5.0: 5.5}
+    assert_resumes_exactly(lambda: Looks(net_arch=[8]), data, tmp_path, epochs=3)
