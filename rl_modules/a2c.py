@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules import ranks
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import SHORT_ROLLOUTS, Rollout
@@ -133,7 +134,7 @@ class A2C(ActorCriticModule):
                 value_loss=value_loss,
                 entropy_loss=-policy.entropy().detach().mean(),
                 loss=loss,
-                explained_variance=F.explained_variance(batch["value"], batch["returns"]),
+                explained_variance=ranks.explained_variance(batch["value"], batch["returns"], self._is_alone),
             )
         weight = self.rank_weight(len(value))
         return loss if weight == 1.0 else loss * weight

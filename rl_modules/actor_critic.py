@@ -141,9 +141,12 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         return self._whitened[1]
 
     def record_explained_variance(self, value: Tensor, returns: Tensor, valid: Tensor) -> None:
-        """Records the share of the returns' variance that the critic explained before the update; arguments [T, N]."""
+        """Records the share of the returns' variance that the critic explained before the update, over all ranks;
+        arguments [T, N].
+        """
         if self.logs_this_epoch:
-            self.record_now(explained_variance=float(F.explained_variance(value[valid], returns[valid])))
+            explained = ranks.explained_variance(value[valid], returns[valid], self._is_alone)
+            self.record_now(explained_variance=float(explained))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_whitened": None}

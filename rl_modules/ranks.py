@@ -6,6 +6,8 @@ import torch
 from lightning import Trainer
 from torch import Tensor, distributed
 
+from rl_modules import functional as F
+
 
 def is_alone(trainer: Trainer | None) -> bool:
     """Whether one process trains."""
@@ -29,6 +31,26 @@ def std_mean(x: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
     mean = total / n
     variance = (squares - n * mean**2) / (n - 1)
     return variance.clamp(min=0).sqrt().to(x.dtype), mean.to(x.dtype)
+
+
+def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
+    """``F.explained_variance`` over the transitions of all ranks, a scalar.
+
+    Args:
+        value: this rank's V, [B], on the strategy's device; several ranks: of any length, 0 too.
+        returns: R, [B].
+        alone: false where there are several ranks, which call this together.
+    """
+    if alone:
+        return F.explained_variance(value, returns)
+    wide = torch.stack([returns - value, returns]).detach().double()
+    sums = torch.cat([wide.sum(1), torch.full((1,), float(len(returns)), dtype=torch.float64, device=wide.device)])
+    distributed.all_reduce(sums)
+    # Around the mean: the squares of constant returns would leave a rounding error, by which is divided.
+    squares = (wide - (sums[:2] / sums[2]).unsqueeze(1)).square().sum(1)
+    distributed.all_reduce(squares)
+    left, total = squares.to(value.dtype).unbind()
+    return torch.where(total == 0, torch.nan, 1 - left / total)
 
 
 def rank_weight(n: int, device: torch.device) -> float:

@@ -26,7 +26,9 @@ from recipes.callbacks.checkpoint_files import rotate
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
 from rl_modules import A2C, C51, DDPG, DQN, PPO, PQN, QRDQN, REINFORCE, SAC, SFT, TD3, TQC, TRPO, CrossQ
+from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.ranks import explained_variance
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
@@ -600,3 +602,48 @@ def test_the_command_line_ends_a_run_of_two_ranks_with_one_summary(name: str, tm
     first, second = ((tmp_path / f"ranks/{rank}.txt").read_text() for rank in range(2))
     assert "last checkpoint" in first and "last checkpoint" not in second
     assert len(list(tmp_path.glob("logs/*/version_0/checkpoints/last.ckpt"))) == 1
+
+
+class Explained(Points):
+    """Keeps all points of the share of variance that the critic explains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.seen += [value for name, value in metrics.items() if name == "train/explained_variance"]
+
+
+EXPLAINED = ["ppo", "ppo rows that are none", "ppo a single row", "a2c", "a2c a single row", "trpo", "reinforce"]
+
+
+def explained_by_all(world_size: int) -> list[list[float]]:
+    curves = [Explained() for _ in EXPLAINED]
+    for name, curve in zip(EXPLAINED, curves, strict=True):
+        make_model, make_data = CASES[name]
+        strategy = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
+        fit(make_model(), make_data(world_size), logger=curve, **strategy)
+    return [curve.seen for curve in curves]
+
+
+@pytest.mark.long
+def test_the_explained_variance_is_that_of_all_ranks_transitions(tmp_path: Path) -> None:
+    """And callbacks of all ranks see the same number: ModelCheckpoint writes it into the name of its file."""
+    one, (first, second) = explained_by_all(1), on_ranks(lambda: explained_by_all(2), tmp_path)
+    assert first == second
+    for expected, seen in zip(one, first, strict=True):
+        assert len(expected) >= 2 and seen == pytest.approx(expected, abs=1e-5)
+
+
+def test_constant_returns_leave_nothing_to_explain_on_two_ranks(tmp_path: Path) -> None:
+    def explained() -> list[float]:
+        torch.distributed.init_process_group("gloo")
+        value = torch.tensor([5.0]) if torch.distributed.get_rank() else torch.tensor([1.0, 2.0])
+        means = torch.full_like(value, float(value.mean()))
+        every = (torch.full_like(value, 7.1), value + 3, means)
+        return [float(explained_variance(value, returns, alone=False)) for returns in every]
+
+    expected = F.explained_variance(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.5, 1.5, 5.0]))
+    for constant, perfect, means in on_ranks(explained, tmp_path):
+        assert np.isnan(constant) and perfect == 1 and means == pytest.approx(float(expected))

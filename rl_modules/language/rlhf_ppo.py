@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules import ranks
 from rl_modules.common.errors import UsageError
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
 from rl_modules.language.drawing import NextToken
@@ -373,7 +374,7 @@ class RLHFPPO(JudgedPolicy):
         table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
         counts, score, length, finished, prompt_length, kl, paid, entropy = table[:, : len(columns)].unbind(1)
         non_score = -self.beta * paid
-        explained = F.explained_variance(rollout["value"][mask], returns[mask])
+        explained = ranks.explained_variance(rollout["value"][mask], returns[mask], self._world_size == 1)
         metrics: dict[str, Tensor | float] = {
             "val/num_eos_tokens": finished.sum(),
             "val/explained_variance": explained.nan_to_num(),
