@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.first_evaluation import evaluate_on_start
 from datamodules.language.early_rewards import EarlyRewards
@@ -396,19 +397,38 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     def held_out_completions(self) -> LazyLoader:
         """Batches of completions of held-out prompts, written as they are read; see :meth:`judge` for the fields."""
         hp: Any = self.hparams
-        # Every rank makes as many batches, for under sharding they write together.
-        share = len(self.eval_records) // self._world_size
-        if not share:
-            raise UsageError(f"n_eval={hp.n_eval} is less than one record for each of {self._world_size} ranks")
         per_batch = max(1, hp.eval_batch_size // hp.eval_num_generations)
-        first = self._rank * share
+        batches = self.own_held_out(len(self.eval_records), per_batch)
 
         def play() -> Iterator[Batch]:
-            for start in range(0, share, per_batch):
-                numbers = range(first + start, first + min(start + per_batch, share))
+            for numbers in batches:
                 yield self.write([self.eval_records[i] for i in numbers], list(numbers))
 
-        return LazyLoader(-(-share // per_batch), play)
+        return LazyLoader(len(batches), play)
+
+    def own_held_out(self, records: int, per_batch: int) -> list[range]:
+        """Returns the numbers of this rank's held-out records, in batches; every rank has as many batches.
+
+        Args:
+            records: number of held-out records over all ranks.
+            per_batch: records per batch; the last one may have one more.
+
+        Raises:
+            UsageError: there are fewer records than ranks.
+        """
+        rank, ranks = self._rank, self._world_size
+        share, rest = divmod(records, ranks)
+        if not share:
+            raise UsageError(f"n_eval={self.hparams['n_eval']} is less than one record for each of {ranks} ranks")
+        # Where weights are sharded, ranks call the model together, and must have as many records.
+        if rest and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):
+            notice(f"{self.source}: {records - rest} of {records} held-out records are evaluated, for each of {ranks} "
+                   "ranks with sharded weights has as many; give an n_eval that they divide")  # fmt: skip
+            rest = 0
+        first = rank * share + min(rank, rest)
+        last = first + share + (rank < rest)
+        starts = range(first, first + share, per_batch)
+        return [range(start, stop) for start, stop in zip(starts, [*starts[1:], last], strict=True)]
 
     def write(self, records: list[Record], numbers: list[int]) -> Batch:
         """One batch of held-out completions, with the evaluation's own sampling settings and seeds.

@@ -267,20 +267,19 @@ class InstructionDataModule(LanguageDataModule):
         """Yields this rank's share of the held-out demonstrations as batches with the fields of
         :meth:`Sequences.batch`.
 
-        Every rank has as many. Empty where the held-out records have no completions.
+        Every rank has as many batches. Empty where the held-out records have no completions.
         """
-        share = len(self.eval_records) // self._world_size
-        records = self.eval_records[self._rank * share : (self._rank + 1) * share]
         if any("completion_ids" not in record for record in self.eval_records):
             return LazyLoader(0, lambda: iter(()))
-        size = self.hparams["eval_batch_size"]
+        parts = self.own_held_out(len(self.eval_records), self.hparams["eval_batch_size"])
+        records = [self.eval_records[i] for part in parts for i in part]
 
         def batches() -> Iterator[Batch]:
             sequences = self._as_sequences(records)
-            for part in sequences.total.argsort(stable=True).split(size):
+            for part in sequences.total.argsort(stable=True).split([len(numbers) for numbers in parts]):
                 yield sequences.batch(part, self._pad_id, self._packs)
 
-        return LazyLoader(-(-share // size), batches)
+        return LazyLoader(len(parts), batches)
 
     # ---------------------------------------------------------------- state
 

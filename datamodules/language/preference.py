@@ -341,12 +341,12 @@ class PreferenceDataModule(LanguageDataModule):
         return self._held_out(torch.arange(len(self.eval_pairs)), texts=True)
 
     def _held_out(self, order: Tensor, texts: bool = False) -> LazyLoader:
-        # Every rank has as many, for under sharding they compute together.
-        share = len(order) // self._world_size
-        if not share:
+        if len(order) < self._world_size:
             raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(order)} held-out pairs, less than one for "
                              f"each of {self._world_size} ranks")  # fmt: skip
-        parts = order[self._rank : share * self._world_size : self._world_size].split(self.hparams["eval_batch_size"])
+        sizes = [len(part) for part in self.own_held_out(len(order), self.hparams["eval_batch_size"])]
+        # Neighbours in length go to different ranks.
+        parts = order[self._rank :: self._world_size][: sum(sizes)].split(sizes)
 
         def play() -> Iterator[Batch]:
             for part in parts:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules import InstructionDataModule
 from datamodules.language.sequences import Sequences, pack
@@ -307,3 +308,26 @@ def test_a_checkpoint_of_another_cut_is_refused(change, message):
     data = attached(InstructionDataModule("addition", n_train=60, batch_size=10), micro=2)
     with pytest.raises(UsageError, match=message):
         data.load_state_dict({"position": 4, "micro_batches": 2, "batch_size": 10, "ranks": 1, **change})
+
+
+@pytest.mark.parametrize(("records", "ranks", "size"), [(30, 8, 64), (7, 2, 1), (51, 2, 16), (65, 4, 16), (9, 8, 2)])
+def test_ranks_evaluate_every_held_out_record_once_in_as_many_batches(records, ranks, size):
+    every = [attached(InstructionDataModule("addition", n_train=300, n_eval=records, eval_batch_size=size),
+                      stage="validate", rank=rank, ranks=ranks) for rank in range(ranks)]  # fmt: skip
+    alone = attached(InstructionDataModule("addition", n_train=300, n_eval=records), stage="validate")
+    shown = [list(data.held_out_demonstrations()) for data in every]
+    assert sequences_in([batch for share in shown for batch in share]) == sequences_in(alone.held_out_demonstrations())
+    assert {len(share) for share in shown} == {len(every[0].held_out_demonstrations())}
+    parts = [data.own_held_out(records, size) for data in every]
+    assert sorted(number for share in parts for part in share for number in part) == list(range(records))
+    assert all(part and len(part) <= size + 1 for share in parts for part in share)
+    assert {len(share) for share in parts} == {len(every[0].held_out_completions())}
+
+
+def test_ranks_with_sharded_weights_evaluate_as_many_records_each(caplog):
+    data = attached(InstructionDataModule("addition", n_train=300, n_eval=30), stage="validate", rank=7, ranks=8)
+    data.trainer.strategy = ModelParallelStrategy()
+    assert data.own_held_out(30, 64) == [range(21, 24)]
+    assert "24 of 30 held-out records are evaluated" in caplog.text
+    caplog.clear()
+    assert data.own_held_out(32, 64) == [range(28, 32)] and not caplog.text

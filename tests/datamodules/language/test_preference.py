@@ -430,3 +430,12 @@ def test_a_task_without_preferences_says_which_has_them():
 def test_evaluation_needs_held_out_pairs(jsonl):
     with pytest.raises(UsageError, match="eval_path"):
         attached(PreferenceDataModule(path=jsonl(PAIRS), eval_steps=1))
+
+
+def test_ranks_judge_every_held_out_pair_once_where_they_do_not_divide_them(jsonl):
+    path, shares = jsonl(PAIRS), []
+    for rank in range(3):
+        data = PreferenceDataModule(path=path, eval_path=path, eval_batch_size=3)
+        shares.append([texts(b) for b in attached(data, "validate", rank=rank, ranks=3).val_dataloader()])
+    assert [[len(batch) for batch in share] for share in shares] == [[4], [3], [3]]
+    assert sorted(pair for share in shares for batch in share for pair in batch) == EXPECTED

@@ -651,3 +651,15 @@ def test_what_a_subclass_keeps_per_token_is_as_wide_as_its_micro_batch():
     data = PromptDataModule("addition", n_train=8, n_eval=0, batch_size=8, num_generations=2)
     fit(Distilled(model_config=TINY, max_completion_length=24), data, max_steps=2, accumulate_grad_batches=4)
     assert len(widths) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("eval_batch_size", [2, 6, 256])
+def test_two_ranks_evaluate_the_records_that_one_does_where_they_do_not_divide_them(eval_batch_size, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    prompts = ["1=", "2?", "6=", "4=", "5?", "6?", "7="]
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    one = evaluated(str(path), 1, eval_batch_size)
+    assert one["eval/rewards/number_if_asked"] == pytest.approx((1 + 6 + 4 + 7) / 4)
+    for rank in on_ranks(lambda: evaluated(str(path), 2, eval_batch_size), tmp_path / "ranks"):
+        assert rank == pytest.approx(one)
