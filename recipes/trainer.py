@@ -22,6 +22,7 @@ from recipes.cli import runs, summary
 from recipes.cli.terminal import quiet
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.common.launched import launches
 
 
 class Trainer(L.Trainer):
@@ -116,7 +117,11 @@ class Trainer(L.Trainer):
             folder = Path(self.default_root_dir) / runs.LOGS
             logger = TensorBoardLogger(folder, name=name, default_hp_metric=False)
             self.loggers = [logger]
-            logger.experiment.add_custom_scalars(layout_of(model))
+            if launches(self):
+                # Forked ranks would wait for ever for the writer's thread, which stays in this process.
+                runs.number_alike(self)
+            else:
+                logger.experiment.add_custom_scalars(layout_of(model))
         if not self._shows_bar or not self.is_global_zero or data is None:
             return
         bar = TransitionProgressBar() if controls else language.StepProgressBar()

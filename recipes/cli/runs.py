@@ -16,6 +16,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.cli import resume
 from rl_modules.common.errors import UsageError
+from rl_modules.common.launched import launches
 from rl_modules.loggers import adapters
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
@@ -215,8 +216,11 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
 
 
 def number_alike(trainer: Any) -> None:
-    """Gives the folders of a new run's loggers one version, by which a resumed run finds them all."""
-    if len(trainer.loggers) < 2 or not (loggers := _unnumbered(trainer)):
+    """Gives the folders of a new run's loggers one version, by which a resumed run finds them all.
+
+    Where this process starts the ranks, it does so before, or it would know another folder than theirs.
+    """
+    if (len(trainer.loggers) < 2 and not launches(trainer)) or not (loggers := _unnumbered(trainer)):
         return
     given = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
     number = max(logger._get_next_version() for logger in loggers) if given is None else given

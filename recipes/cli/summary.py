@@ -18,6 +18,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.hparams import write_hparams
 from recipes.callbacks.log_folder import log_folder
 from recipes.cli import resume
+from rl_modules.common.launched import launches
 from rl_modules.common.spaces import image_brief
 
 
@@ -34,8 +35,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
         Whether Ctrl-C stopped the evaluation.
     """
     controls = isinstance(data, ControlDataModule)
-    step = data.num_timesteps if controls else trainer.global_step
-    measured = data.metrics() if controls else {}
+    step, measured = reached(trainer, model, data)
     final, interrupted = evaluate(trainer, model, data, controls)
     if controls:
         rows = {**control_rows(trainer, model, data, final, measured), **exact_row(model, data)}
@@ -48,6 +48,16 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
             print(f"Ctrl-C stopped the final evaluation. Training is complete: to evaluate it, run `rl test` with "
                   f"the same model and data and --ckpt_path {checkpoint}", file=sys.stderr)  # fmt: skip
     return interrupted
+
+
+def reached(trainer: Trainer, model: Any, data: Any) -> tuple[int, dict[str, float]]:
+    """Returns the step at which the curves end, and the metrics of a control datamodule."""
+    if launches(trainer):
+        # The counters of this process have not moved: those of the ranks have, which ended with `fit`.
+        step, measured = model.reached["global_step"], model.reached["metrics"]
+    else:
+        step, measured = trainer.global_step, data.metrics() if isinstance(data, ControlDataModule) else {}
+    return int(measured.get("time/total_timesteps", step)), measured
 
 
 def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
@@ -155,22 +165,25 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     checkpoints = Checkpoints.of(trainer)
     assert checkpoints is not None
     best = checkpoints.best_model_path
+    last = checkpoints.last_path
+    if launches(trainer) and (written := log_folder(trainer) / "checkpoints" / "last.ckpt").exists():
+        last = written
     origin = model.hparams.get("init_from")
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
-        "last checkpoint": _relative(str(checkpoints.last_path)) if checkpoints.last_path else "none",
+        "last checkpoint": _relative(str(last)) if last else "none",
         "best checkpoint": _relative(best) if best else "none (no evaluation)",
         "curves": curves_of(trainer),
         **files_of(trainer),
     }
-    if exports and checkpoints.last_path:
-        rows["export"] = export_of(model, _relative(best or str(checkpoints.last_path)))
+    if exports and last:
+        rows["export"] = export_of(model, _relative(best or str(last)))
     # Nothing is wrapped, so that a copied path or command is whole.
     width = max(map(len, rows))
     for left, right in rows.items():
         print(f"{left:{width}}  {right}")
-    return str(checkpoints.last_path)
+    return str(last)
 
 
 def export_of(model: Any, path: str) -> str:

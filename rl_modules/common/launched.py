@@ -15,13 +15,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 CHECKPOINT = "checkpoint_of_rank"
 
 
+def launches(trainer: Trainer) -> bool:
+    """Whether this process starts the ranks of each ``fit``, which end with it."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+
+
 def is_returning(trainer: Trainer | None) -> bool:
     """Whether this process is a rank that another process started, and its ``fit`` has ended."""
     return (
         trainer is not None
         and trainer.state.fn == TrainerFn.FITTING
         and trainer.state.finished
-        and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+        and launches(trainer)
         and multiprocessing.parent_process() is not None
     )
 
@@ -31,6 +36,8 @@ class ReturnsFromRanks:
 
     _trainer: Any
     _has_returned = False
+    #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
+    reached: dict[str, Any] | None = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights by name; to the process that started this rank, all that a checkpoint holds."""
@@ -41,6 +48,9 @@ class ReturnsFromRanks:
         module: Any = self
         checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(module.hparams)}
         module.on_save_checkpoint(checkpoint)
+        source: Any = getattr(self._trainer, "datamodule", None)
+        metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
+        checkpoint["reached"] = {"global_step": self._trainer.global_step, "metrics": metrics}
         return {CHECKPOINT: checkpoint}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -49,6 +59,7 @@ class ReturnsFromRanks:
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         module: Any = self
         checkpoint = state_dict[CHECKPOINT]
+        self.reached = checkpoint["reached"]
         for name, value in checkpoint["hyper_parameters"].items():
             if module.hparams.get(name) is None:  # spaces, or a language model's description
                 module.hparams[name] = value

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules import ReplayDataModule
-from rl_modules import DQN, PPO, SAC
+from datamodules import InstructionDataModule, ReplayDataModule
+from recipes.cli import main
+from recipes.trainer import Trainer
+from rl_modules import DQN, PPO, SAC, SFT
 from tests.training import fit, rollouts
 
 
@@ -66,3 +68,38 @@ def test_a_second_fit_starts_from_the_returned_weights(tmp_path: Path) -> None:
     for name, weight in second["state_dict"].items():
         torch.testing.assert_close(other["state_dict"][name], weight, rtol=0, atol=0)
     assert set(second["state_dict"]) == set(model.state_dict())
+
+
+def sft() -> tuple[SFT, Any]:
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return SFT(model_config=tiny), InstructionDataModule("addition", n_train=64, batch_size=8, n_eval=4, eval_steps=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("make", "counted", "steps"), [(ppo, "transitions", "64"), (sft, "optimizer steps", "2")])
+def test_the_summary_is_of_what_the_ranks_did(
+    make: Any, counted: str, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a notebook with two GPUs: the counters and the callbacks of the starting process have not moved."""
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", devices=2, strategy="ddp_fork", max_steps=2)
+    model, data = make()
+    trainer.fit(model, data)
+    (last,) = tmp_path.glob("logs/*/version_0/checkpoints/last.ckpt")
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    assert rows[counted].split()[0] == steps
+    assert rows["last checkpoint"].strip() == str(last)
+    assert "not evaluated" not in next(iter(rows.values())) and not list(tmp_path.glob("logs/*/version_1"))
+
+
+@pytest.mark.long
+def test_the_command_line_writes_into_the_folder_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--model=PPO", "--data=RolloutDataModule", "--data.env_id=CartPole-v1", "--data.n_envs=2",
+          "--data.n_steps=8", "--data.batch_size=8", "--data.total_timesteps=64", "--data.n_test_episodes=1",
+          "--data.eval_freq=0", "--trainer.accelerator=cpu", "--trainer.devices=2",
+          "--trainer.strategy=ddp_fork"])  # fmt: skip
+    summary = capsys.readouterr().out
+    assert "64 in" in summary and "version_0/checkpoints/last.ckpt" in summary
+    assert [path.name for path in tmp_path.glob("logs/*/*")] == ["version_0"]
