@@ -54,10 +54,9 @@ def reached(trainer: Trainer, model: Any, data: Any) -> tuple[int, dict[str, flo
     """Returns the step at which the curves end, and the metrics of a control datamodule."""
     if launches(trainer):
         # The counters of this process have not moved: those of the ranks have, which ended with `fit`.
-        step, measured = model.reached["global_step"], model.reached["metrics"]
-    else:
-        step, measured = trainer.global_step, data.metrics() if isinstance(data, ControlDataModule) else {}
-    return int(measured.get("time/total_timesteps", step)), measured
+        measured = model.reached["metrics"]
+        return int(measured.get("time/total_timesteps", model.reached["global_step"])), measured
+    return (data.num_timesteps, data.metrics()) if isinstance(data, ControlDataModule) else (trainer.global_step, {})
 
 
 def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[dict[str, float], bool]:
