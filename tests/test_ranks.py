@@ -339,6 +339,7 @@ class Played(PPO):
         super().validation_step({"return": returns, "length": torch.tensor([1, 2, 3]) + rank, **known}, batch_idx)
 
 
+@pytest.mark.long
 def test_an_evaluation_of_two_ranks_is_of_all_their_episodes(tmp_path: Path) -> None:
     def evaluate() -> list[dict[str, float]]:
         points = Points()
@@ -559,6 +560,7 @@ def ppo() -> tuple[Any, Any]:
                                     total_timesteps=64)  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "micro"), [(sft, 1), (ppo, 1), (ppo, 2)], ids=["sft", "ppo", "ppo, accumulated"])
 def test_a_point_of_a_resumed_curve_is_over_all_ranks(
     make: Callable[..., tuple[Any, Any]], micro: int, tmp_path: Path

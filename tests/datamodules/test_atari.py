@@ -88,6 +88,7 @@ def test_a_game_is_repeated_through_its_lives(steps):
             np.testing.assert_array_equal(one.reset()[0], other.reset()[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
 def test_a_run_on_single_lives_resumes_exactly(mode, tmp_path, recwarn):
     data = lambda: rollouts(Lives, n_envs=2, n_steps=8, wrappers=[LIFE], autoreset_mode=mode)  # noqa: E731

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any], str, int, dict[str
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_curves_begin_with_the_untrained_weights(name: str) -> None:
     make_model, make_data, metric, every, trainer = CASES[name]

@@ -230,6 +230,7 @@ def test_masks_that_are_not_read_are_named(kind: Any, make_one: Any, where: str)
         fit(PPO(net_arch=[8]), RolloutDataModule(lambda: kind([Closes] * 2), **common))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [make_plain, f"{__name__}:make_plain"])
 def test_batch_size_is_compared_with_the_vectors_own_number(make: Any) -> None:
     """3 × 32 = 96 transitions, which 24, 48 and 96 divide; none divides the 8 × 32 of the default."""

@@ -636,6 +636,7 @@ def test_what_is_drawn_is_normalised_by_the_current_statistics():
     np.testing.assert_allclose(model.observation_statistics[0], running.mean)
 
 
+@pytest.mark.long
 def test_the_policy_acts_on_normalised_observations():
     given = []
 

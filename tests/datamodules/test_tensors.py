@@ -199,6 +199,7 @@ class Swings(OfTensors):
         super().__init__(gym.make_vec("Pendulum-v1", 2, "sync", vector_kwargs=modes, max_episode_steps=20))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", [same_step, next_step])
 @pytest.mark.parametrize("model", [PPO, A2C, TRPO, lambda: RecurrentPPO(lstm_hidden_size=8)])
 def test_algorithms_learn_and_are_evaluated(factory: Callable[[], Any], model: Callable[[], Any]) -> None:

@@ -166,6 +166,7 @@ def test_predict_writes_completions_with_rewards(rl, trained):
         assert row["rewards/accuracy"] == float(row["correct"])
 
 
+@pytest.mark.long
 def test_export_gives_the_same_logits_through_transformers(rl, trained):
     from rl_modules import SFT
 

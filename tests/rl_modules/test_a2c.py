@@ -131,6 +131,7 @@ def test_resumes_bit_for_bit(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_seed_decides_everything() -> None:
     def weights(seed: int) -> torch.Tensor:
         model = A2C()

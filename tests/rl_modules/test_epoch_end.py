@@ -38,6 +38,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_run_resumed_from_the_last_batch_ends_the_epoch_once(case: str, epoch: int, tmp_path: Path) -> None:

@@ -366,6 +366,7 @@ def test_masked_ppo_solves_what_unmasked_ppo_does_not() -> None:
     assert reached[True] >= 90 > 50 > reached[False], reached
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [("Discrete", {"dim": 20, "n_invalid_actions": 19}), ("MultiDiscrete", {"dims": [2, 3], "n_invalid_actions": 3}),

@@ -123,6 +123,7 @@ def test_a_run_learns_its_noise_and_resumes_exactly(name, tmp_path):
     fit(model, case.make_data())
 
 
+@pytest.mark.long
 def test_a_checkpoint_loads_alone(tmp_path):
     model = CASE["DQN"].make_model(noisy=True)
     fit(model, CASE["DQN"].make_data()).save_checkpoint(tmp_path / "a.ckpt")

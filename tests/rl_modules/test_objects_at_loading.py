@@ -49,6 +49,7 @@ def test_an_own_action_noise_is_asked_for_at_loading(noise: ActionNoise, tmp_pat
     fit(resumed, pendulum(), path)
 
 
+@pytest.mark.long
 def test_an_own_action_noise_that_a_subclass_chooses_it_chooses_again(tmp_path: Path) -> None:
     fit(Noisy(net_arch=[8]), pendulum()).save_checkpoint(tmp_path / "last.ckpt")
     assert isinstance(Noisy.load_from_checkpoint(tmp_path / "last.ckpt").action_noise, Constant)
@@ -59,6 +60,7 @@ class Noisy(TD3):
         super().__init__(action_noise=Constant(), **arguments)
 
 
+@pytest.mark.long
 def test_this_projects_action_noise_loads_by_itself(tmp_path: Path) -> None:
     fit(TD3(net_arch=[8], action_noise=NormalActionNoise(sigma=0.2)), pendulum()).save_checkpoint(tmp_path / "a.ckpt")
     loaded = TD3.load_from_checkpoint(tmp_path / "a.ckpt").action_noise

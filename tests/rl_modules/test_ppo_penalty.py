@@ -88,6 +88,7 @@ class Watch(L.Callback):
             self.kls.append(old.kl(pl_module.network(fields["observation"])[0]).mean().item())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target_kl", [1e-6, 1e-3, 10.0])
 def test_coefficient_changes_once_per_rollout_by_the_kl_of_all_of_it(target_kl: float) -> None:
     watch = Watch()

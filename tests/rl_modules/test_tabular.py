@@ -271,6 +271,7 @@ def mean_estimate(double: bool) -> float:
     return float(np.mean(estimates))
 
 
+@pytest.mark.long
 def test_double_q_learning_does_not_take_noise_for_value():
     # The maximum of ten noisy averages is well above their common mean; the other table's opinion is not.
     assert mean_estimate(double=False) > 0.1

@@ -39,6 +39,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_records_are_read_with_the_tokenizer_of_the_model_in_training(case: str) -> None:
     make, make_data, column = CASES[case]

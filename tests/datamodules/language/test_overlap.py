@@ -226,6 +226,7 @@ class Flaky(NativeEngine):
         return super().generate(*arguments)
 
 
+@pytest.mark.long
 def test_a_server_that_fails_is_asked_again_and_no_prompt_is_lost() -> None:
     with running_server(Flaky) as (_, address):
         module, data = asynchronous(address, 1)

@@ -229,6 +229,7 @@ def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, micro):
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changed", [{"batch_size": 16}, {"num_generations": 2}, {"num_iterations": 1},
                                      {"steps_per_generation": 4}])  # fmt: skip
 def test_settings_change_between_generations_and_not_within_one(tmp_path, changed):
@@ -245,6 +246,7 @@ def test_settings_change_between_generations_and_not_within_one(tmp_path, change
     assert [len(batch["tokens"]) for batch in resumed.seen] == [changed.get("batch_size", 8)] * 2
 
 
+@pytest.mark.long
 def test_generations_written_ahead_keep_their_settings(tmp_path):
     def run(ckpt_path=None, **arguments):
         model = GRPO(model_config=TINY, max_completion_length=4)

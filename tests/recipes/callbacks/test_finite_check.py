@@ -90,6 +90,7 @@ def test_a_second_fit_starts_without_the_first_one_s_batches(tmp_path: Path) -> 
     fit(PPO(), ppo_data(), callbacks=[check], default_root_dir=tmp_path)
 
 
+@pytest.mark.long
 def test_checkpoints_leave_the_check_to_the_user_s_callback(tmp_path: Path) -> None:
     class Counts(FiniteCheck):
         checked = 0

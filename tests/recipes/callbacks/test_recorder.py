@@ -92,6 +92,7 @@ def test_training_records_every_so_many_transitions(tmp_path, monkeypatch):
     assert [name.split("-0-return")[0] for name in names] == ["step-1024", "step-512"]
 
 
+@pytest.mark.long
 def test_a_second_fit_is_recorded_as_the_first_and_a_resumed_one_goes_on(tmp_path, monkeypatch):
     recorded = []
     monkeypatch.setattr(

@@ -159,6 +159,7 @@ def test_a_checkpoint_without_its_config_is_told_where_that_is(rl, trained):
     assert f"{says} {trained / 'config.yaml'}" in err
 
 
+@pytest.mark.long
 def test_a_new_run_does_not_overwrite_a_named_one(rl):
     named = ["--config", "ppo/cartpole.yaml", *SMALL, "--trainer.logger.init_args.version=mine"]
     code, _, err = rl("fit", *named)

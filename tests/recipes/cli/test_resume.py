@@ -164,6 +164,7 @@ def test_half_a_record_at_the_end_of_a_file_is_taken_away(rl: Any, stopped: Path
     assert not list(stopped.glob(curves.PATTERN))
 
 
+@pytest.mark.long
 def test_overrides_win_and_are_printed(rl: Any, stopped: Path) -> None:
     code, out, err = rl("fit", *RUN, "--resume", "--model.clip_range", "0.125", "--data.total_timesteps", "1536")
     assert code == 0, err

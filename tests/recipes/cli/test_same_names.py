@@ -61,6 +61,7 @@ def test_a_short_name_is_this_project_s(words, data, mine):
     assert "mine.yaml" not in words or checkpoint["hyper_parameters"]["gamma"] == 0.9
 
 
+@pytest.mark.long
 def test_an_option_without_its_value_is_asked_for(mine, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--model", "my_copies.PPO", "--data"])

@@ -120,6 +120,7 @@ def test_a_logger_s_own_folder_wins_over_default_root_dir(rl: Any, tmp_path: Pat
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.long
 def test_learning_rate_monitor_logs_over_transitions(rl: Any, tmp_path: Path) -> None:
     monitor = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.log_every_n_steps=1"]
     code, _, err = rl("fit", *RUN, *CSV, *monitor, "--model.log_every=1")
@@ -138,6 +139,7 @@ def test_learning_rate_monitor_logs_over_transitions(rl: Any, tmp_path: Path) ->
 # -------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [
     ["--trainer.check_val_every_n_epoch=2"],
     ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=4"],

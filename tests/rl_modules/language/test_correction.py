@@ -88,6 +88,7 @@ def test_metrics_by_hand(mode: str, ratio: tuple[float, float, float], masked: f
     assert metrics["sampling/masked"] == pytest.approx(masked)
 
 
+@pytest.mark.long
 def test_a_run_through_a_server_learns_what_the_native_sampler_does() -> None:
     """The same draws and, up to rounding, the same probabilities: weights of 1, ratios of 1, the same steps."""
     arguments: dict[str, Any] = {"learning_rate": 1e-2}

@@ -200,6 +200,7 @@ def test_a_resumed_run_may_choose_anew_and_stays_exact(at_first, paths, tmp_path
     assert kept == whole.keys()
 
 
+@pytest.mark.long
 def test_a_policy_is_exported_without_its_judges(paths, tmp_path):
     module = CASES["ppo"][0](paths)
     fit(module, ppo_prompts(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")

@@ -253,6 +253,7 @@ def test_the_head_decides_the_task_type() -> None:
         assert policy.model.peft_config["default"].task_type == "CAUSAL_LM"
 
 
+@pytest.mark.long
 def test_a_lora_config_is_its_arguments(tmp_path: Path) -> None:
     from peft import LoraConfig, TaskType
 

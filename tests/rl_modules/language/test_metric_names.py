@@ -121,6 +121,7 @@ def test_csv_and_learning_rate_monitor_share_the_axis_of_optimizer_steps(tmp_pat
     assert len(set(monitored.values())) == 6
 
 
+@pytest.mark.long
 def test_tensorboard_shows_the_learning_curve_in_the_first_group(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, name="")
     data = addition(eval_steps=2, n_eval=4)

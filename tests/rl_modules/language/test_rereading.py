@@ -130,6 +130,7 @@ def test_such_runs_resume_exactly_and_evaluate(judge, tmp_path):
     assert "eval/rewards/reward_model" in metrics and module.best_metric == ("eval/pass@1", "max")
 
 
+@pytest.mark.long
 def test_without_reward_functions_the_judges_score_is_monitored(judge, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
     path = str(tmp_path / "prompts.jsonl")

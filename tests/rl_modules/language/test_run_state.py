@@ -145,6 +145,7 @@ def test_a_resumed_run_keeps_its_state(micro: int, tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: grpo(logging_steps=3), addition, tmp_path, epochs=3, accumulate_grad_batches=micro)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", [
     (SFT, lambda: InstructionDataModule("addition", batch_size=8, n_train=16, eval_steps=0)),
     (DPO, lambda: PreferenceDataModule("paths", batch_size=8, n_train=16, eval_steps=0)),

@@ -274,6 +274,7 @@ def test_dropout_of_the_config_is_applied_in_training_only(tmp_path):
     assert any(not torch.allclose(one[name], other[name], atol=1e-3) for name in one)
 
 
+@pytest.mark.long
 def test_it_learns_what_it_is_shown(tmp_path):
     data = demonstrations(tmp_path, n=6, batch_size=6, eval_path=None)
     model = tiny(learning_rate=1e-2)

@@ -98,6 +98,7 @@ def test_a_step_compiles_without_a_break_once_per_size(family, monkeypatch):
     assert len(graphs) == first  # the next generation finds them
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_compile_runs_as_it_is(monkeypatch, caplog):
     model = build("llama")
     expected = draw(model, PROMPTS, **OPTIONS)
