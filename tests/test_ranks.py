@@ -222,6 +222,7 @@ def statistics_on_two_ranks() -> list[Tensor]:
     return [*(torch.from_numpy(np.append(np.append(p.mean, p.var), p.count)) for p in parts), seen]
 
 
+@pytest.mark.long
 def test_normalisers_of_all_ranks_have_seen_what_any_has(tmp_path: Path) -> None:
     one, other = on_ranks(statistics_on_two_ranks, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(one[:2], other[:2], strict=True))

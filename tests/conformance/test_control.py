@@ -207,6 +207,7 @@ def test_init_from_takes_the_weights_and_nothing_else(case: Case, tmp_path: Path
         fit(case.make_model(init_from="nowhere.ckpt"), case.make_data())
 
 
+@pytest.mark.long
 def test_a_warm_start_carries_the_normalisers_statistics(tmp_path: Path) -> None:
     case = CASES[0]
     normal = {"norm_obs": True, "norm_reward": True, "total_timesteps": 256}

@@ -88,6 +88,7 @@ def test_kept_environments_play_the_same_episodes(kept, monkeypatch):
 _CURVES: list[list[float]] = []
 
 
+@pytest.mark.long
 def test_they_are_closed_with_the_run():
     data = RolloutDataModule("CartPole-v1", eval_freq=64, **SMALL)
     closed = []

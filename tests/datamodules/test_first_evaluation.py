@@ -143,6 +143,7 @@ def test_a_trainer_with_a_schedule_of_its_own_begins_with_none_unless_asked(aske
     assert (0 in curves.of("eval/mean_reward")) == begins
 
 
+@pytest.mark.long
 def test_it_takes_no_part_in_choosing_the_best_checkpoint(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 

@@ -127,6 +127,7 @@ def test_a_falling_rate_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: PQN(net_arch=[8]), rollouts, tmp_path, epochs=3)
 
 
+@pytest.mark.long
 def test_the_last_rollout_is_not_followed_by_another() -> None:
     data = rollouts(Counter)
     fit(PPO(), data)
@@ -165,6 +166,7 @@ def test_a_policy_with_memory_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(lambda: RecurrentPPO(lstm_hidden_size=8), rollouts, tmp_path, epochs=3)
 
 
+@pytest.mark.long
 def test_without_overlap_a_resumed_run_first_learns_from_the_rollout_that_was_collected(tmp_path: Path) -> None:
     fit(Watched(), rollouts(), max_epochs=2).save_checkpoint(tmp_path / "part.ckpt")
     saved = torch.load(tmp_path / "part.ckpt", weights_only=True)
@@ -219,6 +221,7 @@ class Slow(Counter):
         return super().step(action)
 
 
+@pytest.mark.long
 def test_a_fit_after_an_error_does_not_share_the_vector_with_the_thread_of_the_one_before() -> None:
     class Interrupts(L.Callback):
         def on_train_batch_end(self, *arguments: Any) -> None:

@@ -42,6 +42,7 @@ def test_an_engine_is_evaluated() -> None:
     assert trainer.validate(model, datamodule=data, verbose=False)[0]["eval/mean_reward"] == float(first)
 
 
+@pytest.mark.long
 def test_environments_in_other_processes_go_on() -> None:
     """A worker that is asked for an attribute that its environment lacks ends."""
 

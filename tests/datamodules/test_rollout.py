@@ -105,6 +105,7 @@ class Uneven(Counter):
         Uneven.made += 1
 
 
+@pytest.mark.long
 def test_minibatches_without_a_transition_are_refused(make_trainer):
     with pytest.raises(UsageError, match="batch_size=1 .* autoreset_mode=next_step .* give at least batch_size=2"):
         record(make_trainer, batch_size=1, autoreset_mode="next_step")

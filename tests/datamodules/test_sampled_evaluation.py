@@ -101,6 +101,7 @@ def test_predict_outside_of_an_evaluation_keeps_its_own_generator() -> None:
     assert drawn[0] == drawn[1] and len(set(drawn[0])) > 1
 
 
+@pytest.mark.long
 def test_a_predict_of_a_subclass_with_the_documented_signature_is_called() -> None:
     asked = []
 

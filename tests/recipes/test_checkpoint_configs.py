@@ -120,6 +120,7 @@ def small_arguments(name, folder):
     return [f"--{key}={value}" for key, value in options.items()]
 
 
+@pytest.mark.long
 def test_every_checkpoint_has_a_tiny_stand_in():
     named = {path for name in configs.names() for path in checkpoints_of(name).values() if not LOCAL.match(path)}
     assert named == set(CHECKPOINTS)

@@ -84,6 +84,7 @@ def test_fit_leaves_checkpoints_curves_tables_and_settings(trained):
     assert any("hparams" in tag for tag in events.summary_metadata)
 
 
+@pytest.mark.long
 def test_fit_prints_a_summary(rl):
     code, out, err = rl("fit", "--config", "tiny.yaml")
     assert code == 0, err
@@ -146,6 +147,7 @@ def test_predict_writes_every_record_or_refuses(rl, trained, monkeypatch):
         assert len(list(csv.DictReader(file))) == CONFIG["data"]["init_args"]["n_eval"]
 
 
+@pytest.mark.long
 def test_predict_writes_completions_with_rewards(rl, trained):
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
     for name in ("a.csv", "a.jsonl"):

@@ -40,6 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick(CONTROL, *QUICK))
 def test_a_control_program_trains_evaluates_and_leaves_a_checkpoint(name: str, here: Path) -> None:
     algorithm, total = CONTROL[name]

@@ -73,6 +73,7 @@ def chatting(tmp_path, monkeypatch):
             "data.chat_template_kwargs": '{"sign": "z"}'}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["rlhf", "r1"])
 @pytest.mark.parametrize("chat", [False, True])
 def test_comparisons_are_read_and_judged_in_the_policys_chat_template(chatting, recipe, chat, tmp_path, monkeypatch):

@@ -110,6 +110,7 @@ def test_a_barebones_trainer_trains_and_leaves_no_files(here):
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_bar_of_the_users_takes_the_place_of_ours(here):
     bar = TQDMProgressBar()
     trainer = Trainer(accelerator="cpu", callbacks=[bar], logger=False, evaluate=False)

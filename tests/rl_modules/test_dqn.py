@@ -283,6 +283,7 @@ def test_a_time_limit_is_not_an_end():
     assert (q - 10).abs().max() < 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n_steps", [1, 2])
 def test_the_second_of_two_steps_is_discounted(n_steps):
     model = DQN(gamma=0.5, learning_rate="lin_0.02", net_arch=[32], target_update_interval=32)

@@ -137,6 +137,7 @@ def test_whitening_makes_the_loss_blind_to_shift_and_scale() -> None:
     assert raw.item() == pytest.approx(-(log_prob * weight).mean().item(), rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("psi", PSI)
 def test_resumes_bit_for_bit(psi: str, tmp_path: Path) -> None:
     assert_resumes_exactly(

@@ -147,6 +147,7 @@ def test_a_run_resumes_exactly(name, tmp_path):
     assert_resumes_exactly(lambda: case.make_model(**sde), data, tmp_path, epochs=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [PPO, A2C, TRPO, SAC, TQC, CrossQ, RecurrentPPO, RecurrentA2C])
 def test_a_checkpoint_loads_alone(cls, tmp_path):
     model = cls(use_sde=True, net_arch=[8])

@@ -311,6 +311,7 @@ def test_a_checkpoint_holds_what_is_unfinished(tmp_path):
     assert states.shape == actions.shape == (2,)
 
 
+@pytest.mark.long
 def test_a_checkpoint_alone_predicts_what_the_agent_did(tmp_path):
     agent = SARSA(learning_rate=1.0, gamma=0.9)
     fit(agent, rollouts("Maze-v0", total_timesteps=2000)).save_checkpoint(tmp_path / "a.ckpt")
@@ -352,6 +353,7 @@ def test_every_batch_counts_as_a_step_so_that_checkpoints_are_kept(tmp_path):
     assert (tmp_path / "best.ckpt").is_file()
 
 
+@pytest.mark.long
 def test_a_user_writes_an_algorithm_in_a_few_lines():
     class Pessimist(QLearning):
         def next_value(self, state, table):

@@ -235,6 +235,7 @@ def test_resumes_bit_for_bit(space: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_seed_decides_everything() -> None:
     def weights(seed: int) -> torch.Tensor:
         model = TRPO()

@@ -34,6 +34,7 @@ def held_out(tmp_path):
     return str(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dataset", "dict", "task", "stream"])
 def test_a_file_of_held_out_records_counts_beside_every_source(kind, held_out):
     table = Dataset.from_list(ROWS)

@@ -94,6 +94,7 @@ def test_the_completion_that_failed_is_shown(capsys: pytest.CaptureFixture[str])
     assert "on 1 of 4 completions, such as 'text 7'" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_overlapped_runs_resume_exactly(tmp_path: Path) -> None:
     assert_resumes_exactly(
         lambda: Spy(model_config=TINY, max_completion_length=5, learning_rate=1e-3, completions_steps=0,
@@ -172,6 +173,7 @@ def prompts_of(module: Spy) -> list[str]:
     return [record["prompt"] for rollout, _ in module.rollouts for record in rollout["records"][::4]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 2])
 def test_generations_are_written_by_weights_at_most_k_updates_old(k: int) -> None:
     versions: list[Any] = []
@@ -236,6 +238,7 @@ def test_a_server_that_fails_is_asked_again_and_no_prompt_is_lost() -> None:
     assert prompts_of(module) == prompts_of(native)
 
 
+@pytest.mark.long
 def test_another_server_takes_over() -> None:
     with running_server() as (_, one), running_server(Flaky) as (_, two):
         module = spy(sampler="vllm_server", sampler_options={"addresses": [two, one, "127.0.0.1:9"], "retries": 3,
@@ -343,6 +346,7 @@ def test_without_correction_the_ratio_is_that_to_the_weights_that_wrote() -> Non
     assert ratios == [True, False, False, False]  # the first generation alone is of the present weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [{}, {"dynamic_sampling": 2}, {"steps_per_generation": 2}], ids=str)
 def test_generations_written_ahead_resume_exactly(arguments: dict[str, Any], tmp_path: Path) -> None:
     def make_data() -> Any:

@@ -82,6 +82,7 @@ def of_length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_column_with_the_name_of_an_argument_is_refused_before_the_first_generation(streaming, tmp_path):
     path = tmp_path / "prompts.jsonl"

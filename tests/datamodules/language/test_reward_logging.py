@@ -117,6 +117,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"reward_overlap": True, "reward_workers": 2}, {"dynamic_sampling": 1}])
 def test_curves_and_tables_hold_it(settings: dict[str, Any], tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="run")
@@ -168,6 +169,7 @@ def test_a_curve_that_the_run_has_later_is_refused_before_it_is_written(name: st
     assert not module.latest_metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pass@1", "mean_length", "rewards/reward"])
 def test_the_name_of_a_curve_of_evaluations_is_refused(name: str) -> None:
     """Lightning would take the mean of both, by which the best checkpoint is chosen."""

@@ -122,6 +122,7 @@ def test_a_piece_of_an_answer_is_not_the_answer_but_a_unit_may_follow(answer, re
     assert math_accuracy(None, [f"<answer>{answer}</answer>"], answer=[reference]) == [value]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("endless", ["\\boxed{9^{9^{9}}}", "<answer>2^{10^{12}}</answer>"])
 def test_an_answer_without_end_is_wrong_and_does_not_stop_the_run(endless, in_thread, monkeypatch):
@@ -132,6 +133,7 @@ def test_an_answer_without_end_is_wrong_and_does_not_stop_the_run(endless, in_th
     assert rewards(records, completions).tolist() == [[1.0], [0.0], [1.0]]
 
 
+@pytest.mark.long
 def test_a_process_that_no_signal_reaches_is_ended_and_replaced(monkeypatch):
     rewards = RewardFunctions([math_accuracy], time_limit_s=60)
     records = [{"prompt": "", "answer": "5"}] * 2
@@ -374,6 +376,7 @@ def test_a_run_ends_where_a_function_fails_on_every_sample_and_keeps_the_error()
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_function_that_hangs_on_a_sample_hangs_twice(workers, capsys):
     """Its other samples are scored one by one: a half with the slow one would wait for the limit again."""

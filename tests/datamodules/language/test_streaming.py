@@ -209,6 +209,7 @@ def streamed_on(ranks, algorithm, path, **settings):
     return {name: x.float() for name, x in module.model.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", [DPO, KTO, RewardModel])
 def test_two_ranks_learn_from_streamed_preferences_what_one_learns(algorithm, tmp_path):
     path = written_pairs(tmp_path)

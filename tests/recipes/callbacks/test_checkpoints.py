@@ -108,6 +108,7 @@ ALGORITHMS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algorithm", quick(ALGORITHMS, "ppo", "ppo normalized", "trpo", "dqn prioritized", "sac", "sarsa")
 )
@@ -159,6 +160,7 @@ def test_writing_takes_no_larger_share_than_allowed(tmp_path: Path, monkeypatch:
 # -------------------------------------------------------------------- whole or not at all
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_callback_before_there_are_optimizers_is_resumed(tmp_path: Path) -> None:
     class Early(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -56,6 +56,7 @@ def pairs(folder: Path) -> list[tuple[float, int]]:
     return list(zip(frame["r"].tolist(), frame["l"].tolist(), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"norm_reward": True, "norm_obs": True}, {"autoreset_mode": "next_step"},
                                      {"stats_window_size": 1}])  # fmt: skip
 def test_every_episode_is_there_once_with_its_raw_return(options: dict[str, Any], tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_a_resumed_run_neither_repeats_nor_loses_an_episode(tmp_path: Path) -> N
     assert header == text.splitlines()[0], "time counts from the first start"
 
 
+@pytest.mark.long
 def test_a_resumed_run_whose_episodes_begin_anew_keeps_those_of_the_rollout_collected_ahead(tmp_path: Path) -> None:
     """They are reported while the checkpoint is loaded, before the file is open."""
 

@@ -321,6 +321,7 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     assert not list(Path().rglob("*"))
 
 
+@pytest.mark.long
 def test_nan_reward_keeps_the_last_good_checkpoint(rl):
     code, _, err = rl(
         "fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "tests.datamodules.envs:Counter", "--data.env_kwargs",

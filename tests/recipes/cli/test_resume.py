@@ -98,6 +98,7 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert chaos.compare(tmp_path / "whole", tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_resumed_run_s_config_starts_a_new_run(rl: Any, stopped: Path) -> None:
     assert rl("fit", *RUN, "--resume")[0] == 0
     code, _, err = rl("fit", "--config", f"{FOLDER}/version_0/config.yaml")
@@ -105,6 +106,7 @@ def test_a_resumed_run_s_config_starts_a_new_run(rl: Any, stopped: Path) -> None
     assert steps(FOLDER / "version_1", "train/loss") == [256, 512, 768, 1024]
 
 
+@pytest.mark.long
 def test_a_run_of_several_loggers_resumes_in_the_folders_of_all(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_modules import PPO
 
@@ -243,6 +245,7 @@ def test_a_damaged_checkpoint_gets_a_sentence_and_the_one_before_works(rl: Any, 
     assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

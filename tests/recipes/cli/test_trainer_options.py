@@ -78,6 +78,7 @@ def test_the_summary_names_the_csv_file_of_a_csv_logger(rl: Any, tmp_path: Path)
     assert [row["step"] for row in final] == ["1024"]
 
 
+@pytest.mark.long
 def test_a_run_without_logger_says_that_it_has_no_curves(rl: Any) -> None:
     code, out, err = rl("fit", *RUN, "--trainer.logger", "false")
     assert code == 0, err
@@ -287,6 +288,7 @@ def re_line(text: str, *parts: str) -> bool:
     return any(all(part in line for part in parts) for line in text.splitlines())
 
 
+@pytest.mark.long
 def test_a_combination_that_the_trainer_refuses_gets_one_sentence(rl: Any) -> None:
     # A tabular agent has no gradients for Lightning to clip.
     code, _, err = rl("fit", "--config", "q_learning/maze.yaml", "--trainer.gradient_clip_val=1")
@@ -308,6 +310,7 @@ def test_a_monitor_that_no_run_logs_gets_one_sentence(rl: Any, callback: str, mo
     assert re_line(err, "error: ", f"monitor='{monitor}'", near) and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_early_stopping_says_why_it_ends_a_run(rl: Any) -> None:
     stop = {"monitor": "eval/mean_reward", "mode": "max", "patience": 1, "min_delta": 1000.0, "verbose": True}
     given = ["--trainer.callbacks+=EarlyStopping", f"--trainer.callbacks.init_args={json.dumps(stop)}"]
@@ -316,6 +319,7 @@ def test_early_stopping_says_why_it_ends_a_run(rl: Any) -> None:
     assert re_line(out + err, "Monitored metric eval/mean_reward did not improve in the last 1 records")
 
 
+@pytest.mark.long
 def test_the_recorded_config_of_averaged_weights_runs_again(rl: Any, tmp_path: Path) -> None:
     averaged = ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.01",
                 "--trainer.callbacks.swa_epoch_start=1"]  # fmt: skip

@@ -46,6 +46,7 @@ def test_the_value_solves_bellmans_equation(seed, gamma):
     torch.testing.assert_close((policy * q).sum(-1), value)
 
 
+@pytest.mark.long
 @repeatable
 @given(seeds)
 def test_the_value_is_the_sum_of_discounted_rewards(seed):

@@ -251,6 +251,7 @@ def test_a_second_fit_on_other_pairs_reads_the_reference_anew(make_trainer, data
 
 
 # A pass has 4 steps of 2 micro-batches: in its middle, at its end, inside of a step of the next.
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [{}, {"lora": {"r": 4}}, {"reference_free": True}])
 def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, data, tmp_path, stop, arguments):
@@ -274,6 +275,7 @@ def test_a_resumed_run_reads_the_table_of_its_checkpoint(make_trainer, data, tmp
     assert calls == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_loads_alone_and_judges(make_trainer, data, tmp_path):
     module = model()
     trainer = make_trainer(max_steps=3)

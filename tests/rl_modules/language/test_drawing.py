@@ -99,6 +99,7 @@ def test_a_large_vocabulary_loses_no_token():
     torch.testing.assert_close(log_prob, torch.full((30,), 0.01 / words).log())
 
 
+@pytest.mark.long
 def test_a_large_vocabulary_keeps_its_proportions():
     """Draws of many seeds, counted in twenty bins of equal probability."""
     words, n = 50_000, 1_000

@@ -552,6 +552,7 @@ def evaluated(path, ranks=1, eval_batch_size=256):
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eval_batch_size", [2, 6, 256])
 def test_an_evaluations_mean_reward_is_over_the_scored_completions(eval_batch_size, tmp_path):
     """Batches may hold none of them, some, or all; on two ranks the second one has none."""

@@ -85,6 +85,7 @@ def test_mismatched_answers_are_those_of_other_prompts(make_trainer, data):
         assert tuple(record["rejected_ids"]) in answers
 
 
+@pytest.mark.long
 def test_pairs_become_judgements(make_trainer, data, tmp_path):
     judgements = data(path=write(tmp_path / "pairs.jsonl", PAIRS))
     make_trainer(max_steps=1).fit(model(), datamodule=judgements)
@@ -96,6 +97,7 @@ def test_pairs_become_judgements(make_trainer, data, tmp_path):
     assert len(tasks.train_records) == 32
 
 
+@pytest.mark.long
 def test_micro_batches_of_one_kind_of_answer(make_trainer, data, tmp_path):
     """A micro-batch may hold good answers only; a mean over none is no metric, and no NaN."""
     good = write(tmp_path / "good.jsonl", [row for row in JUDGEMENTS if row["label"]])

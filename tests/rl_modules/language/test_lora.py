@@ -285,6 +285,7 @@ def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
         given.configure_model()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("targets", [TARGETS, "all-linear"])
 def test_adapters_of_an_image_encoder_do_not_train(targets: Any, tmp_path: Path) -> None:
     """Its layers have the language model's names; no text goes through them, and DDP waits for every gradient."""

@@ -56,6 +56,7 @@ def addition(**arguments):
                                            "n_eval": 4, **arguments})  # fmt: skip
 
 
+@pytest.mark.long
 def test_scores_are_those_of_the_judge_alone_on_its_own_tokens(judge):
     path = judge()
     seen = []

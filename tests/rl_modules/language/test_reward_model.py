@@ -117,6 +117,7 @@ def test_micro_batches_do_not_change_the_step(make_trainer, data, packing):
     torch.testing.assert_close(results[2], results[0], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_two_ranks_take_the_step_of_one_with_twice_the_pairs(make_trainer, data, tmp_path):
     module = model(optimizer=sgd)
     trainer = make_trainer(max_steps=3)

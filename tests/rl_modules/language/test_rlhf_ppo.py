@@ -733,6 +733,7 @@ def test_two_ranks_are_one_with_twice_the_batch(make, tmp_path):
     assert one["num_tokens"] == two["num_tokens"]
 
 
+@pytest.mark.long
 def test_objectives_of_two_ranks_count_every_scored_completion_once(make, tmp_path):
     def objectives(ranks):
         module, data = make(Particular, {"batch_size": 8 // ranks}, beta=0.3)

@@ -232,6 +232,7 @@ def test_logits_at_are_those_of_the_whole_and_leave_no_hook():
 # -------------------------------------------------------------------- runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "data", "trainer"),
     [
@@ -366,6 +367,7 @@ def test_lora_trains_adapters_alone(tmp_path):
     assert all("lora_" in name for name in moved)
 
 
+@pytest.mark.long
 def test_goes_on_from_an_exported_model_and_needs_it_no_more(tmp_path):
     """A stage begins with the directory that another left; its checkpoint loads when that directory is gone."""
     first = tiny()

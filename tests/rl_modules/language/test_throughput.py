@@ -47,6 +47,7 @@ def test_rates_are_tokens_over_their_own_seconds(clock: list[float]) -> None:
     assert counter.rates(160, Alone(), 1) == {"time/training_tokens_per_second": 10.0}
 
 
+@pytest.mark.long
 def test_a_run_counts_the_tokens_that_it_writes_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     took: list[float] = []
@@ -70,6 +71,7 @@ def test_a_run_counts_the_tokens_that_it_writes_and_trains(monkeypatch: pytest.M
         assert point["time/training_tokens_per_second"] > point["train/num_tokens"] / 2 / wall_s
 
 
+@pytest.mark.long
 def test_clocks_are_in_no_checkpoint(tmp_path: Path) -> None:
     fit(grpo(), addition(), max_steps=2).save_checkpoint(tmp_path / "one.ckpt")
     leaves = tensors_of(torch.load(tmp_path / "one.ckpt", weights_only=True))

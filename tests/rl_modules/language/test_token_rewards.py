@@ -81,6 +81,7 @@ def test_weights_penalty_and_functions_of_both_kinds(make):  # noqa: F811
         assert not found[len(ids) :].any()
 
 
+@pytest.mark.long
 def test_a_reward_model_beside_them_judges_at_the_end(make, folders):  # noqa: F811
     rollout, _ = prepared(make, [f"{HERE}:each"], reward_weights=[1.0, 3.0],
                           reward_model_name_or_path=str(folders / "reward"))  # fmt: skip

@@ -52,6 +52,7 @@ def verified(make, cls=RLHFPPO, data=None, **model):  # noqa: F811
                 **{"reward_model_name_or_path": None, **model})  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("judged", [False, True])
 def test_rewards_are_those_of_grpo(make, folders, judged):  # noqa: F811
     judge = str(folders / "reward") if judged else None
