@@ -29,6 +29,7 @@ def checkpoints(tmp_path_factory):
     return control, language
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_answer_is_one_sentence(case, checkpoints, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -39,6 +39,7 @@ def test_a_config_that_was_not_run_to_the_end_is_marked(name):
     assert is_marked or re.search(r"[0-9]", expect)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_config_prints_and_resolves(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
