@@ -130,7 +130,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     kind = "rollouts"
     #: Settings that follow the algorithm where they are not given, see :meth:`resolve`.
     filled_in: tuple[str, ...] = ()
-    env_id, env_name = _of_environments("env_id"), _of_environments("name")
+    env_id = _of_environments("env_id")
     env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
     eval_env_kwargs = _of_environments("eval_env_kwargs", of_evaluation=True)
     eval_wrappers = _of_environments("eval_wrappers", of_evaluation=True)
@@ -307,6 +307,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if self._collector is None:
             raise RuntimeError("the environments are made by setup('fit'), which comes first")
         return self._collector
+
+    @property
+    def env_name(self) -> str:
+        """The environment's name in messages and checkpoints."""
+        return self.environments.name
 
     @property
     def example_env(self) -> Any:

@@ -168,13 +168,15 @@ class ReplayLearner(Learner, Protocol):
 class ExperienceSource(Protocol):
     """What an algorithm asks of its datamodule."""
 
-    #: The environment's name in messages and checkpoints.
-    env_name: str
     #: The run's seed, from which weights are drawn.
     seed: int
     #: Transitions so far and in all, over all environments and ranks.
     num_timesteps: int
     total_timesteps: int
+
+    @property
+    def env_name(self) -> str:
+        """The environment's name in messages and checkpoints."""
 
     @property
     def observation_space(self) -> spaces.Space:
