@@ -177,7 +177,8 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
     """
     require_tensors(value=value)
     require_shape("returns", returns, value.shape, "value")
-    value, returns = as_constant(value), as_constant(returns)
-    total = returns.var(correction=0)
+    value, returns = as_constant(value).flatten(), as_constant(returns).flatten()
+    # From the first one: around a rounded mean, constant returns would have a variance, by which is divided.
+    total = (returns - returns[:1]).var(correction=0)
     # 0 / 0 is already NaN; the case to catch is a critic that is wrong about constant returns, -inf otherwise.
     return torch.where(total == 0, torch.nan, 1 - (returns - value).var(correction=0) / total)
