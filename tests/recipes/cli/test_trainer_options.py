@@ -381,3 +381,10 @@ def test_a_seed_by_chance_is_drawn_once_for_all_ranks(rl: Any, tmp_path: Path, m
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = rl(*words)
     assert code == 1 and "seed_everything=true draws a seed, which 2 processes" in err
+
+
+@pytest.mark.long
+def test_a_run_that_reaches_its_time_limit_says_so(rl: Any) -> None:
+    code, out, err = rl("fit", *RUN, "--data.total_timesteps=1000000", "--trainer.max_time=00:00:00:01")
+    assert code == 0, err
+    assert re_line(out + err, "Time limit reached")
