@@ -4,6 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
+import yaml
+
 from rl_modules.common.errors import UsageError, did_you_mean
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -43,6 +45,11 @@ def find(name: str) -> Path:
         raise UsageError(f"config {name!r} is a folder; give one of the files in it, or an installed config (`rl list` "
                          "shows all)")  # fmt: skip
     raise UsageError(f"config {name!r} is neither a file nor an installed config{_near(name)} (`rl list` shows all)")
+
+
+def text(name: str) -> str:
+    """A config without its comments: on what a run of it depends."""
+    return yaml.safe_dump(yaml.safe_load(find(name).read_text("utf-8")))
 
 
 def _near(name: str) -> str:

@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recipes import configs
 from recipes.pipeline import Pipeline
 from recipes.stages import (
     check_folder,
     check_stages,
-    config_text,
     evaluate,
     load_policy,
     run_command,
@@ -84,7 +84,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         first = {key: value for key, value in options["grpo"].items() if key in MODEL}
         arguments = {**first, **judge} if model is None else {**judge, "model.model_name_or_path": str(model)}
         rows[name] = pipeline.evaluate(f"{name}_evaluation", lambda: evaluate(given.grpo, arguments),
-                                       {"config": config_text(given.grpo), "arguments": arguments}, done)  # fmt: skip
+                                       {"config": configs.text(given.grpo), "arguments": arguments}, done)  # fmt: skip
 
     if given.cold_start != "none":
         model = pipeline.fit("cold_start", given.cold_start, {**seed, **options["cold_start"]})
@@ -100,7 +100,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     measure("grpo")
     if given.final != "none":
         arguments, prompts = {**judge, "model.model_name_or_path": str(model)}, given.preference_prompts
-        settings = {"config": config_text(given.grpo), "arguments": arguments, "prompts": prompts}
+        settings = {"config": configs.text(given.grpo), "arguments": arguments, "prompts": prompts}
         pairs = pipeline.stage("preferences", lambda folder: write_preferences(given.grpo, arguments, prompts, folder),
                                ("train.jsonl", "test.jsonl"), settings, done)  # fmt: skip
         judging = pipeline.fit("reward_model", given.reward_model, {

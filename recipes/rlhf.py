@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes import configs
 from recipes.pipeline import Pipeline, scalars
 from recipes.stages import (
     PROCESSES,
     check_folder,
     check_stages,
-    config_text,
     evaluate,
     load_policy,
     run_command,
@@ -118,7 +118,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
     def measure(name: str, model: Path, after: list[Path], stage: str | None = None) -> None:
         arguments = {**seed, "model.model_name_or_path": str(model), "model.ref_model_name_or_path": str(sft), **judge,
                      **writing_options(options["ppo"]), **options["evaluation"]}  # fmt: skip
-        settings = {"config": config_text(given.ppo), "arguments": arguments}
+        settings = {"config": configs.text(given.ppo), "arguments": arguments}
         rows[name] = pipeline.evaluate(f"{stage or name}_evaluation", lambda: evaluate(given.ppo, arguments), settings,
                                        after)  # fmt: skip
 
@@ -139,7 +139,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         # Of its options, how many processes train it is not for the evaluation, which runs in this one.
         arguments = {key: value for key, value in judging.items() if key not in PROCESSES}
         arguments["model.model_name_or_path"] = str(judged)
-        settings = {"config": config_text(given.reward_model), "arguments": arguments}
+        settings = {"config": configs.text(given.reward_model), "arguments": arguments}
         rows["reward_model"] = pipeline.evaluate(
             "reward_model_evaluation", lambda: evaluate(given.reward_model, arguments), settings, done
         )
@@ -180,7 +180,7 @@ def compared(
     numbers = {name: getattr(given, name) for name in ("samples", "temperatures", "comparisons")}
     return pipeline.stage(
         name, lambda folder: write_preferences(given.sft, policy, **numbers, folder=folder),
-        ("train.jsonl", "test.jsonl"), {"config": config_text(given.sft), "arguments": policy, **numbers}, after,
+        ("train.jsonl", "test.jsonl"), {"config": configs.text(given.sft), "arguments": policy, **numbers}, after,
     )  # fmt: skip
 
 

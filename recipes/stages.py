@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recipes import configs
 from rl_modules.common.errors import UsageError
 
@@ -29,7 +27,7 @@ def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], a
     Raises:
         SystemExit: with 1 after an error, which is printed in one sentence.
     """
-    from recipes.cli import quiet
+    from recipes.cli.terminal import quiet
 
     quiet()
     try:
@@ -157,11 +155,6 @@ def check_folder(folder: str) -> None:
     if blocked := next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None):
         raise UsageError(f"folder {folder} is a file" if blocked == Path(folder) else
                          f"folder {folder} lies below {blocked}, which is a file")  # fmt: skip
-
-
-def config_text(config: str) -> str:
-    """A config without its comments: on what a stage depends."""
-    return yaml.safe_dump(yaml.safe_load(configs.find(config).read_text("utf-8")))
 
 
 def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:

@@ -21,8 +21,9 @@ def serve(args: Sequence[str]) -> None:
         UsageError: an unknown option, a port that is taken, or an engine that is not installed.
     """
     options = parse(args)
-    from rl_modules.language.sampling.engine import NativeEngine, VLLMEngine, unties
+    from rl_modules.language.sampling.engine import NativeEngine
     from rl_modules.language.sampling.server import MakeEngine, Service, make_server
+    from rl_modules.language.sampling.vllm import VLLMEngine, unties
 
     quiet()
     cap = options["max_rows_in_flight"]

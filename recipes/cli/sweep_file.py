@@ -9,7 +9,6 @@ import yaml
 
 from recipes import configs
 from recipes.cli import config_files
-from recipes.stages import config_text
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Kinds of ranges, and what each holds.
@@ -77,7 +76,7 @@ class Sweep:
     def identity(self) -> str:
         """The settings that a resumed sweep must share, as text."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("n_trials", "keep_checkpoints")}
-        kept["config_texts"] = [config_text(name) for name in self.config]
+        kept["config_texts"] = [configs.text(name) for name in self.config]
         kept["search"] = {name: [found.kind, found.bounds] for name, found in self.search.items()}
         return json.dumps(kept, sort_keys=True)
 

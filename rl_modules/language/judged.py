@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.common.indices import on
 from rl_modules.language.base import plain_config
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.lora import check_switched_off
@@ -221,9 +222,7 @@ class JudgedPolicy(LanguagePolicy):
         total, length = lengths.tolist()
         order = sorted(range(len(total)), key=total.__getitem__)
         results: dict[str, Tensor] = {}
-        for rows in (
-            torch.tensor(order, dtype=torch.int64).to(lengths.device, non_blocking=True).split(self.forward_rows)
-        ):
+        for rows in on(lengths.device, order).split(self.forward_rows):
             longest = total[order[len(rows) - 1]]
             order = order[len(rows) :]
             tokens = rollout["tokens"][rows, :longest]

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from rl_modules.common.indices import on
+
 if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts
 
@@ -232,8 +234,3 @@ def _with_room(states: Tensor, room: int, rows: int | None = None, before: int =
     if before:
         buffer[:count, :, :before] = 0
     return buffer
-
-
-def on(device: torch.device, numbers: list[int]) -> Tensor:
-    """Integers on a device, without waiting for it."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

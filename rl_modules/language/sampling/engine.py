@@ -1,4 +1,4 @@
-"""Engines that write completions with weights that they are given, in this process or in ``rl serve``."""
+"""What an engine is, which writes completions with weights that it is given, and the one on transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.sampling.native import check_request, sample
+from rl_modules.language.sampling.native import sample
 from rl_modules.language.sampling.protocol import Completions, SamplingSettings
 from rl_modules.language.sampling.weights import EngineSpec
 
@@ -98,76 +98,6 @@ class NativeEngine:
 
     def close(self) -> None:
         """Holds nothing but the model."""
-
-
-def unties(kind: str) -> bool:
-    """Whether an engine of this kind, here, needs an output layer of its own where the model ties it.
-
-    vLLM's CPU build packs a tied output layer once, and does not see later weights of the embedding.
-    """
-    return kind == "vllm" and not torch.cuda.is_available()
-
-
-class VLLMEngine:
-    """An engine on vLLM, in this process.
-
-    Args:
-        spec: of the model.
-        gpu_memory_utilization: share of the card that weights and cache may take.
-        enforce_eager: run without CUDA graphs and compilation; None: on a CPU.
-        max_rows_in_flight: rows that are decoded together at most; None: vLLM's own number.
-        ranks: this process's rank and their number; each has an engine of its own.
-
-    Raises:
-        UsageError: vLLM is not installed.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        gpu_memory_utilization: float = 0.3,
-        enforce_eager: bool | None = None,
-        max_rows_in_flight: int | None = None,
-        ranks: tuple[int, int] = (0, 1),
-    ) -> None:
-        from rl_modules.language.sampling.vllm import among_ranks, start_engine
-
-        self.spec, self._is_alone = spec, ranks[1] == 1
-        self.on_cuda = torch.cuda.is_available()
-        eager = not self.on_cuda if enforce_eager is None else enforce_eager
-        cap = {} if max_rows_in_flight is None else {"max_num_seqs": max_rows_in_flight}
-        options = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_cuda else {}
-        self.llm = start_engine(spec, enforce_eager=eager, **options, **cap, **among_ranks(*ranks))
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self.llm.reset_prefix_cache()  # keys and values of the old weights
-
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
-        from rl_modules.language.sampling.vllm import sampling_params, to_row
-
-        check_request(prompts, 1, settings.max_completion_length, list(settings.eos_token_id), seeds,
-                      self.spec.longest, self.spec.words)  # fmt: skip
-        parameters = [
-            sampling_params(settings, seed, min(settings.max_completion_length, self.spec.longest - len(prompt)))
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(asked, parameters, use_tqdm=False)
-        return [to_row(output.outputs[0], settings) for output in outputs]
-
-    def sleep(self) -> None:
-        if self.on_cuda:
-            self.llm.sleep(level=2)
-
-    def wake(self) -> None:
-        if self.on_cuda:
-            self.llm.wake_up()
-
-    def close(self) -> None:
-        # vLLM ends the process group that it was started in, which beside other ranks is training's.
-        if self._is_alone:
-            self.llm.llm_engine.engine_core.shutdown()
 
 
 def rows_of(written: Completions) -> list[Row]:

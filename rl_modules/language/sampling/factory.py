@@ -87,8 +87,8 @@ def make_sampler(
     if world_size > 1 and is_sharded(model):
         raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
                          "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
-    from rl_modules.language.sampling.engine import VLLMEngine, unties
-    from rl_modules.language.sampling.vllm import EngineSampler
+    from rl_modules.language.sampling.engine_sampler import EngineSampler
+    from rl_modules.language.sampling.vllm import VLLMEngine, unties
     from rl_modules.language.sampling.weights import EngineSpec
 
     ranks = (rank, world_size)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.engine import Row, completions_of
+from rl_modules.language.sampling.engine_sampler import check_engine
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.server import PROTOCOL
-from rl_modules.language.sampling.vllm import check_engine
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
 from rl_modules.language.sharding import is_sharded
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_modules.language.row_cache import on
+from rl_modules.common.indices import on
 from rl_modules.language.sampling.protocol import RowListener
 
 #: Share of the rows in flight that must be free before waiting rows take their places: their prompts need a forward

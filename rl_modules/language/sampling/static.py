@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from rl_modules.language.row_cache import Forward, RowCache, RowLayer, on
+from rl_modules.common.indices import on
+from rl_modules.language.row_cache import Forward, RowCache, RowLayer
 
 if TYPE_CHECKING:
     from rl_modules.language.sampling.rows import Prompts

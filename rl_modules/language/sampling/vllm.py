@@ -1,29 +1,89 @@
-"""vLLM as a sampler: how it is started, and what our settings are called there."""
+"""vLLM as an engine: how it is started, and what our settings are called there."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import text_config
 from rl_modules.language.sampling.draw import mixed
-from rl_modules.language.sampling.engine import Engine, Row, Writer, completions_of
-from rl_modules.language.sampling.native import eval_mode
-from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
-from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
-from rl_modules.language.sharding import gathered_once, is_sharded
+from rl_modules.language.sampling.engine import Row
+from rl_modules.language.sampling.native import check_request
+from rl_modules.language.sampling.protocol import SamplingSettings
+from rl_modules.language.sampling.weights import EngineSpec
 
-#: Log-probabilities of vLLM and of the model that its weights came from differ at most so much, in nats, by dtype.
-_ROUNDING = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
-_PROBE, _PROBE_TOKENS = 4, 4
+
+def unties(kind: str) -> bool:
+    """Whether an engine of this kind, here, needs an output layer of its own where the model ties it.
+
+    vLLM's CPU build packs a tied output layer once, and does not see later weights of the embedding.
+    """
+    return kind == "vllm" and not torch.cuda.is_available()
+
+
+class VLLMEngine:
+    """An engine on vLLM, in this process.
+
+    Args:
+        spec: of the model.
+        gpu_memory_utilization: share of the card that weights and cache may take.
+        enforce_eager: run without CUDA graphs and compilation; None: on a CPU.
+        max_rows_in_flight: rows that are decoded together at most; None: vLLM's own number.
+        ranks: this process's rank and their number; each has an engine of its own.
+
+    Raises:
+        UsageError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        gpu_memory_utilization: float = 0.3,
+        enforce_eager: bool | None = None,
+        max_rows_in_flight: int | None = None,
+        ranks: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.spec, self._is_alone = spec, ranks[1] == 1
+        self.on_cuda = torch.cuda.is_available()
+        eager = not self.on_cuda if enforce_eager is None else enforce_eager
+        cap = {} if max_rows_in_flight is None else {"max_num_seqs": max_rows_in_flight}
+        options = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_cuda else {}
+        self.llm = start_engine(spec, enforce_eager=eager, **options, **cap, **among_ranks(*ranks))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.reset_prefix_cache()  # keys and values of the old weights
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
+        check_request(prompts, 1, settings.max_completion_length, list(settings.eos_token_id), seeds,
+                      self.spec.longest, self.spec.words)  # fmt: skip
+        parameters = [
+            sampling_params(settings, seed, min(settings.max_completion_length, self.spec.longest - len(prompt)))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(asked, parameters, use_tqdm=False)
+        return [to_row(output.outputs[0], settings) for output in outputs]
+
+    def sleep(self) -> None:
+        if self.on_cuda:
+            self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        if self.on_cuda:
+            self.llm.wake_up()
+
+    def close(self) -> None:
+        # vLLM ends the process group that it was started in, which beside other ranks is training's.
+        if self._is_alone:
+            self.llm.llm_engine.engine_core.shutdown()
 
 
 def start_engine(spec: EngineSpec, **options: Any) -> Any:
@@ -102,95 +162,3 @@ def to_row(output: Any, settings: SamplingSettings) -> Row:
     else:
         log_prob = [float(found[token].logprob) for found, token in zip(output.logprobs, tokens, strict=True)]
     return Row(tokens, log_prob, tokens[-1] in settings.eos_token_id)
-
-
-class EngineSampler:
-    """A :class:`~rl_modules.language.sampling.Sampler` on an engine in this process.
-
-    Args:
-        engine: holds the weights.
-        device: of the completions' tensors.
-    """
-
-    exact_log_probs = False
-    reproducible = False
-    concurrent = False
-
-    def __init__(self, engine: Engine, device: Any) -> None:
-        self.engine, self.device = engine, device
-        self.version = 0
-        self._checked = self._asleep = False
-        self._weights: Fingerprint | None = None
-
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_generations: int,
-        seeds: Sequence[int],
-        settings: SamplingSettings,
-        on_ended: RowListener | None = None,
-    ) -> Completions:
-        if self._weights is None:
-            raise UsageError("the sampler has no weights yet; call update_weights first")
-        asked = [prompt for prompt in prompts for _ in range(num_generations)]
-        rows = self.engine.generate(asked, seeds, settings)
-        for number, row in enumerate(rows if on_ended is not None else ()):
-            on_ended(number, row.tokens, row.finished)  # type: ignore[misc]
-        return completions_of(rows, settings.pad_token_id, self.device, [self.version] * len(rows))
-
-    def update_weights(self, model: Any, version: int = 0) -> None:
-        """Load a model's weights, unless the engine has them.
-
-        Raises:
-            UsageError: the engine's log-probabilities are not the model's.
-        """
-        if self._weights == (found := fingerprint(model, version)):
-            return
-        self.version = version
-        self.wake()
-        self.engine.load_weights(named_weights(model, self.engine.spec.untied))
-        self._weights = found
-        if not self._checked and not is_sharded(model):
-            self._checked = True
-            check_engine(model, self.engine)
-
-    def sleep(self) -> None:
-        if not self._asleep:
-            self.engine.sleep()
-            self._asleep, self._weights = True, None
-
-    def wake(self) -> None:
-        if self._asleep:
-            self.engine.wake()
-            self._asleep = False
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-@torch.no_grad()
-def check_engine(model: Any, engine: Writer) -> None:
-    """Compare the engine's log-probabilities with a forward pass of the model whose weights it has.
-
-    An engine that has loaded a weight under another name, or not at all, writes text without any error.
-
-    Raises:
-        UsageError: they differ by more than rounding.
-    """
-    device = next(model.parameters()).device
-    words = text_config(model.config).vocab_size
-    prompts = [[(7 * i + 3 * j) % words for j in range(3)] for i in range(_PROBE)]
-    settings = SamplingSettings(_PROBE_TOKENS, (words - 1,), 0)
-    rows = engine.generate(prompts, list(range(_PROBE)), settings)
-    worst = 0.0
-    with eval_mode(model), gathered_once(model):
-        for prompt, row in zip(prompts, rows, strict=True):
-            text = torch.tensor([prompt + row.tokens], dtype=torch.int64, device=device)
-            logits = model(input_ids=text, use_cache=False).logits[:, len(prompt) - 1 : -1]
-            expected = F.token_log_probs(logits.float(), text[:, len(prompt) :])[0]
-            found = torch.tensor(row.log_prob, dtype=torch.float32, device=device)
-            worst = max(worst, float((found - expected).abs().max()))
-    bound = _ROUNDING.get(next(model.parameters()).dtype, 1e-2)
-    if not worst <= bound:
-        raise UsageError(f"sampler={type(engine).__name__} differs from the model by {worst:.2g} nats per "
-                         f"log-probability (rounding: {bound}): it lacks weights; take sampler=native")  # fmt: skip

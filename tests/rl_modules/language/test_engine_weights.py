@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling import factory
 from rl_modules.language.sampling.engine import NativeEngine
+from rl_modules.language.sampling.engine_sampler import check_engine
 from rl_modules.language.sampling.factory import make_sampler
-from rl_modules.language.sampling.vllm import check_engine, sampling_params
+from rl_modules.language.sampling.vllm import sampling_params
 from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
 from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, settings, tiny_model
 
