@@ -21,6 +21,8 @@ from rl_modules.loggers import adapters
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
 LOGS = "logs"
+#: Files of a run that another in its folder would overwrite or continue.
+_OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
 
 def set_folder(config: Any) -> None:
@@ -105,7 +107,7 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
 
 
 def _require_free_folder(config: Any) -> None:
-    """Refuses a new run in a folder that is named by its version and holds a run's checkpoints already.
+    """Refuses a new run in a folder that is named by its version and holds a run's checkpoints or curves already.
 
     Raises:
         UsageError: names the folder.
@@ -114,7 +116,7 @@ def _require_free_folder(config: Any) -> None:
     if not str(getattr(logger, "class_path", "")).endswith(("TensorBoardLogger", "CSVLogger")):
         return
     folder = _run_folder(config) if logger.init_args.get("version") is not None else None
-    if folder is not None and (folder / "checkpoints" / "last.ckpt").exists():
+    if folder is not None and any(next(folder.glob(name), None) for name in _OF_A_RUN):
         raise UsageError(f"{folder} holds a run, which a new one would overwrite; continue it with --resume, or give "
                          "another trainer.logger.init_args.version (null: the next number)")  # fmt: skip
 

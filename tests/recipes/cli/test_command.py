@@ -334,3 +334,18 @@ def test_nan_reward_keeps_the_last_good_checkpoint(rl):
     # matter of the clock.
     assert checkpoint["RolloutDataModule"]["num_timesteps"] in [k * 256 for k in range(1, 10)]
     assert all(torch.isfinite(value).all() for value in checkpoint["state_dict"].values())
+
+
+@pytest.mark.long
+def test_a_new_run_does_not_add_its_curves_to_those_of_a_named_one(rl):
+    """A trial of a sweep keeps its curves and config, and no checkpoints."""
+    code, _, err = rl("fit", "--config", "ppo/cartpole.yaml", *SMALL, "--trainer.logger.init_args.version=mine",
+                      "--trainer.enable_checkpointing=false")  # fmt: skip
+    assert not code, err
+    recorded = next(Path("logs").glob("*/mine/config.yaml"))
+    curves = sorted(recorded.parent.glob("events.*"))
+    code, _, err = rl("fit", "--config", str(recorded))
+    assert code == 1 and "mine holds a run, which a new one would overwrite; continue it with --resume" in err
+    assert sorted(recorded.parent.glob("events.*")) == curves
+    code, _, err = rl("fit", "--config", str(recorded), "--trainer.logger.init_args.version=null")
+    assert not code, err
