@@ -117,10 +117,9 @@ class Trainer(L.Trainer):
             folder = Path(self.default_root_dir) / runs.LOGS
             logger = TensorBoardLogger(folder, name=name, default_hp_metric=False)
             self.loggers = [logger]
-            if launches(self):
-                # Forked ranks would wait for ever for the writer's thread, which stays in this process.
-                runs.number_alike(self)
-            else:
+            runs.number_alike(self)
+            # Forked ranks would wait for ever for the writer's thread, which stays in this process.
+            if not launches(self):
                 logger.experiment.add_custom_scalars(layout_of(model))
         if not self._shows_bar or not self.is_global_zero or data is None:
             return

@@ -16,7 +16,6 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.cli import resume
 from rl_modules.common.errors import UsageError
-from rl_modules.common.launched import launches
 from rl_modules.loggers import adapters
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
@@ -220,14 +219,30 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
 def number_alike(trainer: Any) -> None:
     """Gives the folders of a new run's loggers one version, by which a resumed run finds them all.
 
-    Where this process starts the ranks, it does so before, or it would know another folder than theirs.
+    The first rank makes the folder at once: of runs that start together, each has a folder of its own. Where this
+    process starts the ranks, it numbers before them, or it would know another folder than theirs.
     """
-    if (len(trainer.loggers) < 2 and not launches(trainer)) or not (loggers := _unnumbered(trainer)):
+    if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
         return
-    given = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
-    number = max(logger._get_next_version() for logger in loggers) if given is None else given
+    number = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
+    if number is None:
+        number = max(logger._get_next_version() for logger in loggers)
+        if trainer.is_global_zero and "://" not in str(loggers[0].root_dir):
+            number = _claimed(Path(loggers[0].root_dir), number)
     for logger in loggers:
         logger._version = number
+
+
+def _claimed(parent: Path, number: int) -> int:
+    """Makes the folder ``version_<number>``, or the next one that no other process has made; returns its number."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            (parent / f"version_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return number
 
 
 def _unnumbered(trainer: Any) -> list[Any]:

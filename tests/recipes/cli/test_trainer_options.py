@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.cli import main
-from recipes.cli.runs import drawn_seed
+from recipes.cli.runs import drawn_seed, number_alike
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--config", "ppo/cartpole.yaml", "--data.total_timesteps=1024", "--data.n_epochs=2", "--data.eval_freq=0",
@@ -388,3 +390,13 @@ def test_a_run_that_reaches_its_time_limit_says_so(rl: Any) -> None:
     code, out, err = rl("fit", *RUN, "--data.total_timesteps=1000000", "--trainer.max_time=00:00:00:01")
     assert code == 0, err
     assert re_line(out + err, "Time limit reached")
+
+
+def test_runs_that_start_together_have_a_folder_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each run looks for the next number before any of them has written."""
+    monkeypatch.chdir(tmp_path)
+    trainers = [L.Trainer(logger=[TensorBoardLogger("logs", "x"), CSVLogger("csv", "x")][:n], accelerator="cpu",
+                          enable_progress_bar=False) for n in (1, 2, 1)]  # fmt: skip
+    for trainer in trainers:
+        number_alike(trainer)
+    assert [[logger.version for logger in trainer.loggers] for trainer in trainers] == [[0], [1, 1], [2]]
