@@ -25,12 +25,19 @@ _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
 
 def set_folder(config: Any) -> None:
-    """Fills in where the logger writes: ``<default_root_dir>/logs/<algorithm>-<task>``, where nothing else is given."""
+    """Fills in where the logger writes: ``<default_root_dir>/logs/<algorithm>-<task>``, where nothing else is given.
+
+    ``~`` and ``$NAME`` are replaced: Lightning does so for curves, and not for checkpoints.
+    """
     given = config["trainer"]["logger"]
     root = config["trainer"].get("default_root_dir")
+    if root is not None:
+        root = config["trainer"]["default_root_dir"] = os.path.expanduser(os.path.expandvars(root))
     for logger in given if isinstance(given, list) else [given]:
         if not hasattr(logger, "init_args"):
             continue
+        if isinstance(saves := logger.init_args.get("save_dir"), str | Path):
+            logger.init_args.save_dir = os.path.expanduser(os.path.expandvars(saves))
         if root is not None and logger.init_args.get("save_dir") == LOGS:
             logger.init_args.save_dir = str(Path(root) / LOGS)
         if logger.init_args.get("name", "") is None:

@@ -400,3 +400,20 @@ def test_runs_that_start_together_have_a_folder_each(monkeypatch: pytest.MonkeyP
     for trainer in trainers:
         number_alike(trainer)
     assert [[logger.version for logger in trainer.loggers] for trainer in trainers] == [[0], [1, 1], [2]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", ["~/runs", "$SCRATCH/runs"])
+def test_a_folder_may_be_named_by_home_or_a_variable(
+    rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "mine"))
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "mine"))
+    Path("mine.yaml").write_text(f"trainer: {{default_root_dir: {folder}}}")
+    for words in ([], ["--resume"]):
+        code, out, err = rl("fit", *RUN, "--config", "mine.yaml", *words)
+        assert code == 0, err
+    assert "/version_0/checkpoints/last.ckpt (1,024 transitions)" in out
+    run = tmp_path / "mine/runs/logs/PPO-CartPole-v1/version_0"
+    assert (run / "checkpoints/last.ckpt").is_file() and list(run.glob("events.*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine.yaml"]
