@@ -10,12 +10,14 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO, keep, rotate
 from recipes.callbacks.finite_check import FiniteCheck
+from recipes.callbacks.log_folder import log_folder
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.rank_agreement import RankAgreement
@@ -226,7 +228,7 @@ class Checkpoints(ModelCheckpoint):
         requeue = self.requests.previous_handler(signum) if signum in requeue_signals(trainer) else None
         if requeue is not None:
             requeue(signum, None)
-        raise Stopped(signum, self.last_path)
+        raise Stopped(signum, self.last_path, _number_if_older(trainer))
 
     # ---------------------------------------------------------------- writing
 
@@ -303,6 +305,19 @@ class Checkpoints(ModelCheckpoint):
                 **state_dict, "dirpath": self.dirpath, "best_model_path": best, "kth_best_model_path": best,
                 "best_k_models": {best: score},
             })  # fmt: skip
+
+
+def _number_if_older(trainer: L.Trainer) -> int | None:
+    """Returns the number of a run's folder ``version_N`` where a newer run has a higher one; None for several loggers,
+    whose number no single argument gives.
+    """
+    if len(trainer.loggers) != 1 or not isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
+        return None
+    folder = log_folder(trainer)
+    numbers = {path.name: int(number) for path in folder.parent.glob("version_*")
+               if (number := path.name.removeprefix("version_")).isdigit()}  # fmt: skip
+    own = numbers.get(folder.name)
+    return own if own is not None and own < max(numbers.values()) else None
 
 
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:

@@ -14,12 +14,14 @@ class Stopped(Exception):
     Args:
         signum: the signal.
         checkpoint: path of the checkpoint.
+        number: of the run's folder, if ``--resume`` alone would take another, newer run.
     """
 
-    def __init__(self, signum: int, checkpoint: Any) -> None:
+    def __init__(self, signum: int, checkpoint: Any, number: int | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}; the run is saved in {checkpoint}")
         self.signum = signum
         self.checkpoint = checkpoint
+        self.number = number
 
 
 class StopRequests:

@@ -33,7 +33,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         raise SystemExit(1) from error
     except Stopped as stopped:
         if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
-            print(f"{stopped}; resume with\n  {_resume_command(args, default_config)}", file=sys.stderr)
+            print(f"{stopped}; resume with\n  {_resume_command(args, default_config, stopped.number)}", file=sys.stderr)
         raise SystemExit(128 + stopped.signum) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -48,8 +48,8 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         raise SystemExit(1) from error
 
 
-def _resume_command(args: list[str], default_config: str | None) -> str:
-    """Returns the command line that resumes the stopped run."""
+def _resume_command(args: list[str], default_config: str | None, number: int | None = None) -> str:
+    """Returns the command line that resumes the stopped run, by the number of its folder where it is not the newest."""
     if args[0] == "sweep":
         return shlex.join(["rl", *args])  # a sweep always resumes where it stopped
     command, rest = args[0], [arg for arg in args[1:] if arg != "--resume"]
@@ -59,7 +59,8 @@ def _resume_command(args: list[str], default_config: str | None) -> str:
             break
     given = any(arg in ("-c", "--config") or arg.startswith("--config=") for arg in rest)
     default = ["--config", default_config] if default_config is not None and not given else []
-    return shlex.join(["rl", command, *default, *rest, "--resume"])
+    named = [] if number is None else ["--trainer.logger.version", str(number)]
+    return shlex.join(["rl", command, *default, *rest, *named, "--resume"])
 
 
 def _dispatch(args: list[str], default_config: str | None) -> None:

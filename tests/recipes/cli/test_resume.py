@@ -365,3 +365,28 @@ def test_slurm_hands_the_job_back_and_it_goes_on(tmp_path: Path, monkeypatch: py
         monkeypatch.delenv(f"SLURM_{name}")
     chaos.Run(chaos.CASES["ppo"], tmp_path / "whole", forks=True).finish()
     assert chaos.compare(tmp_path / "whole", tmp_path / "job") == []
+
+
+@pytest.mark.long
+def test_the_printed_command_resumes_its_own_run_where_a_newer_one_has_begun(
+    rl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_modules import PPO
+
+    step = PPO.training_step
+
+    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch == 2 and batch_idx == 0:
+            shutil.copytree(FOLDER / "version_0", FOLDER / "version_1", dirs_exist_ok=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPO, "training_step", stops)
+        code, _, err = rl("fit", *RUN)
+    assert code == 128 + signal.SIGTERM
+    code, out, err = rl(*shlex.split(err.splitlines()[-1])[1:])  # the command that is printed
+    assert code == 0, err
+    assert f"resuming from {FOLDER}/version_0/checkpoints/last.ckpt (768 transitions)" in out
+    assert sorted(path.name for path in FOLDER.iterdir()) == ["version_0", "version_1"]
+    assert steps(FOLDER / "version_0", "train/loss") == [256, 512, 768, 1024]
