@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes import configs
 from recipes.callbacks import curves
 from recipes.cli import runs
@@ -93,7 +95,8 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
         state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
     except Pruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"
-    except (UsageError, FloatingPointError) as error:  # the second: a language model's logits are NaN
+    # A language model's logits are NaN, or a batch is too large for the GPU.
+    except (UsageError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         state, failure, outcome = TrialState.FAIL, error, f"failed: {error}"
     if not sweep.keep_checkpoints:
         for checkpoints in run_folder.glob("*/checkpoints"):

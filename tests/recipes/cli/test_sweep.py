@@ -288,3 +288,19 @@ def test_the_installed_sweeps_name_arguments_that_exist(monkeypatch, tmp_path):
             with pytest.raises(SystemExit) as exit_:
                 main(["fit", *configs_of, *words, "--print_config"])
             assert exit_.value.code in (0, None)
+
+
+@pytest.mark.long
+def test_a_trial_that_is_too_large_for_the_gpu_is_a_failed_one(sweep, monkeypatch):
+    """Resuming it would end the sweep again."""
+
+    def run(settings, trial, *args):
+        if trial.number == 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    monkeypatch.setattr(sweep_module, "run_seed", run)
+    code, out, err = sweep(seeds=1)
+    assert code == 0, err
+    assert "failed: CUDA out of memory" in out
+    assert [trial.state.name for trial in trials()] == ["FAIL", "COMPLETE"]
