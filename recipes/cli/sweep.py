@@ -1,6 +1,7 @@
 """``rl sweep``: searches settings with Optuna. Every trial is one or several runs of ``rl fit``."""
 
 import fcntl
+import gc
 import math
 import shlex
 import shutil
@@ -131,6 +132,8 @@ def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, ind
         words.append("--resume")
     elif run.exists():
         shutil.rmtree(run)  # killed before its first checkpoint
+    # Lightning's objects refer to one another: the last run's model and buffer would stay in memory beside this one's.
+    gc.collect()
     TrialRun(words, judge)
     found = curves.points(run)
     if sweep.objective not in found:

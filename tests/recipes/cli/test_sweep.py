@@ -1,10 +1,12 @@
 """``rl sweep``: results, pruning, resuming, errors."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import lightning as L
@@ -304,3 +306,24 @@ def test_a_trial_that_is_too_large_for_the_gpu_is_a_failed_one(sweep, monkeypatc
     assert code == 0, err
     assert "failed: CUDA out of memory" in out
     assert [trial.state.name for trial in trials()] == ["FAIL", "COMPLETE"]
+
+
+@pytest.mark.long
+def test_a_run_of_a_sweep_begins_without_the_last_one_s_memory(sweep, monkeypatch):
+    seen, alive = [], []
+
+    class Run:
+        def __init__(self, words, judge):
+            alive.append([run() is not None for run in seen])
+            self.itself = self  # as a Trainer, its module and its loops
+            seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(sweep_module, "TrialRun", Run)
+    monkeypatch.setattr(sweep_module.curves, "points", lambda folder: {"eval/mean_reward": [(0, 1.0)]})
+    gc.disable()
+    try:
+        code, _, err = sweep()
+    finally:
+        gc.enable()
+    assert code == 0, err
+    assert alive == [[False] * n for n in range(4)]
