@@ -155,16 +155,17 @@ def _report(env_id: str, model: TransitionModel, q: Tensor, gamma: float, agent:
     if agent is not None:
         name = type(agent).__name__
         print(f"                  {_return(_expected_return(model, agent.greedy_policy()))} of {name}'s greedy policy")
-        tables[f"{name}: max Q and the greedy action"] = agent.q
+        tables[f"{name}: max Q and the greedy action"] = agent.allowed_q
     for title, table in tables.items():
         print(f"\n{title}")
         print("\n".join(_table(model, table)))
     if agent is not None:
         visited = agent.tables.visits.sum(0).sum(-1) > 0
-        loss = q.max(-1).values - q.gather(1, agent.q.argmax(-1, keepdim=True))[:, 0]
+        value, greedy = agent.allowed_q.max(-1)
+        loss = q.max(-1).values - q.gather(1, greedy[:, None])[:, 0]
         print(f"\nof {int(visited.sum())} visited states the greedy action is a best one in "
               f"{int((loss[visited] < 1e-6).sum())}; largest |max Q - V*| there: "
-              f"{float((agent.q.max(-1).values - q.max(-1).values)[visited].abs().max()):.3g}")  # fmt: skip
+              f"{float((value - q.max(-1).values)[visited].abs().max()):.3g}")  # fmt: skip
 
 
 def _expected_return(model: TransitionModel, policy: Tensor) -> float | None:

@@ -169,6 +169,11 @@ class TabularControl(ControlModule):
         """Q(s, a), [S, A] float64: the table, or the mean of two."""
         return self.tables.q.mean(0)
 
+    @property
+    def allowed_q(self) -> Tensor:
+        """:attr:`q` with -∞ for the actions that the last mask seen in a state forbids, [S, A] float64."""
+        return self.q if self.tables.allowed is None else self.q.masked_fill(~self.tables.allowed, -torch.inf)
+
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ε-greedy actions [N] with ties broken at random; if deterministic, the first of the best actions."""
         state, mask = split_mask(observation)
@@ -204,7 +209,7 @@ class TabularControl(ControlModule):
 
     def greedy_policy(self) -> Tensor:
         """Returns π(a|s) of the greedy policy, [S, A], as in ``predict(..., deterministic=True)``."""
-        q = self.q if self.tables.allowed is None else self.q.masked_fill(~self.tables.allowed, -torch.inf)
+        q = self.allowed_q
         return torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
 
     def read_masks(self, rollout: Rollout) -> Rollout:

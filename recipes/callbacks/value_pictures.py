@@ -38,7 +38,7 @@ class ValuePictures(Callback):
         achieved, best = model.expected_return(pl_module.greedy_policy()), model.optimal_return()
         title = (f"{name} on {datamodule.env_name}", f"{datamodule.num_timesteps:,} transitions",
                  f"greedy return {achieved:.4g} (best {best:.4g})")  # fmt: skip
-        image = draw_values(pl_module.q, model, title)
+        image = draw_values(pl_module.allowed_q, model, title)
         folder = log_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"values_{when}.png")

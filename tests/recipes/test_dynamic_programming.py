@@ -15,6 +15,7 @@ from recipes import dynamic_programming
 from recipes.callbacks import ValuePictures
 from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import QLearning
+from rl_modules import functional as F
 from tests.training import fit, rollouts
 
 
@@ -200,3 +201,20 @@ def test_what_is_no_grid_gets_a_sentence_instead_of_a_picture(tmp_path):
     with pytest.warns(UserWarning, match="QLearning on Taxi-v4 gets no picture"):
         fit(QLearning(), data, callbacks=[ValuePictures()], default_root_dir=tmp_path)
     assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.long
+def test_actions_that_masks_forbid_are_not_judged(tmp_path, capsys):
+    model = transition_model(gym.make("Taxi-v4"))
+    best = F.value_iteration(model.transition, model.reward, 0.9)[:-1]
+    agent = QLearning(gamma=0.9)
+    trainer = fit(agent, rollouts("Taxi-v4", n_envs=1, n_steps=1, total_timesteps=1))
+    allowed = best == best.max(-1, keepdim=True).values
+    agent.tables.allowed.copy_(allowed)
+    agent.tables.q[0] = torch.where(allowed, best, 100.0)  # as optimistic initial values stay, for nobody takes them
+    agent.tables.visits.fill_(1)
+    trainer.save_checkpoint(tmp_path / "agent.ckpt")
+    dynamic_programming.main(["--ckpt_path", str(tmp_path / "agent.ckpt")])
+    printed = capsys.readouterr().out
+    assert "of 500 visited states the greedy action is a best one in 500; largest |max Q - V*| there: 0" in printed
+    assert "100.000" not in printed
