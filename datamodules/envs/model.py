@@ -116,14 +116,15 @@ def transition_model(env: gym.Env) -> TransitionModel | None:
         env: an environment, wrapped or not.
 
     Returns:
-        None where there is no such table, where a wrapper might change rewards or observations, or (with a warning)
-        where the tensors would take more than 2 GiB.
+        None where there is no such table, where a wrapper might change rewards or observations, where Taxi has fickle
+        passengers, or (with a warning) where the tensors would take more than 2 GiB.
     """
     table = getattr(env.unwrapped, "P", None)
     start = getattr(env.unwrapped, "initial_state_distrib", None)
     state_space, action_space = env.observation_space, env.action_space
     discrete = isinstance(state_space, spaces.Discrete) and isinstance(action_space, spaces.Discrete)
-    if table is None or start is None or not discrete:
+    # Taxi's fickle passengers change their destination in a way that its table does not have.
+    if table is None or start is None or not discrete or getattr(env.unwrapped, "fickle_passenger", False):
         return None
     horizon: int | None = None
     layer = env
