@@ -18,6 +18,7 @@ from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.vector import make_env
 from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import functional as F
+from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 
 _ARROWS = {(0, -1): "←", (1, 0): "↓", (0, 1): "→", (-1, 0): "↑", (0, 0): "·"}
@@ -101,9 +102,7 @@ def solve(
 
 
 def _load(path: str) -> tuple[Any, dict[str, Any]]:
-    if not Path(path).is_file():
-        raise UsageError(f"ckpt_path={path!r} is not a file")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = read_checkpoint(path, "ckpt_path")
     name = saved.get("algorithm")
     if name not in ("MonteCarlo", "SARSA", "QLearning"):
         raise UsageError(f"ckpt_path={path!r} holds {name or 'no control algorithm'}; a table is kept by MonteCarlo, "
@@ -141,7 +140,8 @@ def _model(env: gym.Env, env_id: str) -> TransitionModel:
     model = transition_model(env)
     if model is None:
         raise UsageError(f"{env_id} has no transition table to solve (Maze-v0, FrozenLake-v1, CliffWalking-v1 and "
-                         "Taxi-v4 have one; wrappers that change observations or rewards hide it)")  # fmt: skip
+                         "Taxi-v4 have one; wrappers that change observations or rewards hide it, and Taxi's "
+                         "fickle_passenger makes it wrong)")  # fmt: skip
     return model
 
 
