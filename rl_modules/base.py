@@ -49,8 +49,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a
             decaying ``learning_rate``.
         log_every: epochs between two points of the ``train/*`` and ``rollout/*`` curves; ≥ 1.
-        observation_space: description of the space, see :func:`rl_modules.common.spaces.space_to_dict`; None takes
-            the datamodule's.
+        observation_space: description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space
+            itself; None takes the datamodule's.
         action_space: likewise.
         init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; everything else is reset.
             None: new weights.
@@ -99,6 +99,11 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         # Callables are code, which a checkpoint must not hold.
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *self.given_networks], logger=False)
         make_plain(self)
+        kept: Any = (self.hparams, self._hparams_initial)
+        for hparams in kept:
+            for name in ("observation_space", "action_space"):
+                if isinstance(hparams.get(name), spaces.Space):
+                    hparams[name] = space_to_dict(hparams[name])
         networks_to_plain(self.hparams)
         check_ranges(self.hparams, type(self))
         check_widths(self.hparams.get("net_arch"))

@@ -299,3 +299,14 @@ def test_another_algorithm_takes_few_lines(make_trainer):
     data = RolloutDataModule("CartPole-v1", total_timesteps=128, **CARTPOLE)
     make_trainer().fit(VanillaTD(), datamodule=data)
     assert data.num_timesteps == 128
+
+
+def test_spaces_may_be_given_as_they_are(make_trainer, tmp_path):
+    env = gym.make("CartPole-v1")
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    observation, _ = env.reset(seed=0)
+    assert PPO(**spaces).predict(observation)[0] in env.action_space
+    model, _, trainer = run(make_trainer, total_timesteps=64, **spaces)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    loaded = PPO.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert loaded.hparams.observation_space == model.hparams.observation_space == space_to_dict(env.observation_space)
