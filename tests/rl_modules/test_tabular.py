@@ -423,3 +423,9 @@ def test_an_observation_space_may_start_elsewhere_than_at_zero():
     exact, model = maze_solution(0.9)
     torch.testing.assert_close(agent.q[model.acts_in()], exact[model.acts_in()])
     assert agent.predict(12, deterministic=True)[0] == 1
+
+
+def test_sarsa_acts_after_training_in_any_number_of_states():
+    agent = SARSA()
+    fit(agent, rollouts("Maze-v0", n_envs=4, n_steps=2, total_timesteps=8))
+    assert [len(agent.act(torch.arange(n))["action"]) for n in (1, 2, 6)] == [1, 2, 6]
