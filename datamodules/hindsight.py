@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.buffers import Batch, ReplayBuffer
@@ -66,6 +67,8 @@ class HindsightReplayBuffer(ReplayBuffer):
         self.position = torch.from_numpy(np.zeros(self.total, np.int64))
         #: Transitions of each running episode.
         self.length = np.zeros(n_envs, np.int64)
+        # Whether the rewards of the first sample were compared with those of `compute_reward`.
+        self._is_compared = False
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
         """See :meth:`ReplayBuffer.add`."""
@@ -104,6 +107,8 @@ class HindsightReplayBuffer(ReplayBuffer):
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
         """Transitions as :meth:`ReplayBuffer.gather` returns them, a share of them with other goals and rewards."""
         sample = super().gather(index, n_steps)
+        if not self._is_compared:
+            self._compare(sample)
         chosen = torch.rand(len(index), generator=self.generator) < self.share
         place = torch.rand(len(index), generator=self.generator, dtype=torch.float64)
         if not chosen.any():
@@ -111,19 +116,37 @@ class HindsightReplayBuffer(ReplayBuffer):
         goal = self.observation["achieved_goal"][self._reached(index[chosen], place[chosen])]
         for name in ("observation", "next_observation"):
             sample[name]["desired_goal"][chosen] = goal
-        achieved = sample["next_observation"]["achieved_goal"][chosen].numpy()
-        infos: list[dict[str, Any]] = [{} for _ in range(len(goal))]
-        pair = achieved + self.start, goal.numpy() + self.start
+        reward = self._rewards(sample["next_observation"]["achieved_goal"][chosen], goal)
+        sample["reward"][chosen] = torch.from_numpy(reward)[:, None]
+        return sample
+
+    def _rewards(self, achieved: Tensor, desired: Tensor) -> np.ndarray:
+        """``compute_reward`` for goals as they are stored, [M, *goal] each; [M] float32."""
+        infos: list[dict[str, Any]] = [{} for _ in range(len(desired))]
+        pair = achieved.numpy() + self.start, desired.numpy() + self.start
         try:
             reward = np.asarray(self.compute_reward(*pair, infos), np.float32)
         except KeyError as error:
             raise UsageError(f"the environment's compute_reward reads {error} from the infos, which replay does not "
                              "keep; compute rewards from the goals alone") from error  # fmt: skip
-        if reward.shape != (len(goal),):
+        if reward.shape != (len(desired),):
             raise UsageError(f"the environment's compute_reward returned an array of shape {reward.shape} for "
-                             f"{len(goal)} goals; return one reward per goal")  # fmt: skip
-        sample["reward"][chosen] = torch.from_numpy(reward)[:, None]
-        return sample
+                             f"{len(desired)} goals; return one reward per goal")  # fmt: skip
+        return reward
+
+    def _compare(self, sample: Batch) -> None:
+        """Warns where the environment's own rewards are not those of ``compute_reward``, before goals are replaced."""
+        self._is_compared = True
+        after, given = sample["next_observation"], sample["reward"][:, 0].numpy()
+        computed = self._rewards(after["achieved_goal"], after["desired_goal"])
+        differs = ~np.isclose(given, computed, rtol=1e-3, atol=1e-4)
+        # A few thresholds may be crossed in float32 and not in float64.
+        if differs.mean() > 0.05:
+            i = int(differs.argmax())
+            rank_zero_warn(f"compute_reward returns {computed[i]:g} for a transition that the environment rewarded by "
+                           f"{given[i]:g}, and {differs.mean():.0%} of the transitions have such differences: those "
+                           "with replaced goals learn from other rewards; have compute_reward follow what step and "
+                           "the wrappers do to goals and rewards")  # fmt: skip
 
     def _reached(self, index: Tensor, place: Tensor) -> Tensor:
         """Flat numbers of rows whose achieved goals replace those of transitions, [M].

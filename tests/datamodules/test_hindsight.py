@@ -444,3 +444,19 @@ def test_ten_bits_are_learned_with_hindsight_and_not_without() -> None:
         length = trainer.test(model, datamodule=data, verbose=False)[0]["test/mean_ep_length"]
         successes[k] = length
     assert successes[4] < 6.5 < 9 < successes[0]  # five bits differ on average; an episode that fails has ten steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("divided", [False, True])
+def test_rewards_that_compute_reward_does_not_give_are_named(divided: bool, recwarn: pytest.WarningsRecorder) -> None:
+    def make() -> gym.Env:
+        # A wrapper that changes the goals, without a compute_reward for them.
+        return gym.wrappers.TransformObservation(
+            Walks(), lambda seen: {name: part / 100 for name, part in seen.items()}, None
+        ) if divided else Walks()  # fmt: skip
+
+    data = ReplayDataModule(make, total_timesteps=64, learning_starts=60, eval_freq=0, n_sampled_goal=4, batch_size=8)
+    fit(TD3(net_arch=[8]), data)
+    warned = [str(w.message) for w in recwarn if "compute_reward returns" in str(w.message)]
+    assert len(warned) == divided
+    assert not divided or "100% of the transitions have such differences" in warned[0]
