@@ -6,7 +6,8 @@
 
 ``run`` trains each seed with ``rl fit`` in a process of its own, as a person would, and keeps its final evaluation and
 curve as ``benchmarks/results/<row>/<seed>.json``; what is there already is not run again, and a run that was stopped
-resumes from its checkpoint in ``runs/results/<row>/<seed>``. ``keep`` takes over table and curves of a pipeline
+resumes from its checkpoint in ``runs/results/<row>/<seed>``. A row's ``settings.yaml`` holds those of its stored seeds:
+a config that has others since is not run beside them. ``keep`` takes over table and curves of a pipeline
 (``python -m recipes.r1``, ``recipes.rlhf``) that has run in a folder. ``report`` writes ``docs/results.md``, results
 on each algorithm's page and the plots from those files: interquartile mean over seeds with a stratified bootstrap
 interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
@@ -24,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
+
+from recipes import configs
 
 STORE = Path(__file__).parent / "results"
 #: Where a run's checkpoints lie until its result is stored.
@@ -157,11 +161,28 @@ ROWS = {
 # -------------------------------------------------------------------- running
 
 
+def settings(text: str) -> dict:
+    """What a config's results depend on: all of it but the device."""
+    content = yaml.safe_load(text)
+    trainer = {name: value for name, value in content.get("trainer", {}).items() if name != "accelerator"}
+    return {**content, "trainer": trainer}
+
+
+def check_settings(row: Row) -> None:
+    """Raises where a row's stored seeds were trained with other settings than its config has."""
+    stored = STORE / row.config / "settings.yaml"
+    if stored.exists() and settings(stored.read_text("utf-8")) != settings(configs.text(row.config)):
+        raise RuntimeError(f"{stored.parent} holds runs of other settings than configs/{row.config}.yaml has; remove "
+                           "that folder to run the row anew")  # fmt: skip
+
+
 def run_seed(row: Row, seed: int) -> str:
     """Train one seed and keep its result; returns a line about it."""
+    check_settings(row)
     path = STORE / row.config / f"{seed}.json"
     if path.exists():
         return f"{row.config} seed {seed}: there already"
+    text = configs.text(row.config)
     folder = RUNS / row.config / str(seed)
     resumed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,6 +204,7 @@ def run_seed(row: Row, seed: int) -> str:
     took = {} if resumed else {"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"seed": seed, **took, **result}), encoding="utf-8")
+    path.with_name("settings.yaml").write_text(text, encoding="utf-8")
     shutil.rmtree(folder)
     return f"{row.config} seed {seed}: {result['final']:.2f} in {wall_s:.0f} s, {cpu_s:.0f} s of them computing"
 
