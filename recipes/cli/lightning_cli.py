@@ -3,6 +3,7 @@
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
-from recipes.cli import config_files, resume, runs, summary, trainer_settings
+from recipes.cli import config_files, resume, run_lock, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes, with_full_names
 from recipes.cli.parser import RLParser, add_arguments
 from recipes.cli.sentences import unknown_monitor, which_class
@@ -56,6 +57,8 @@ class RLCLI(LightningCLI):
         #: The checkpoint to resume from, and the run that is resumed in its own folder.
         self.checkpoint: dict[str, Any] | None = None
         self.resumed: resume.Run | None = None
+        #: Holds the run's folder while this process trains in it.
+        self._lock = ExitStack()
         super().__init__(
             parser_class=RLParser,
             save_config_callback=ConfigRecord,
@@ -122,12 +125,16 @@ class RLCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
+        if self.resumed is not None and self.trainer.is_global_zero:
+            self._lock.enter_context(run_lock.held(self.resumed.folder))
         if self.checkpoint is not None and self.trainer.is_global_zero:
             path = self.config[self.command]["ckpt_path"]
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
         if self.resumed is not None:
             runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
         runs.number_alike(self.trainer)
+        if self.resumed is None and self.trainer.is_global_zero and (folder := runs.local_folder(self.trainer)):
+            self._lock.enter_context(run_lock.held(folder))
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
 
     def instantiate_classes(self) -> None:
@@ -219,7 +226,8 @@ class RLCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         if not self.records:
             try:
-                super()._run_subcommand(subcommand)
+                with self._lock:
+                    super()._run_subcommand(subcommand)
             except RuntimeError as error:
                 self._answer_monitor(error)
                 if "Error(s) in loading state_dict" not in str(error):

@@ -240,6 +240,14 @@ def number_alike(trainer: Any) -> None:
         logger._version = number
 
 
+def local_folder(trainer: Any) -> Path | None:
+    """The run's own folder on this machine's disk; None where nothing is logged there."""
+    logger = trainer.loggers[0] if trainer.loggers else None
+    if not isinstance(logger, TensorBoardLogger | CSVLogger) or "://" in str(logger.log_dir):
+        return None
+    return Path(logger.log_dir)
+
+
 def _claimed(parent: Path, number: int) -> int:
     """Makes the folder ``version_<number>``, or the next one that no other process has made; returns its number."""
     parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -41,6 +42,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
         rows = {**control_rows(trainer, model, data, final, measured), **exact_row(model, data)}
     else:
         rows = language.summary(model, data, final, step, seconds)
+    rows |= limit_of(trainer)
     record_final(trainer, model, data, final, step)
     if trainer.is_global_zero:
         checkpoint = print_summary(trainer, model, rows, exports=not controls)
@@ -127,6 +129,14 @@ def exact_row(model: Any, data: Any) -> dict[str, str]:
         return {}
     achieved, best = table.expected_return(model.greedy_policy()), table.optimal_return()
     return {"exact expected return": f"{achieved:.6g} of the greedy policy; {best:.6g} is the best possible"}
+
+
+def limit_of(trainer: Trainer) -> dict[str, str]:
+    """The row that says that ``trainer.max_time`` ended the training; Lightning's own sentence is among its advice."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    left = [timer.time_remaining() for timer in callbacks if isinstance(timer, Timer)]
+    is_reached = any(seconds is not None and seconds <= 0 for seconds in left)
+    return {"stopped": "by the time limit, trainer.max_time"} if is_reached else {}
 
 
 def files_of(trainer: Trainer) -> dict[str, str]:

@@ -24,21 +24,13 @@ _HIDDEN = (
 )
 
 
-def _is_for_people(record: logging.LogRecord) -> bool:
-    """Lets warnings pass, and why ``trainer.max_time`` ended a run before its last transition."""
-    return record.levelno >= logging.WARNING or str(record.msg).startswith("Time limit reached")
-
-
 def quiet() -> None:
     """Hides the libraries' messages that are not for the person at the terminal, and shows the datamodules' own."""
     if not (ours := logging.getLogger("datamodules")).handlers:
         ours.addHandler(logging.StreamHandler())
         ours.setLevel(logging.INFO)
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    advice = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    advice.setLevel(logging.INFO)
-    advice.addFilter(_is_for_people)
     # The report of a profiler that the user requested, and why EarlyStopping with `verbose` ended a run.
     for name in ("lightning.pytorch.profilers", "lightning.pytorch.callbacks.early_stopping"):
         logging.getLogger(name).setLevel(logging.INFO)

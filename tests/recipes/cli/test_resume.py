@@ -8,6 +8,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -390,3 +392,31 @@ def test_the_printed_command_resumes_its_own_run_where_a_newer_one_has_begun(
     assert f"resuming from {FOLDER}/version_0/checkpoints/last.ckpt (768 transitions)" in out
     assert sorted(path.name for path in FOLDER.iterdir()) == ["version_0", "version_1"]
     assert steps(FOLDER / "version_0", "train/loss") == [256, 512, 768, 1024]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from recipes.cli import run_lock
+with run_lock.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    input()
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_another_process_trains_is_not_resumed(rl: Any) -> None:
+    code, _, err = rl("fit", *RUN)
+    assert code == 0, err
+    run, more = FOLDER / "version_0", "--data.total_timesteps=1280"
+    command = [sys.executable, "-c", HOLDER, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        code, _, err = rl("fit", *RUN, more, "--resume")
+        assert code == 1 and f"error: another process trains the run in {run}" in err
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        other.communicate("\n")
+    code, out, err = rl("fit", *RUN, more, "--resume")
+    assert code == 0 and "resuming from" in out, err
+    assert not list(run.glob("*.lock"))

@@ -1,0 +1,43 @@
+"""One process per run: a second one that resumed it would write the same checkpoints and cut its curves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_modules.common.errors import UsageError
+
+NAME = "run.lock"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Holds a run's folder for this process.
+
+    The lock is a POSIX one, which forked processes do not inherit: environments' processes that outlive a killed run do
+    not keep it. Where the platform or the file system knows no such locks, nothing is held.
+
+    Args:
+        folder: of the run; made where it is missing.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    with path.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise UsageError(f"another process trains the run in {folder}; stop it first, or leave out --resume for a "
+                             "new run") from error  # fmt: skip
+        except OSError:
+            pass
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
