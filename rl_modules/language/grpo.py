@@ -435,23 +435,23 @@ class GRPO(JudgedPolicy):
         """Records rewards and lengths of a generation, over all ranks.
 
         Args:
-            rollout: with ``reward``.
+            rollout: with ``reward``, and ``earned`` where a penalty was subtracted from it, which the curves leave out.
             fields: what :meth:`prepare` returns.
             entropy: of every token, [B, L]; None: estimated from the sampled tokens' log-probabilities.
         """
         mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
         spread = -rollout["log_prob"] if entropy is None else entropy
-        columns = [rollout["reward"], rollout["length"], rollout["finished"], rollout["prompt_length"],
-                   torch.where(mask, spread, 0.0).sum(1)]  # fmt: skip
+        columns = [rollout["reward"], rollout.get("earned", rollout["reward"]), rollout["length"], rollout["finished"],
+                   rollout["prompt_length"], torch.where(mask, spread, 0.0).sum(1)]  # fmt: skip
         table = self.gathered(torch.cat([torch.stack([c.float() for c in columns], 1), rollout["rewards"].float()], 1))
-        reward, length, finished, prompt_length, spread_sum = table[:, : len(columns)].unbind(1)
+        reward, earned, length, finished, prompt_length, spread_sum = table[:, : len(columns)].unbind(1)
         metrics = generation_metrics(reward, length, finished, spread_sum, rollout["num_generations"])
         if "missing" in rollout:
             metrics["dynamic_sampling/missing"] = rollout["missing"]
         self.record(**metrics)
         ended = finished > 0
         self.record(ended.any().float(), **terminated_lengths(length, ended))
-        n, mean, std = moments(reward)
+        n, mean, std = moments(earned)
         self.record((n > 0).float(), reward=mean, reward_std=std)
         names = [f"rewards/{name}" for name in rollout["reward_names"]]
         self.record_rewards(names, table[:, len(columns) :], rollout)

@@ -79,7 +79,8 @@ class RLOO(GRPO):
             mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
             policy = sums["policy"] if self.rescores else torch.where(mask, rollout["log_prob"], 0.0).sum(-1)
             kl = policy - sums["reference"]
-            rollout = {**rollout, "reward": rollout["reward"] - self.kl_coefficient * kl}
+            earned = rollout["reward"]
+            rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned}
             self.record(rollout["length"].sum(), kl=kl.sum() / rollout["length"].sum())
         return super().prepare(rollout)
 

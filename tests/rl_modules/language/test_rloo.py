@@ -310,3 +310,18 @@ def test_options_that_rloo_fixes_are_none_of_its_arguments():
     for name in ("loss_type", "importance_sampling_level", "scale_rewards", "top_entropy_quantile", "kl_estimator"):
         with pytest.raises(TypeError, match=name):
             rloo(**{name: "group"})
+
+
+@pytest.mark.long
+def test_the_curve_of_rewards_is_that_of_the_task_without_the_price_of_kl(tmp_path):
+    other = grpo(model_config={**TINY, "num_hidden_layers": 2})
+    other.configure_model()
+    other.export(tmp_path / "reference")
+    module = rloo(beta=5.0, ref_model_name_or_path=str(tmp_path / "reference"), learning_rate=0.0)
+    module.write_metrics = lambda: None  # keeps the sums
+    fit(module, addition(reward="blind_half"), max_steps=1)
+    means = {name: float(total / module._weights[name]) for name, total in module._sums.items()}
+    for name in ("reward", "reward_std"):
+        of_function = "rewards/blind_half/" + {"reward": "mean", "reward_std": "std"}[name]
+        assert means[name] == pytest.approx(means[of_function]), name
+    assert abs(means["kl"]) > 1e-3, "the price is not 0"
