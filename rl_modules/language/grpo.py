@@ -304,9 +304,9 @@ class GRPO(JudgedPolicy):
             advantage = batch["advantage"] if batch["advantage"].ndim == 2 else batch["advantage"].unsqueeze(1)
             batch = {**batch, "advantage": torch.where(uncertain, advantage, 0.0)}
         loss = self.policy_loss(log_prob, batch)
-        self.record_minibatch(log_prob.detach(), loss.detach(), batch)
         if self.entropy_coef and entropy is not None:
             loss = loss - self.entropy_coef * self.entropy_bonus(entropy, uncertain, batch)
+        self.record_minibatch(log_prob.detach(), loss.detach(), batch)
         return loss
 
     def entropy_bonus(self, entropy: Tensor, uncertain: Tensor, batch: dict[str, Any]) -> Tensor:

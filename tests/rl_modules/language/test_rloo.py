@@ -325,3 +325,13 @@ def test_the_curve_of_rewards_is_that_of_the_task_without_the_price_of_kl(tmp_pa
         of_function = "rewards/blind_half/" + {"reward": "mean", "reward_std": "std"}[name]
         assert means[name] == pytest.approx(means[of_function]), name
     assert abs(means["kl"]) > 1e-3, "the price is not 0"
+
+
+def test_the_curve_of_the_loss_has_the_entropy_bonus():
+    module = grpo(entropy_coef=0.7)
+    module.configure_model()
+    batch = batch_by_hand(module)
+    with torch.no_grad():
+        loss = module.training_step(batch, 0)
+        bonus = loss - module.policy_loss(module.log_probs(batch)[0], batch)
+    assert bonus < -0.1 and float(module._sums["loss"]) == pytest.approx(float(loss))
