@@ -498,6 +498,7 @@ def test_forward_is_the_deterministic_policy_and_can_be_exported(case: Case) -> 
     model, data = case.make_model(), case.make_data()
     fit(model, data)
     data.setup("test")
+    data.observation_space.seed(0)
     observation = torch.from_numpy(np.stack([data.observation_space.sample() for _ in range(8)]))
     expected, _ = model.predict(observation.numpy(), deterministic=True)
     np.testing.assert_array_equal(model(observation).detach().numpy(), expected)
@@ -506,7 +507,8 @@ def test_forward_is_the_deterministic_policy_and_can_be_exported(case: Case) -> 
     batch = torch.export.Dim.STATIC if fixed else torch.export.Dim("batch")
     exported = torch.export.export(model.eval(), (observation,), dynamic_shapes=({0: batch},))
     for n in (8,) if fixed else (8, 3):
-        np.testing.assert_allclose(exported.module()(observation[:n]).detach().numpy(), expected[:n], rtol=1e-5)
+        found = exported.module()(observation[:n]).detach().numpy()
+        np.testing.assert_allclose(found, expected[:n], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
