@@ -36,9 +36,10 @@ def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     for name, left in one.items():
         right = other[name]
         if isinstance(left, Tensor):
-            if left.ndim == 2 and left.shape[1] != right.shape[1]:
+            if left.ndim > 1 and left.shape[1] != right.shape[1]:
                 width = max(left.shape[1], right.shape[1])
-                left, right = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (left, right))
+                further = (0, 0) * (left.ndim - 2)  # a field may have several numbers per token
+                left, right = (torch.nn.functional.pad(x, (*further, 0, width - x.shape[1])) for x in (left, right))
             result[name] = torch.cat([left, right])
         elif isinstance(left, list) and name != "reward_names":
             result[name] = left + right

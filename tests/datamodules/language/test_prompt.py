@@ -393,3 +393,11 @@ def test_groups_chosen_from_two_rounds_are_as_wide_as_their_longest_row(lengths,
     assert chosen["log_prob"].shape[1] == int(chosen["length"].max())
     assert chosen["tokens"].shape[1] == int((chosen["prompt_length"] + chosen["length"]).max())
     assert (chosen["log_prob"] > 0).sum(1).tolist() == chosen["length"].tolist()
+
+
+def test_fields_of_several_numbers_per_token_are_joined_at_any_width():
+    parts = [torch.rand(rows, width, 2) for rows, width in ((2, 3), (4, 5))]
+    both = joined({"token_rewards": parts[0]}, {"token_rewards": parts[1]})["token_rewards"]
+    assert both.shape == (6, 5, 2) and not both[:2, 3:].any()
+    torch.testing.assert_close(both[:2, :3], parts[0])
+    torch.testing.assert_close(both[2:], parts[1])
