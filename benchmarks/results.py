@@ -176,8 +176,8 @@ def check_settings(row: Row) -> None:
                            "that folder to run the row anew")  # fmt: skip
 
 
-def run_seed(row: Row, seed: int) -> str:
-    """Train one seed and keep its result; returns a line about it."""
+def run_seed(row: Row, seed: int, threads: int = 1) -> str:
+    """Train one seed on ``threads`` cores and keep its result; returns a line about it."""
     check_settings(row)
     path = STORE / row.config / f"{seed}.json"
     if path.exists():
@@ -187,9 +187,9 @@ def run_seed(row: Row, seed: int) -> str:
     resumed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "recipes", "fit", "--config", f"{row.config}.yaml", "--seed_everything", str(seed),
-               "--data.n_test_episodes", "100", "--resume"]  # fmt: skip
+               "--data.n_test_episodes", "100", "--threads", str(threads), "--resume"]  # fmt: skip
     root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MPLBACKEND": "Agg"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, environment.get("PYTHONPATH")) if p)
     start_s = time.perf_counter()
     with open(folder / "errors.txt", "w", encoding="utf-8") as errors:
@@ -380,6 +380,7 @@ def main() -> None:
         "--seeds", type=int, default=5, help="from the row's first one on: 0, or where chosen by hand 100 or 200"
     )
     run.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    run.add_argument("--threads", type=int, default=1, help="cores of each run; more pay from networks of 256×256 on")
     keeper = commands.add_parser("keep", help="take over table and curves of a pipeline's folder")
     keeper.add_argument("name", help="of the pipeline: r1, rlhf, or with a suffix after _")
     keeper.add_argument("folder", type=Path)
@@ -399,7 +400,7 @@ def main() -> None:
     work = [(row, row.first_seed + seed) for seed in range(args.seeds) for row in rows]
     failed = False
     with ThreadPoolExecutor(args.jobs) as pool:
-        for finished in [pool.submit(run_seed, *item) for item in work]:
+        for finished in [pool.submit(run_seed, *item, args.threads) for item in work]:
             try:
                 print(finished.result(), flush=True)
             except RuntimeError as error:
