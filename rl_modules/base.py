@@ -21,6 +21,7 @@ from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import warn_of_missing
+from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.import_path import networks_to_plain
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
@@ -196,6 +197,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._scheduled_at = -1
         self._rate_applied = self.learning_rate
         self._gradients = {}
+        self._generators = GlobalGenerators()
         self._lacks_epoch_end = False
         self._optimizers_saved = None
         self.grad_norm = None

@@ -14,6 +14,7 @@ from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
+from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
 from rl_modules.common.storable import make_loadable
 from rl_modules.metrics import MetricsMixin
@@ -42,6 +43,7 @@ class CheckpointMixin(MetricsMixin):
         self._lacks_epoch_end = False
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
+        self._generators = GlobalGenerators()
         # Factories of the loaded checkpoint that this module was not given, until a fit says so.
         self._missing_factories: dict[str, str] = {}
 
@@ -63,12 +65,14 @@ class CheckpointMixin(MetricsMixin):
         accumulates = self.is_fitting and self.automatic_optimization
         gradients = accumulated_gradients(self) if accumulates else {}
         gradients = {name: gradient.cpu().clone() for name, gradient in gradients.items()}
-        return {"unlogged": self.metrics_state(), "gradients": gradients}
+        generators = self._generators.state(self.device)
+        return {"unlogged": self.metrics_state(), "gradients": gradients, "generators": generators}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state` returned."""
         self.load_metrics_state(state["unlogged"])
         self._gradients = state.get("gradients", {})
+        self._generators.load(state.get("generators"))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._check_algorithm(checkpoint)
@@ -104,6 +108,8 @@ class CheckpointMixin(MetricsMixin):
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)
         self._gradients = {}
+        # Not earlier: what makes a run ready may draw from them.
+        self._generators.start(self.device)
         if self._lacks_epoch_end:
             # Lightning counts that epoch as done: its point is written and manual schedulers step here, or never.
             self._lacks_epoch_end = False

@@ -96,7 +96,9 @@ def assert_resumes_exactly(
 ) -> None:
     """Stop after each epoch, go on from the checkpoint, and end where the uninterrupted run ends, bit for bit."""
     run = partial(fit, **trainer_arguments)
-    run(make_model(), make_data(), max_epochs=epochs).save_checkpoint(folder / "whole.ckpt")
+    whole = run(make_model(), make_data(), max_epochs=epochs)
+    assert whole.current_epoch == epochs, f"the data last for {whole.current_epoch} epochs, and would not resume"
+    whole.save_checkpoint(folder / "whole.ckpt")
     for stop in range(1, epochs):
         run(make_model(), make_data(), max_epochs=stop).save_checkpoint(folder / "part.ckpt")
         resumed = run(make_model(), make_data(), ckpt_path=folder / "part.ckpt", max_epochs=epochs)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
+from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.ranges import check_ranges, real_number
 from rl_modules.common.storable import make_plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
@@ -181,6 +182,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self.latest_metrics: dict[str, float] = {}
         self.regular_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
+        self._generators = GlobalGenerators()
         self._throughput = Throughput()
         # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
         self._sources: Sources = {}
@@ -198,6 +200,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self.num_tokens = self.began_with = 0
         self.latest_metrics, self.regular_metrics = {}, {}
         self._gradients = {}
+        self._generators = GlobalGenerators()
 
     def __getattr__(self, name: str) -> Any:
         # Python comes here when a property raised AttributeError; torch would call the property itself missing.

@@ -8,6 +8,7 @@ from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
+from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.storable import make_loadable
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
 from rl_modules.language.metric_names import monitors
@@ -29,6 +30,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     _left_out: set[str]
     # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
     _gradients: dict[str, Tensor]
+    _generators: GlobalGenerators
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
@@ -58,8 +60,10 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         checkpoint["latest"] = dict(self.regular_metrics)
         sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
         checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
+        checkpoint["generators"] = self._generators.state(self.device)
         # Lightning saves what the first rank has.
-        checkpoint["other_ranks"] = of_other_ranks({"unlogged": checkpoint["unlogged"]}, self._trainer)
+        own = {name: checkpoint[name] for name in ("unlogged", "generators")}
+        checkpoint["other_ranks"] = of_other_ranks(own, self._trainer)
 
     def _gradients_so_far(self) -> dict[str, Tensor]:
         """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
@@ -87,6 +91,8 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
             if name in self._gradients:
                 parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
         self._gradients = {}
+        # Not earlier: what makes a run ready may draw from them.
+        self._generators.start(self.device)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         algorithm, here = checkpoint.get("algorithm"), type(self).__name__
@@ -106,7 +112,9 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self._gradients = checkpoint["gradients"]
         self.regular_metrics = dict(checkpoint.get("latest", {}))
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
-        unlogged = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)["unlogged"]
+        own_part = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
+        self._generators.load(own_part.get("generators"))
+        unlogged = own_part["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]
         if self._trainer is not None and self._fitting:

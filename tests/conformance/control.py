@@ -43,6 +43,11 @@ class Case:
         defaults = {"eval_freq": 0, "n_eval_episodes": 2, "n_test_episodes": 2, "total_timesteps": 128}
         return kind(self.env_id if env_id is None else env_id, **{**defaults, **self.data, **arguments})
 
+    def make_epochs(self, **arguments: Any) -> Any:
+        """Data of as many epochs as one likes, a learning one from the first on."""
+        per_epoch = 8 if self.replays else 1
+        return self.make_data(**{"rollouts_per_epoch": per_epoch, "total_timesteps": 10**6, **arguments})
+
 
 ON_POLICY = {"n_envs": 4, "n_steps": 16}
 REPLAY = {"n_envs": 2, "buffer_size": 1000, "learning_starts": 32, "train_freq": 4, "batch_size": 8}

@@ -1,14 +1,17 @@
 """Networks and feature extractors of a user's own: what they may be, what a checkpoint keeps, errors."""
 
 import functools
+import random
 from pathlib import Path
 
 import gymnasium as gym
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import yaml
 from gymnasium import spaces
+from torch import nn
 
 import rl_modules
 from recipes.cli import main
@@ -89,7 +92,35 @@ def test_a_class_and_a_function_by_path_or_itself(given):
 def test_a_custom_network_resumes_exactly(name, key, tmp_path):
     given = NETWORKS[name] if key == "network" else networks.Features
     case = CASE[name]
-    assert_resumes_exactly(lambda: case.make_model(**{key: given}), case.make_data, tmp_path, epochs=3)
+    assert_resumes_exactly(lambda: case.make_model(**{key: given}), case.make_epochs, tmp_path, epochs=3)
+
+
+class Dropping(networks.Features):
+    """Features with dropout, and noise of NumPy's and of Python's."""
+
+    def forward(self, x):
+        features = super().forward(x)
+        if not self.training:
+            return features
+        noise = np.random.rand() + random.random()  # noqa: NPY002
+        return nn.functional.dropout(features, 0.5) * (1 + 0.1 * noise)
+
+
+@pytest.mark.parametrize("name", ["PPO", "DQN", "SAC"])
+def test_what_draws_from_global_generators_resumes_exactly(name, tmp_path):
+    case = CASE[name]
+
+    def make_model():
+        L.seed_everything(0, verbose=False)  # as every process of `rl fit` begins
+        return case.make_model(features_extractor=Dropping)
+
+    assert_resumes_exactly(make_model, case.make_epochs, tmp_path, epochs=3)
+
+
+def test_a_run_that_draws_from_no_global_generator_stores_none(tmp_path):
+    trainer = fit(CASE["PPO"].make_model(), CASE["PPO"].make_data())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["generators"] is None
 
 
 def test_a_network_like_the_built_in_one_trains_like_it(tmp_path):

@@ -114,7 +114,7 @@ def test_the_targets_of_each_minibatch_have_noise_of_their_own(cls):
 @pytest.mark.parametrize("name", ["DQN", "QRDQN", "C51"])
 def test_a_run_learns_its_noise_and_resumes_exactly(name, tmp_path):
     case = CASE[name]
-    assert_resumes_exactly(lambda: case.make_model(noisy=True, double=True), case.make_data, tmp_path, epochs=3)
+    assert_resumes_exactly(lambda: case.make_model(noisy=True, double=True), case.make_epochs, tmp_path, epochs=3)
     model = case.make_model(noisy=True)
     fit(model, case.make_data())
     sigma = model.network.head.weight_sigma

@@ -141,7 +141,7 @@ def test_a_run_resumes_exactly(name, tmp_path):
 
     def data():
         if name == "SAC":
-            return case.make_data(train_freq=6)
+            return case.make_epochs(train_freq=6)
         return rollouts("Pendulum-v1", n_envs=2, **({} if name == "PPO" else {"n_steps": 8}))
 
     assert_resumes_exactly(lambda: case.make_model(**sde), data, tmp_path, epochs=3)

@@ -29,8 +29,8 @@ GEMMA3 = ARCHITECTURES["Gemma-3"]
 FAMILIES = {"qwen2": TINY, "gpt2": TINY_GPT2, "llama": TINY_LLAMA}
 
 
-def tiny(**arguments):
-    return SFT(**{"model_config": TINY, "lr_scheduler_type": "constant", "max_completion_length": 6, **arguments})
+def tiny(cls=SFT, **arguments):
+    return cls(**{"model_config": TINY, "lr_scheduler_type": "constant", "max_completion_length": 6, **arguments})
 
 
 def demonstrations(folder, n=24, **arguments):
@@ -253,6 +253,24 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, model, data, trainer
 
     run(0, callbacks=[SaveAt(tmp_path, (2, 3, 6))]).save_checkpoint(tmp_path / "whole.ckpt")
     for stop in (2, 3, 6):
+        run(stop, ckpt_path=tmp_path / f"{stop}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+class Noisy(SFT):
+    """Noise in the loss, from torch's global generator."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (0.5 + torch.rand(()))
+
+
+def test_a_loss_that_draws_from_the_global_generator_resumes_exactly(tmp_path):
+    def run(seed, **arguments):
+        torch.manual_seed(seed)
+        return fit(tiny(cls=Noisy), demonstrations(tmp_path), max_steps=5, **arguments)
+
+    run(0, callbacks=[SaveAt(tmp_path, (2, 3))]).save_checkpoint(tmp_path / "whole.ckpt")
+    for stop in (2, 3):
         run(stop, ckpt_path=tmp_path / f"{stop}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
