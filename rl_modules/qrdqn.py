@@ -120,9 +120,16 @@ class QRDQN(DQN):
         quantiles = network(observation)
         return quantiles if mask is None else mask_logits(quantiles, mask[:, None])
 
+    def mean_return(self, quantiles: Tensor) -> Tensor:
+        """Q(s, ·), [B, A], from θ(s, ·), [B, N, A], by which actions are chosen, in targets too: the mean.
+
+        A risk-sensitive subclass returns another statistic.
+        """
+        return quantiles.mean(1)
+
     def q_values(self, network: QNetwork, observation: Any) -> Tensor:
-        """Q(s, ·), [B, A]: the mean of the quantiles."""
-        return self.quantiles(network, observation).mean(1)
+        """Q(s, ·), [B, A], of the network or the target network."""
+        return self.mean_return(self.quantiles(network, observation))
 
     def target_values(self, observation: Any) -> Tensor:
         """The target network's quantiles, [B, N, A]."""
@@ -132,7 +139,10 @@ class QRDQN(DQN):
         """Returns the target quantiles of Z(s, a), [B, N]."""
         next_quantiles = batch["next_q"]
         with torch.no_grad():
-            q = self.q_values(self.network, batch["next_observation"]) if self.uses_double else next_quantiles.mean(1)
+            if self.uses_double:
+                q = self.q_values(self.network, batch["next_observation"])
+            else:
+                q = self.mean_return(next_quantiles)
         following = torch.where(batch["terminated"][:, None], 0.0, of_actions(next_quantiles, q.argmax(1)))
         return batch["reward"][:, None] + batch["discount"][:, None] * following
 

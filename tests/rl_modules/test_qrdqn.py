@@ -33,8 +33,8 @@ class Table(torch.nn.Module):
         return self.values[observation]
 
 
-def tabular(online: Any, target: Any, **arguments: Any) -> QRDQN:
-    model = QRDQN(n_quantiles=2, **STATES, **arguments)
+def tabular(online: Any, target: Any, cls: type[QRDQN] = QRDQN, **arguments: Any) -> QRDQN:
+    model = cls(n_quantiles=2, **STATES, **arguments)
     model.configure_model()
     model.network, model.target_network = Table(online), Table(target).requires_grad_(False)  # type: ignore[assignment]
     model._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_timesteps=0))  # type: ignore[assignment]
@@ -63,6 +63,22 @@ def test_hand_worked_target_over_two_steps(double: bool, following: list[float])
     model = tabular(ONLINE, TARGET, gamma=0.5, double=double)
     target = model.td_target(model.prepare(SAMPLE))
     assert target.tolist() == [[2 + 0.25 * x for x in following], [5.0, 5.0]]
+
+
+class RiskAverse(QRDQN):
+    """Judges an action by its worst quantile."""
+
+    def mean_return(self, quantiles: torch.Tensor) -> torch.Tensor:
+        return quantiles.amin(1)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_targets_and_actions_are_chosen_by_a_subclass_s_statistic(double: bool) -> None:
+    gamble = [ONLINE[0], [[1.0, 0.0], [3.0, 8.0]], ONLINE[2]]  # action 1 of state 1: the larger mean, the smaller worst
+    for cls, action, following in ((QRDQN, 1, [0.0, 8.0]), (RiskAverse, 0, [1.0, 3.0])):
+        model = tabular(gamble, gamble, cls, gamma=0.5, double=double)
+        assert model.act(torch.tensor([1]), deterministic=True)["action"].tolist() == [action]
+        assert model.td_target(model.prepare(SAMPLE))[0].tolist() == [2 + 0.25 * x for x in following]
 
 
 def test_loss_is_that_of_sb3_contrib_and_moves_the_action_taken() -> None:
