@@ -25,7 +25,7 @@ from rl_modules.language.frozen_weights import (
 )
 from rl_modules.language.generation_defaults import without_ignored
 from rl_modules.language.learning_rate import check_schedule, make_schedule
-from rl_modules.language.lora import begins_unchanged, plain_lora
+from rl_modules.language.lora import begins_unchanged, plain_lora, refuse_biases_of_16_bits, train_in_float32
 from rl_modules.language.model_objects import (
     check_model_object,
     is_name,
@@ -249,6 +249,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         sharded = self._trainer is not None and adopt(self.trainer.strategy)
         if self._trainer is not None:
             adopt_precision(self.trainer, hp.lora is not None)
+        if hp.lora is not None:
+            precision = "32-true" if self._trainer is None else self.trainer.precision
+            refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
         weights, is_new = None, self.model is None
         if is_new:
             with float32_by_default(), storage_on_first_rank() if sharded else nullcontext():
@@ -281,10 +284,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             torch.manual_seed(getattr(getattr(self._trainer, "datamodule", None), "seed", 0))
             self.build_model(config, source)
         if hp.lora is not None:
-            for parameter in self.parameters():
-                if parameter.requires_grad:
-                    # peft takes over the base's dtype for the modules that it trains whole, such as a score head.
-                    parameter.data = parameter.data.float()
+            train_in_float32(self)
         # Where weights are sharded, the first rank alone has read them.
         if sharded:
             description, sources = of_first_rank(lambda: self._description(config))

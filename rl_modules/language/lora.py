@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,64 @@ def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradi
                          "weight, each with a step of its own; leave it at false, and an export has both")  # fmt: skip
     freeze_unread_parts(model)  # which has the adapters now; an image encoder's layers have a language model's names
     return made
+
+
+def refuse_biases_of_16_bits(lora: dict[str, Any], torch_dtype: str, precision: str) -> None:
+    """Refuses to train biases, which are in float32 then, of layers whose weights have 16 bits.
+
+    Args:
+        lora: arguments of ``peft.LoraConfig``.
+        torch_dtype: of the weights.
+        precision: the Trainer's.
+
+    Raises:
+        UsageError: names the argument that brings the 16 bits.
+    """
+    bias = lora.get("bias", "none")
+    half = torch_dtype != "float32"
+    if bias != "none" and (half or precision in ("bf16-true", "16-true")):
+        given = f"torch_dtype={torch_dtype}" if half else f"trainer.precision={precision}"
+        raise UsageError(f"lora.bias={bias!r} trains biases in float32, which the layers of {given} can't add; give "
+                         "torch_dtype=float32 and trainer.precision=bf16-mixed, or lora.bias='none'")  # fmt: skip
+
+
+def train_in_float32(module: nn.Module) -> None:
+    """Keep what is trained beside a frozen base in float32, and let it work with a base of 16 bits.
+
+    peft takes over the base's dtype for the layers that it trains whole (``modules_to_save``, a score head), and casts
+    between dtypes for adapters only.
+
+    Args:
+        module: with models of peft.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    heads = [head for model in models for head in (model.get_output_embeddings(), getattr(model, "score", None))]
+    for wrapper in module.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for layer in wrapper.modules_to_save.values():
+                layer.register_forward_pre_hook(_take_own_dtype)
+                if not any(wrapper is head for head in heads):  # logits and scores stay in float32
+                    layer.register_forward_hook(partial(_give_dtype_of, wrapper.original_module))
+
+
+def _take_own_dtype(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs in the dtype of the layer's weights; autocast does that by itself."""
+    dtype = next(layer.parameters()).dtype
+    return tuple(x.to(dtype) if _needs_cast(x) else x for x in arguments)
+
+
+def _give_dtype_of(original: nn.Module, layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+    """The output in the dtype of the base around the layer."""
+    return output.to(next(original.parameters()).dtype) if _needs_cast(output) else output
+
+
+def _needs_cast(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type)
 
 
 def freeze_unread_parts(model: PreTrainedModel) -> None:

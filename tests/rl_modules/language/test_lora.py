@@ -197,6 +197,60 @@ def test_trained_adapters_of_a_checkpoint_are_no_new_ones(tmp_path: Path) -> Non
     fit(loaded, pairs(), max_steps=1)
 
 
+# -------------------------------------------------------------------- layers that are trained whole
+
+WHOLE = {
+    "output layer": ["lm_head"],
+    "embedding": ["embed_tokens"],
+    "both": ["embed_tokens", "lm_head"],
+    "norms": ["input_layernorm", "norm"],
+    "within": ["gate_proj"],
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("case", quick(WHOLE, "both"))
+def test_layers_that_are_trained_whole_work_with_a_base_of_16_bits(case: str, precision: Any, tmp_path: Path) -> None:
+    """Independent source: the same run with a base of float32, from the same weights."""
+    start = SFT(model_config=TINY)
+    start.configure_model()
+    folder = str(start.export(tmp_path / "start"))
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        module = SFT(model_name_or_path=folder, lora={**LORA, "modules_to_save": WHOLE[case]}, learning_rate=1e-2,
+                     logging_steps=4, torch_dtype="float32" if precision == "bf16-true" else dtype)  # fmt: skip
+        trainer = fit(module, examples(), max_steps=4, precision="32-true" if dtype == "float32" else precision)
+        losses[dtype] = module.latest_metrics["train/loss"]
+        trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+        assert {p.dtype for p in trained.values()} == {torch.float32}
+        assert sum(".modules_to_save." in name for name in trained) >= len(WHOLE[case])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = SFT.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01)
+    written = loaded.act([[5, 6, 7]], [0], temperature=0.0, max_completion_length=4)
+    assert torch.isfinite(written.log_prob).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", [GRPO, RLHFPPO, DPO, RewardModel])
+def test_reinforcement_and_preferences_train_whole_layers_beside_a_base_of_16_bits(algorithm: Any) -> None:
+    lora = {**LORA, "modules_to_save": ["embed_tokens"]}
+    sizes = {} if algorithm in (DPO, RewardModel) else {"max_completion_length": 4}
+    module = algorithm(model_config=TINY, lora=lora, learning_rate=1e-2, torch_dtype="bfloat16", **sizes)
+    fit(module, prompts(num_generations=4) if sizes else pairs(), max_steps=2)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+@pytest.mark.parametrize(("arguments", "given"), [
+    ({"torch_dtype": "bfloat16"}, "torch_dtype=bfloat16"), ({"precision": "bf16-true"}, "trainer.precision=bf16-true"),
+])  # fmt: skip
+def test_biases_beside_weights_of_16_bits_are_refused(arguments: dict[str, Any], given: str) -> None:
+    precision = {name: arguments.pop(name) for name in ("precision",) if name in arguments}
+    module = SFT(model_config=TINY, lora={**LORA, "bias": "all"}, **arguments)
+    with pytest.raises(UsageError, match=rf"lora.bias='all' trains biases in float32.*{given}"):
+        fit(module, examples(), max_steps=1, **precision)
+
+
 # -------------------------------------------------------------------- weights that adapters take over
 
 ALTERED = ["pissa", "pissa_niter_4", "olora"]

@@ -58,6 +58,24 @@ def assert_learned_as(curve: list[float], native: list[float]) -> None:
     assert abs(sum(curve[late]) - sum(native[late])) / 10 < 0.1
 
 
+def on_two_ranks() -> dict[str, Any]:
+    module = grpo(model_config=MODEL, max_completion_length=4, learning_rate=3e-3, logging_steps=1, sampler="vllm")
+    trainer = fit(module, addition(reward_funcs=[f"{HERE}:ones"], batch_size=16, num_generations=8), max_steps=3,
+                  devices=2, strategy="ddp")  # fmt: skip
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()])
+    return {"steps": trainer.global_step, "weights": weights, "metrics": dict(module.latest_metrics),
+            "texts": module.tokenizer.decode(module.act([[5, 6, 7]], [trainer.global_rank]).tokens[0])}  # fmt: skip
+
+
+def test_each_rank_of_ddp_has_an_engine_of_its_own(tmp_path: Path) -> None:
+    # The first test: an engine in this process starts Gloo's threads, for which forked ranks would wait for ever.
+    one, other = on_ranks(on_two_ranks, tmp_path)
+    assert one["steps"] == other["steps"] == 3
+    assert torch.equal(one["weights"], other["weights"])
+    # The engines had the weights of each step.
+    assert one["metrics"]["train/sampling/logp_difference/max"] < 1e-3
+
+
 def test_a_run_with_vllm_learns_as_with_the_native_sampler(native: list[float]) -> None:
     curve, metrics = run(sampler="vllm", max_rows_in_flight=16)
     assert_learned_as(curve, native)
@@ -86,20 +104,3 @@ def test_a_run_with_rl_serve_learns_as_with_the_native_sampler(native: list[floa
     assert_learned_as(curve, native)
     assert metrics["train/sampling/logp_difference/max"] < 1e-4
     assert torch.tensor(curve).isfinite().all()
-
-
-def on_two_ranks() -> dict[str, Any]:
-    module = grpo(model_config=MODEL, max_completion_length=4, learning_rate=3e-3, logging_steps=1, sampler="vllm")
-    trainer = fit(module, addition(reward_funcs=[f"{HERE}:ones"], batch_size=16, num_generations=8), max_steps=3,
-                  devices=2, strategy="ddp")  # fmt: skip
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()])
-    return {"steps": trainer.global_step, "weights": weights, "metrics": dict(module.latest_metrics),
-            "texts": module.tokenizer.decode(module.act([[5, 6, 7]], [trainer.global_rank]).tokens[0])}  # fmt: skip
-
-
-def test_each_rank_of_ddp_has_an_engine_of_its_own(tmp_path: Path) -> None:
-    one, other = on_ranks(on_two_ranks, tmp_path)
-    assert one["steps"] == other["steps"] == 3
-    assert torch.equal(one["weights"], other["weights"])
-    # The engines had the weights of each step.
-    assert one["metrics"]["sampling/logp_difference/max"] < 1e-3
