@@ -198,6 +198,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._rate_applied = self.learning_rate
         self._gradients = {}
         self._generators = GlobalGenerators()
+        self._has_begun = False
         self._lacks_epoch_end = False
         self._optimizers_saved = None
         self.grad_norm = None

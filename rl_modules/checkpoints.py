@@ -15,6 +15,7 @@ from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
 from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
 from rl_modules.common.storable import make_loadable
 from rl_modules.metrics import MetricsMixin
@@ -44,10 +45,13 @@ class CheckpointMixin(MetricsMixin):
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
         self._generators = GlobalGenerators()
+        # Whether this fit's training has begun.
+        self._has_begun = False
         # Factories of the loaded checkpoint that this module was not given, until a fit says so.
         self._missing_factories: dict[str, str] = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
         checkpoint["factories"] = factory_names(self)
         checkpoint["algorithm"] = type(self).__name__
@@ -108,6 +112,7 @@ class CheckpointMixin(MetricsMixin):
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)
         self._gradients = {}
+        self._has_begun = True
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
         if self._lacks_epoch_end:

@@ -183,6 +183,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self.regular_metrics: dict[str, float] = {}
         self._gradients: dict[str, Tensor] = {}
         self._generators = GlobalGenerators()
+        self._has_begun = False
         self._throughput = Throughput()
         # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
         self._sources: Sources = {}
@@ -201,6 +202,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self.latest_metrics, self.regular_metrics = {}, {}
         self._gradients = {}
         self._generators = GlobalGenerators()
+        self._has_begun = False
 
     def __getattr__(self, name: str) -> Any:
         # Python comes here when a property raised AttributeError; torch would call the property itself missing.

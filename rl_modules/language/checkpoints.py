@@ -9,6 +9,7 @@ from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
 from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.storable import make_loadable
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
 from rl_modules.language.metric_names import monitors
@@ -31,6 +32,8 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
     _gradients: dict[str, Tensor]
     _generators: GlobalGenerators
+    # Whether this fit's training has begun.
+    _has_begun: bool
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
@@ -48,6 +51,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self.load_state_dict(state_dict)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
         for prefix in self.hparams["description"]["frozen"]:
             for name in frozen_parameters(self, prefix):
@@ -91,6 +95,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
             if name in self._gradients:
                 parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
         self._gradients = {}
+        self._has_begun = True
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
 

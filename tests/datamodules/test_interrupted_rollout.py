@@ -7,7 +7,8 @@ import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from datamodules import ReplayDataModule, RolloutDataModule
-from rl_modules import DQN, PPO, RecurrentPPO
+from rl_modules import A2C, DQN, PPO, RecurrentPPO
+from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter, Unreliable
 from tests.training import fit
 
@@ -33,6 +34,23 @@ def broken_off(model: Any, data: Any, folder: Path) -> Path:
         fit(model, data, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
     assert not isinstance(raised.value, AssertionError)
     return folder / "on_exception.ckpt"
+
+
+def test_a_wrong_argument_costs_no_checkpoint_of_an_earlier_error(tmp_path: Path) -> None:
+    def data(**arguments: Any) -> RolloutDataModule:
+        return RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, total_timesteps=256, eval_freq=0,
+                                 rollouts_per_epoch=1, **arguments)  # fmt: skip
+
+    fails: Any = type("PPO", (Interrupts, PPO), {"at": 40})  # a run resumes with the class that it was
+    before = broken_off(fails(net_arch=[4]), data(), tmp_path).read_bytes()
+    wrong = [(PPO(net_arch=[4], use_sde=True), data()), (PPO(net_arch=[4]), data(seed=7)), (A2C(), data())]
+    for model, source in wrong:
+        with pytest.raises(UsageError):
+            fit(model, source, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+        assert (tmp_path / "on_exception.ckpt").read_bytes() == before
+    resumed = data()
+    fit(PPO(net_arch=[4]), resumed, ckpt_path=tmp_path / "on_exception.ckpt")
+    assert resumed.num_timesteps == 256
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])

@@ -9,7 +9,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
@@ -182,6 +182,23 @@ def test_stochastic_weight_averaging_averages(lora: Any) -> None:
     fit(module, data, max_epochs=4, callbacks=[Watch(), StochasticWeightAveraging(1e-2, swa_epoch_start=2)])
     assert not torch.equal(weights[1], weights[3])
     torch.testing.assert_close(parameters_to_vector(module.model.parameters()), torch.stack(weights[1:]).mean(0))
+
+
+def test_a_wrong_argument_costs_no_checkpoint_of_an_earlier_error(tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    def run(module: Any, **arguments: Any) -> None:
+        callbacks = [OnExceptionCheckpoint(tmp_path), *arguments.pop("callbacks", ())]
+        fit(module, addition(), max_steps=3, callbacks=callbacks, enable_checkpointing=True, **arguments)
+
+    with pytest.raises(RuntimeError, match="stop"):
+        run(grpo(), callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=fails)])
+    before = (tmp_path / "on_exception.ckpt").read_bytes()
+    for wrong in (grpo(model_name_or_path=str(tmp_path / "nowhere"), model_config=None), grpo(torch_dtype="bfloat16")):
+        with pytest.raises(UsageError):
+            run(wrong)
+        assert (tmp_path / "on_exception.ckpt").read_bytes() == before
 
 
 def test_a_learning_rate_beside_an_optimizer_is_said_to_have_no_effect(recwarn: pytest.WarningsRecorder) -> None:
