@@ -433,8 +433,18 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
 
 
 def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:
-    """Returns the fields of a transformers config that a checkpoint may contain."""
-    return {key: value for key, value in config.to_dict().items() if _is_plain(value)}
+    """Returns the fields of a transformers config that a checkpoint may contain, those of configs within it too."""
+    return _plain_fields(config.to_dict())
+
+
+def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    # A model that also takes images has a config of its language model inside, in which not all is plain either.
+    parts = {key: _plain_fields(value) if _has_names(value) else value for key, value in fields.items()}
+    return {key: value for key, value in parts.items() if _is_plain(value)}
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,10 @@ import torch
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from rl_modules import DPO, GRPO, KTO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
+from rl_modules.language.base import plain_config
+from rl_modules.language.models import make_config
 from rl_modules.language.self_check import require_left_to_right
+from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance import architectures
 from tests.conformance.architectures import ARCHITECTURES, CHECKS, TOLERANCE, network, written
 from tests.training import fit
@@ -61,6 +64,15 @@ def test_the_table_has_a_row_per_architecture():
     assert "refused: BertLMHeadModel lets a token see" in architectures.row_of("BERT")
 
 
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_checkpoint_describes_the_architecture_and_those_within(name):
+    """A field that was lost would come back with the type's default: of Gemma-3, a model of four billion weights."""
+    tokenizer = character_tokenizer()
+    config = make_config(None, ARCHITECTURES[name], tokenizer, dropout=False)
+    again = make_config(None, plain_config(config), tokenizer, dropout=False)
+    assert again.to_dict() == config.to_dict()
+
+
 # -------------------------------------------------------------------- a few steps of each module
 
 
@@ -92,7 +104,10 @@ def moved(module, run):
 def test_three_steps_of_supervised_fine_tuning(name, tmp_path):
     module = SFT(model_config=ARCHITECTURES[name], **STEPS)
     data = InstructionDataModule(path=shown(tmp_path), batch_size=8, packing=True)
-    assert moved(module, lambda: fit(module, data, max_steps=3))
+    assert moved(module, lambda: fit(module, data, max_steps=3).save_checkpoint(tmp_path / "a.ckpt"))
+    loaded = dict(SFT.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).named_parameters())
+    assert all(torch.equal(parameter, loaded.pop(name)) for name, parameter in module.named_parameters())
+    assert not loaded
 
 
 @pytest.mark.parametrize("name", GATED)
