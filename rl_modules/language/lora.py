@@ -53,12 +53,15 @@ def plain_lora(lora: Any) -> dict[str, Any] | None:
     return fields
 
 
-def refuse_adapters_alone(name: str) -> None:
-    """Refuses a directory of PEFT's adapters, which lack the model that they belong to.
+def refuse_no_model(name: str) -> None:
+    """Refuses a checkpoint, and a directory of PEFT's adapters, which lack the model that they belong to.
 
     Raises:
-        UsageError: names the line that merges them.
+        UsageError: names the command that exports the one, or the line that merges the others.
     """
+    if name.endswith(".ckpt") and Path(name).is_file():
+        raise UsageError(f"{name!r} is a checkpoint, and a model is a directory; write one with `rl export --ckpt_path "
+                         f"{name} --output FOLDER`, and give FOLDER")  # fmt: skip
     config = Path(name, "adapter_config.json")
     if config.is_file():
         scores = '"SEQ_CLS"' in config.read_text(encoding="utf-8")

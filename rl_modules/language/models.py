@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_adapters_alone
+from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_no_model
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
 
@@ -72,7 +72,7 @@ def make_config(
         try:
             config = AutoConfig.from_pretrained(model_name_or_path, **fields)
         except (OSError, ValueError, KeyError) as error:
-            refuse_adapters_alone(model_name_or_path)
+            refuse_no_model(model_name_or_path)
             raise UsageError(_unreadable(model_name_or_path, error)) from error
     else:
         if fields.get("model_type", SMALL["model_type"]) == SMALL["model_type"]:

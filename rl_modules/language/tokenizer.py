@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.lora import refuse_adapters_alone
+from rl_modules.language.lora import refuse_no_model
 from rl_modules.language.model_objects import prepared
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
@@ -59,7 +59,7 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
             raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "
                              "first (the config's header says how), else give another with --model.model_name_or_path"
                              ) from error  # fmt: skip
-        refuse_adapters_alone(name_or_path)
+        refuse_no_model(name_or_path)
         raise UsageError(
             f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
             "tokenizer.json, or a hub name that is reachable or cached"

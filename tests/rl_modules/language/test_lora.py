@@ -12,6 +12,7 @@ from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataM
 from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import begins_unchanged
+from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance.architectures import ARCHITECTURES
 from tests.marks import quick
 from tests.training import assert_resumes_exactly, differences, fit
@@ -336,6 +337,17 @@ def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
         module.tokenizer.save_pretrained(tmp_path / "adapters")
     given = algorithm(model_name_or_path=str(tmp_path / "adapters"))
     with pytest.raises(UsageError, match=rf"holds adapters of PEFT .*{head}\.from_pretrained.*merge_and_unload"):
+        given.configure_model()
+
+
+@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer_name_or_path": "characters"}])
+def test_a_checkpoint_as_model_is_answered_by_how_to_export_it(tokenizer: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    if tokenizer:
+        character_tokenizer().save_pretrained(tmp_path / "characters")
+        tokenizer = {"tokenizer_name_or_path": str(tmp_path / "characters")}
+    given = SFT(model_name_or_path=str(tmp_path / "last.ckpt"), **tokenizer)
+    with pytest.raises(UsageError, match=r"last.ckpt. is a checkpoint.*`rl export --ckpt_path .*last.ckpt --out"):
         given.configure_model()
 
 
