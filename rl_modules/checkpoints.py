@@ -14,6 +14,7 @@ from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
+from rl_modules.common.finished_epoch import begin_next_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
@@ -113,6 +114,7 @@ class CheckpointMixin(MetricsMixin):
                 parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)
         self._gradients = {}
         self._has_begun = True
+        begin_next_epoch(self.trainer)
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
         if self._lacks_epoch_end:

@@ -8,6 +8,7 @@ from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
+from rl_modules.common.finished_epoch import begin_next_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.storable import make_loadable
@@ -96,6 +97,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
                 parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
         self._gradients = {}
         self._has_begun = True
+        begin_next_epoch(self.trainer)
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's own callback in the last batch of an epoch, before the epoch's end."""
+"""Checkpoints of Lightning's own callback in the last batch of an epoch, before the epoch's end, and at it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, PPO, SAC, TRPO, QLearning
 from tests.datamodules.test_first_evaluation import Curves
-from tests.training import assert_equal_checkpoints, fit
+from tests.training import assert_equal_checkpoints, fit, rollouts
 
 halves = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 ON_POLICY = {"n_envs": 2, "n_steps": 16, "total_timesteps": 256, "eval_freq": 0, "rollouts_per_epoch": 2}
@@ -106,3 +106,18 @@ def test_every_epoch_has_as_many_batches_as_the_trainer_limits_it_to(kind: str) 
 
     fit(model, data, callbacks=[Evaluations()], limit_train_batches=3, max_epochs=5)
     assert steps == [3, 6, 9, 12, 15]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_of_max_steps_resumes_exactly_where_no_evaluation_is_due(accumulate: int, tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None, callbacks: tuple = ()) -> L.Trainer:
+        data = rollouts("CartPole-v1", n_envs=2, n_steps=8, batch_size=8)
+        return fit(PPO(net_arch=[4]), data, ckpt_path=ckpt_path, max_steps=7, callbacks=[*callbacks],
+                   check_val_every_n_epoch=2, accumulate_grad_batches=accumulate,
+                   enable_checkpointing=bool(callbacks))  # fmt: skip
+
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    run(callbacks=(saves,)).save_checkpoint(tmp_path / "whole.ckpt")
+    for epoch in range(3):
+        run(tmp_path / f"epoch={epoch}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")

@@ -6,6 +6,7 @@ import math
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -272,6 +273,21 @@ def test_a_loss_that_draws_from_the_global_generator_resumes_exactly(tmp_path):
     run(0, callbacks=[SaveAt(tmp_path, (2, 3))]).save_checkpoint(tmp_path / "whole.ckpt")
     for stop in (2, 3):
         run(stop, ckpt_path=tmp_path / f"{stop}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+        assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+def test_a_run_resumes_exactly_from_the_end_of_an_epoch_without_an_evaluation(tmp_path):
+    """Lightning, under max_steps, would train on the first micro-batch of the next epoch alone."""
+
+    def run(ckpt_path=None, callbacks=()):
+        data = demonstrations(tmp_path, batch_size=24, eval_path=str(tmp_path / "demonstrations.jsonl"), eval_steps=3)
+        return fit(tiny(), data, ckpt_path=ckpt_path, max_steps=5, accumulate_grad_batches=2, callbacks=[*callbacks],
+                   enable_checkpointing=bool(callbacks))  # fmt: skip
+
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    run(callbacks=[saves]).save_checkpoint(tmp_path / "whole.ckpt")
+    for epoch in range(4):  # of one step each
+        run(tmp_path / f"epoch={epoch}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
