@@ -97,7 +97,8 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
                 parameter.grad = share(self._gradients[name].to(parameter.device, parameter.dtype), parameter)
         self._gradients = {}
         self._has_begun = True
-        begin_next_epoch(self.trainer)
+        if self._trainer is not None:
+            begin_next_epoch(self.trainer)
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
 
