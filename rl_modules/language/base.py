@@ -252,7 +252,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         if self._trainer is not None:
             adopt_precision(self.trainer, hp.lora is not None)
         if hp.lora is not None:
-            precision = "32-true" if self._trainer is None else self.trainer.precision
+            precision = self.trainer.precision if self._trainer is not None and self._fitting else "32-true"
             refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
         weights, is_new = None, self.model is None
         if is_new:
