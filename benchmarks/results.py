@@ -200,8 +200,8 @@ def run_seed(row: Row, seed: int, threads: int = 1) -> str:
     if process.returncode:
         raise RuntimeError(f"{row.config} seed {seed} failed:\n{(folder / 'errors.txt').read_text()[-2000:]}")
     result = read_run(next(folder.glob("logs/*/version_0")), row)
-    # What the parts before a kill took is not known.
-    took = {} if resumed else {"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}
+    # What the parts before a kill took is not known, and the table has the time on one core.
+    took = {} if resumed or threads > 1 else {"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"seed": seed, **took, **result}), encoding="utf-8")
     path.with_name("settings.yaml").write_text(text, encoding="utf-8")

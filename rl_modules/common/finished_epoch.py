@@ -7,8 +7,8 @@ def begin_next_epoch(trainer: Any) -> None:
     """Lets a run that resumes from an epoch's end begin with the next epoch's first batch.
 
     Where ``max_steps`` is given, Lightning takes a finished epoch for an unfinished one. Unless an evaluation is due at
-    its end, the run goes on with one batch more in it: where gradients are accumulated, an optimizer step of one
-    micro-batch.
+    its end, Lightning trains on one more batch in that epoch. With accumulated gradients, this batch alone makes an
+    optimizer step.
 
     Args:
         trainer: whose training is about to start.

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -338,6 +339,15 @@ def test_a_folder_of_adapters_is_answered_by_how_to_merge_them(
     given = algorithm(model_name_or_path=str(tmp_path / "adapters"))
     with pytest.raises(UsageError, match=rf"holds adapters of PEFT .*{head}\.from_pretrained.*merge_and_unload"):
         given.configure_model()
+
+
+def test_biases_that_were_trained_in_float32_are_evaluated_in_16_bits() -> None:
+    module = SFT(model_config=TINY, lora={**LORA, "bias": "all"}, max_completion_length=4)
+    data = InstructionDataModule("addition", batch_size=8, n_train=16, n_eval=4)
+    fit(module, data, max_steps=1)
+    trainer = L.Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_progress_bar=False)
+    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert metrics["eval/loss"] > 0
 
 
 @pytest.mark.parametrize("tokenizer", [{}, {"tokenizer_name_or_path": "characters"}])
