@@ -187,8 +187,8 @@ def test_generations_are_written_by_weights_at_most_k_updates_old(k: int) -> Non
         module, data = asynchronous(address, k)
         module.__class__ = Noting
         fit(module, data, max_steps=8)
-        native = spy(learning_rate=1e-2)
-        fit(native, addition(), max_steps=8)
+    native = spy(learning_rate=1e-2)
+    fit(native, addition(), max_steps=8)
     assert prompts_of(module) == prompts_of(native)  # the same prompts in the same order
     behind = torch.stack([step - version.max() for step, version in versions])
     assert int(behind.min()) >= 0 and int(max(step - int(v.min()) for step, v in versions)) <= k

@@ -42,9 +42,14 @@ def settings(**different: Any) -> SamplingSettings:
 
 @contextmanager
 def running_server(make_engine: Any = NativeEngine, port: int = 0) -> Iterator[tuple[Service, str]]:
-    """A server in a thread of this process, on a free port of this machine."""
+    """A server in a thread of this process, on a free port of this machine.
+
+    Its requests have ended when it is left: while one reads weights, transformers patches initialisation and tying for
+    the whole process, and the next test's models would be other ones.
+    """
     service = Service(make_engine, unties=False)
     server = make_server(service, "127.0.0.1", port)
+    server.daemon_threads = False  # `server_close` waits for them
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
