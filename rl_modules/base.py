@@ -84,6 +84,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     action_space: spaces.Space
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
+    own_networks = ("network", "features_extractor")
     network: Any
 
     def __init__(

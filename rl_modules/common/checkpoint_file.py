@@ -3,12 +3,13 @@
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.import_path import require_class
 from rl_modules.common.launched import ReturnsFromRanks
 
 #: What Lightning needs of a checkpoint to build a module from it.
@@ -50,6 +51,9 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
 class LoadsCheckpoints(ReturnsFromRanks):
     """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
 
+    #: Hyperparameters that name a network by its import path; from a checkpoint they are made where they are classes.
+    own_networks: ClassVar[tuple[str, ...]] = ()
+
     # As Lightning's: called on a module it would leave that module as it is.
     @_restricted_classmethod
     def load_from_checkpoint(
@@ -65,7 +69,8 @@ class LoadsCheckpoints(ReturnsFromRanks):
 
         Raises:
             TypeError: called on a module instead of its class.
-            UsageError: a file that is no checkpoint of this class, or weights of another network.
+            UsageError: a file that is no checkpoint of this class, one that names a function for its network, or
+                weights of another network.
         """
         if checkpoint_path is None:
             raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
@@ -79,6 +84,9 @@ class LoadsCheckpoints(ReturnsFromRanks):
                 if name not in kwargs:
                     raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
                                      f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
+            for name in cls.own_networks:
+                if name not in kwargs:
+                    require_class(name, saved["hyper_parameters"].get(name))
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:

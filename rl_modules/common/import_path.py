@@ -82,6 +82,26 @@ def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
     return made
 
 
+def require_class(name: str, saved: Any) -> None:
+    """Refuses a function that a checkpoint names: it would be called, whatever it does.
+
+    Args:
+        name: of the argument.
+        saved: its value in the checkpoint, as :func:`to_plain` returned it; None: not given.
+
+    Raises:
+        UsageError: it names anything but a class of ``torch.nn.Module``.
+    """
+    if saved is None:
+        return
+    path = saved["class_path"] if isinstance(saved, dict) else saved
+    found = _imported(name, path)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UsageError(f"the checkpoint names {name}={path}, which is no class of torch.nn.Module, and a checkpoint "
+                         "must not choose which functions are called; if you trust it, give it again: "
+                         f"load_from_checkpoint(…, {name}={path.rpartition('.')[2]})")  # fmt: skip
+
+
 def _imported(name: str, path: str) -> Callable[..., Any]:
     module, _, attribute = path.replace(":", ".").rpartition(".")
     if not module:

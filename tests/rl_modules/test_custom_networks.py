@@ -95,6 +95,21 @@ def test_a_custom_network_resumes_exactly(name, key, tmp_path):
     assert_resumes_exactly(lambda: case.make_model(**{key: given}), case.make_epochs, tmp_path, epochs=3)
 
 
+def test_a_checkpoint_does_not_choose_which_functions_are_called(tmp_path):
+    case = CASE["PPO"]
+    trained = case.make_model(features_extractor=networks.make_features)
+    fit(trained, case.make_data()).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(UsageError, match="is no class of torch.nn.Module.*features_extractor=make_features"):
+        PPO.load_from_checkpoint(tmp_path / "a.ckpt")
+    again = PPO.load_from_checkpoint(tmp_path / "a.ckpt", features_extractor=networks.make_features)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trained.parameters(), strict=True))
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    saved["hyper_parameters"]["features_extractor"] = {"class_path": "os.system", "init_args": {}}
+    torch.save(saved, tmp_path / "b.ckpt")
+    with pytest.raises(UsageError, match=r"os.system, which is no class of torch.nn.Module"):
+        PPO.load_from_checkpoint(tmp_path / "b.ckpt")
+
+
 class Dropping(networks.Features):
     """Features with dropout, and noise of NumPy's and of Python's."""
 
