@@ -135,7 +135,9 @@ class HeadOnPolicy(nn.Module):
         place = (completion_positions(prompt_length, length, extent[2]) - 1).unsqueeze(-1)
         # A self-check's own passes come before.
         before = states[-1].gather(1, place.expand(-1, -1, states[-1].shape[-1]))
-        return log_prob, spread, self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
+        with torch.autocast(before.device.type, enabled=False):  # values are not rounded to 16 bits
+            value = self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
+        return log_prob, spread, value
 
 
 def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:

@@ -193,6 +193,7 @@ class GRPO(JudgedPolicy):
                                  "reference of the same architecture")  # fmt: skip
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         if stage == "fit" and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
 

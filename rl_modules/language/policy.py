@@ -1,5 +1,6 @@
 """Base class of language algorithms that generate completions: sampling, and evaluation on held-out prompts."""
 
+import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -60,21 +61,45 @@ class LanguagePolicy(LanguageModule):
         super().__init__(model_name_or_path, **model)
         check_sampler(sampler, sampler_options or {}, max_rows_in_flight, cache_implementation)
         self._sampler: Sampler | None = None
+        self._sampler_run: str | None = None
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self._forget_weights()
+        if self.hparams["sampler"] == "vllm_server" and self._sampler_run is None:
+            self._sampler_run = self.trainer.strategy.broadcast(uuid.uuid4().hex)
 
     @property
     def sampler(self) -> Sampler:
         """The engine that generates completions, created on first access with the current weights."""
         if self._sampler is None:
             hp: Any = self.hparams
-            ranks = (0, 1) if self._trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-            self._sampler = make_sampler(
-                hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, self.model, *ranks, hp.cache_implementation
-            )  # fmt: skip
+            options = (hp.sampler_options or {}, hp.max_rows_in_flight, self.model)
+            if self._trainer is None:
+                self._sampler = make_sampler(hp.sampler, *options, cache_implementation=hp.cache_implementation)
+            else:
+                self._sampler = make_sampler(
+                    hp.sampler, *options, self.trainer.global_rank, self.trainer.world_size, hp.cache_implementation,
+                    self.trainer.local_rank, self._sampler_run,
+                )  # fmt: skip
         return self._sampler
 
     def update_sampler(self) -> None:
         """Sends the current weights to the sampler if it does not have them."""
         self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
+
+    def _forget_weights(self) -> None:
+        """The sampler gets the weights again: fused optimizers and callbacks that swap weights change them unseen."""
+        if self._sampler is not None:
+            self._sampler.forget_weights()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._forget_weights()  # `WeightAveraging` evaluates averages
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._forget_weights()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._sampler is not None:

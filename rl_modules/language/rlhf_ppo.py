@@ -157,6 +157,7 @@ class RLHFPPO(JudgedPolicy):
         self.beta = self.hparams["beta"]
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         functions = getattr(self.trainer.datamodule, "rewards", ())  # type: ignore[attr-defined]
         if stage == "fit" and self.hparams["reward_model_name_or_path"] is None and not len(functions):
             raise UsageError("reward_model_name_or_path=null and no data.reward_funcs leave completions without a "

@@ -173,10 +173,13 @@ def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tenso
 
 
 def score_head(model: Any, states: Tensor) -> Tensor:
-    """The head's output for hidden states, [..., 1]; a head that is trained is in float32 beside 16-bit weights."""
+    """The head's output for hidden states, [..., 1], in its own dtype, which is float32 where it is trained; autocast
+    would round it to 8 bits.
+    """
     head = _unwrapped(model).score
     dtype = next((p.dtype for p in head.parameters() if p.requires_grad), next(head.parameters()).dtype)
-    return head(states.to(dtype))
+    with torch.autocast(states.device.type, enabled=False):
+        return head(states.to(dtype))
 
 
 def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:

@@ -40,8 +40,8 @@ def agrees(
 ) -> bool:
     """Whether a fast path gives this model's own numbers; cached per model and attention implementation.
 
-    The comparison runs in evaluation mode, without gradient and, where weights are float32, outside of autocast. It
-    draws no random numbers.
+    The comparison runs in evaluation mode, without gradient and, where weights are float32 and attention takes them,
+    outside of autocast. It draws no random numbers.
 
     Args:
         model: causal language model or model with a ``score`` head, adapters of ``peft`` included.
@@ -130,9 +130,7 @@ def _outputs(model: Any, tokens: Tensor) -> Tensor:
 
 def _rounding(model: Any) -> float:
     """Error of a model's log-probabilities, relative to their size, that differently shaped products may make."""
-    weight = next(model.parameters())
-    dtype = torch.get_autocast_dtype(weight.device.type) if _keeps_autocast(model) else weight.dtype
-    return _ROUNDING.get(dtype, 4e-6)
+    return _ROUNDING.get(_autocast_dtype(model) or next(model.parameters()).dtype, 4e-6)
 
 
 def _difference(fast: Tensor, alone: Tensor, batched: Tensor, relative: float) -> tuple[float, float]:
@@ -146,20 +144,29 @@ def _difference(fast: Tensor, alone: Tensor, batched: Tensor, relative: float) -
 def _plainly(model: Any) -> Iterator[None]:
     weight = next(model.parameters())
     devices = [weight.device] if weight.device.type == "cuda" else []
+    dtype = _autocast_dtype(model)
     with (
         torch.no_grad(),
         evaluation_mode(model.modules()),
         torch.random.fork_rng(devices=devices),
-        torch.autocast(weight.device.type, enabled=_keeps_autocast(model)),
+        torch.autocast(weight.device.type, dtype=dtype, enabled=dtype is not None),
     ):
         yield
 
 
-def _keeps_autocast(model: Any) -> bool:
-    """Whether a check runs in the caller's autocast: weights are 16 bits, or flash attention takes nothing else."""
+def _autocast_dtype(model: Any) -> torch.dtype | None:
+    """The dtype that a check is autocast to; None: it computes in that of the weights.
+
+    Float32 weights are compared exactly. Flash attention takes 16 bits only, also where a fit begins or a datamodule
+    asks, outside of the autocast of training.
+    """
     weight = next(model.parameters())
-    exact = weight.dtype in (torch.float32, torch.float64) and "flash" not in str(model.config._attn_implementation)
-    return torch.is_autocast_enabled(weight.device.type) and not exact
+    is_float32, kind = weight.dtype in (torch.float32, torch.float64), weight.device.type
+    if is_float32 and "flash" not in str(model.config._attn_implementation):
+        return None
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.bfloat16 if is_float32 else None
 
 
 def probe_texts(model: Any, lengths: Sequence[int]) -> list[Tensor]:

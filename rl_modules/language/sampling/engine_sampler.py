@@ -36,7 +36,7 @@ class EngineSampler:
     def __init__(self, engine: Engine, device: Any) -> None:
         self.engine, self.device = engine, device
         self.version = 0
-        self._checked = self._asleep = False
+        self._checked = self._asleep = self._forgotten = False
         self._weights: Fingerprint | None = None
 
     def sample(
@@ -61,15 +61,18 @@ class EngineSampler:
         Raises:
             UsageError: the engine's log-probabilities are not the model's.
         """
-        if self._weights == (found := fingerprint(model, version)):
+        if self._weights == (found := fingerprint(model, version)) and not self._forgotten:
             return
         self.version = version
         self.wake()
         self.engine.load_weights(named_weights(model, self.engine.spec.untied))
-        self._weights = found
+        self._weights, self._forgotten = found, False
         if not self._checked and not is_sharded(model):
             self._checked = True
             check_engine(model, self.engine)
+
+    def forget_weights(self) -> None:
+        self._forgotten = True
 
     def sleep(self) -> None:
         if not self._asleep:

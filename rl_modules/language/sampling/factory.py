@@ -61,6 +61,8 @@ def make_sampler(
     rank: int = 0,
     world_size: int = 1,
     cache_implementation: str = "dynamic",
+    local_rank: int | None = None,
+    run: str | None = None,
 ) -> Sampler:
     """A sampler for a model; engines of their own have no weights yet.
 
@@ -72,6 +74,8 @@ def make_sampler(
         rank: of this process.
         world_size: processes.
         cache_implementation: see :func:`rl_modules.language.sampling.sample`.
+        local_rank: of this process among those of its machine; None: there is one machine.
+        run: name of the run, one for all ranks, see :class:`~rl_modules.language.sampling.remote.ServerSampler`.
 
     Raises:
         UsageError: see :func:`check_sampler`; also vLLM in this process where weights are split over ranks.
@@ -83,7 +87,7 @@ def make_sampler(
     if kind == "vllm_server":
         from rl_modules.language.sampling.remote import ServerSampler
 
-        return ServerSampler(device=device, pushes=rank == 0, **options)
+        return ServerSampler(device=device, pushes=rank == 0, run=run, **options)
     if world_size > 1 and is_sharded(model):
         raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
                          "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
@@ -91,7 +95,7 @@ def make_sampler(
     from rl_modules.language.sampling.vllm import VLLMEngine, unties
     from rl_modules.language.sampling.weights import EngineSpec
 
-    ranks = (rank, world_size)
+    ranks = (rank, world_size, rank if local_rank is None else local_rank)
     engine = VLLMEngine(
         EngineSpec.of(model, unties(kind)), max_rows_in_flight=max_rows_in_flight, ranks=ranks, **options
     )

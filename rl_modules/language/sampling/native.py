@@ -169,6 +169,9 @@ class NativeSampler:
     def update_weights(self, model: Any, version: int = 0) -> None:
         self.model = model
 
+    def forget_weights(self) -> None:
+        """Has none of its own."""
+
     def sleep(self) -> None:
         """Holds no memory between two calls."""
 

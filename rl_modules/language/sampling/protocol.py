@@ -92,6 +92,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def forget_weights(self) -> None:
+        """Have the next :meth:`update_weights` bring the weights in any case: they may have changed unseen."""
+        ...
+
     def sleep(self) -> None:
         """Release device memory until :meth:`wake`; the next :meth:`update_weights` brings the weights again."""
         ...

@@ -133,6 +133,7 @@ class ServerSampler:
         retries: further rounds over all servers before the run gives up.
         retry_wait_s: wait before such a round.
         pushes: whether this process sends the weights; of several ranks the first does.
+        run: name of the run, one for all its ranks; None: a new one, which a rank that sends no weights does not know.
 
     Raises:
         UsageError: no address, or one that is none.
@@ -150,6 +151,7 @@ class ServerSampler:
         retries: int = 5,
         retry_wait_s: float = 2.0,
         pushes: bool = True,
+        run: str | None = None,
     ) -> None:
         if isinstance(addresses, str) or not addresses:
             raise UsageError(f"addresses={addresses!r} must be a list of host:port; start a server with `rl serve`")
@@ -158,8 +160,10 @@ class ServerSampler:
         self.pushes = pushes
         self.version = 0
         # Two runs have equal versions: without a name of its own a run would take what another's weights write.
-        self._run = uuid.uuid4().hex
+        self._run = run or uuid.uuid4().hex
+        self._is_named = pushes or run is not None
         self._weights: Fingerprint | None = None
+        self._forgotten = False
         self._spec_of: Callable[[bool], EngineSpec]
         self._parts: list[bytes] = []
         self._lock = threading.Lock()
@@ -246,13 +250,16 @@ class ServerSampler:
 
     def update_weights(self, model: Any, version: int = 0) -> None:
         """Take a copy of a model's weights; each server gets it before it writes its next completions."""
-        if self._weights == (found := fingerprint(model, version)):
+        if self._weights == (found := fingerprint(model, version)) and not self._forgotten:
             return
-        parts = list(_parts(model))
+        parts = list(_parts(model)) if self.pushes else []
+        if not self.pushes and is_sharded(model):
+            for _ in named_weights(model, untied=True):
+                """A weight is put together by all ranks; the first alone keeps it."""
         with self._lock:
-            self._weights, self.version = found, version
+            self._weights, self._forgotten, self.version = found, False, version
             self._spec_of = functools.partial(EngineSpec.of, model)
-            self._parts = parts if self.pushes else []
+            self._parts = parts
             for server in self.servers:
                 server.current = False
         if self.pushes and not is_sharded(model) and not all(server.checked for server in self.servers):
@@ -287,11 +294,16 @@ class ServerSampler:
                         server.load(self._spec_of, self.version, self._parts, self._run)
                     else:
                         health = server.health()
-                        server.current, server.run = health["version"] == self.version, health.get("run")
+                        server.run = health.get("run")
+                        is_ours = server.run == self._run or not self._is_named
+                        server.current = is_ours and health["version"] == self.version
                         expects_weights |= not server.current
                 except _UNREACHABLE as error:
                     server.failure = error
         return expects_weights
+
+    def forget_weights(self) -> None:
+        self._forgotten = True
 
     def sleep(self) -> None:
         """Servers have devices of their own and keep running."""

@@ -36,7 +36,7 @@ class VLLMEngine:
         gpu_memory_utilization: share of the card that weights and cache may take.
         enforce_eager: run without CUDA graphs and compilation; None: on a CPU.
         max_rows_in_flight: rows that are decoded together at most; None: vLLM's own number.
-        ranks: this process's rank and their number; each has an engine of its own.
+        ranks: this process's rank, their number, and its rank on this machine; each has an engine of its own.
 
     Raises:
         UsageError: vLLM is not installed.
@@ -48,7 +48,7 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.3,
         enforce_eager: bool | None = None,
         max_rows_in_flight: int | None = None,
-        ranks: tuple[int, int] = (0, 1),
+        ranks: tuple[int, int, int] = (0, 1, 0),
     ) -> None:
         self.spec, self._is_alone = spec, ranks[1] == 1
         self.on_cuda = torch.cuda.is_available()
@@ -115,17 +115,18 @@ def start_engine(spec: EngineSpec, **options: Any) -> Any:
         )  # fmt: skip
 
 
-def among_ranks(rank: int, world_size: int) -> dict[str, Any]:
+def among_ranks(rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
     """Arguments of ``LLM`` with which each of several ranks has an engine of its own, in the ranks' process group.
 
     Args:
         rank: of this process.
         world_size: processes.
+        local_rank: of this process among those of its machine, which is the number of its GPU.
     """
     if world_size == 1:
         return {}
-    # As torchrun sets them; Lightning's own launcher leaves RANK out.
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+    # As torchrun sets them; Lightning's own launcher leaves RANK out, and SLURM's environment LOCAL_RANK.
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size)):
         os.environ.setdefault(name, str(value))
     return {"distributed_executor_backend": "external_launcher"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -21,14 +22,17 @@ from rl_modules.language.sharding import is_sharded
 Weights = Iterator[tuple[str, Tensor]]
 Fingerprint = tuple[nn.Module, int, int]
 _LORA = "base_model.model."
+#: What the names of a layer's weights begin with; empty for others.
+_LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 
 
 @torch.no_grad()
 def named_weights(model: Any, untied: bool) -> Weights:
     """Yields each weight under its checkpoint's name; adapters are merged in, sharded weights are put together.
 
-    One weight at a time is whole, so that a sharded model never is. All ranks of a sharded model go through this
-    together.
+    One weight at a time is whole, or one layer of an architecture that transformers holds in another form, so that a
+    sharded model never is. All ranks of a sharded model go through this together. Buffers that a checkpoint holds, such
+    as the routing biases of DeepSeek-V3, come too.
 
     Args:
         model: causal language model, with LoRA or without.
@@ -37,7 +41,7 @@ def named_weights(model: Any, untied: bool) -> Weights:
     """
     network = transformers_model(model)
     tied = is_tied(network)
-    plain = _renamed(network, _merged(model, tied))
+    plain = _renamed(network, itertools.chain(_merged(model, tied), _buffers(model)))
     head = network.get_output_embeddings()
     embedding = network.get_input_embeddings()
     names = {id(module): name for name, module in network.named_modules()}
@@ -151,13 +155,28 @@ def _with_adapters(layer: Any, kind: str, weight: Tensor) -> Tensor:
 def _renamed(network: Any, weights: Weights) -> Weights:
     """Weights under their checkpoint's names; transformers holds some architectures in another form."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-    conversions = getattr(network, "_weight_conversions", None) or get_model_conversion_mapping(network)
+    conversions = getattr(network, "_weight_conversions", None)
+    if conversions is None:  # as `revert_weight_conversion` finds them
+        found = get_model_conversion_mapping(network, add_legacy=False)
+        conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
     if not conversions:
         yield from weights
         return
-    yield from revert_weight_conversion(network, dict(weights)).items()
+    # They join and split weights within a layer.
+    for _, layer in itertools.groupby(weights, lambda weight: _LAYER.match(weight[0])[0]):  # type: ignore[index]
+        yield from revert_weight_conversion(network, dict(layer)).items()
+
+
+def _buffers(model: nn.Module) -> Weights:
+    """Buffers that a checkpoint holds, under the names of :func:`_merged`."""
+    for place, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            is_own = ".original_module" not in place and "lora_" not in place
+            if is_own and name not in module._non_persistent_buffers_set:
+                place = re.sub(r"\.(base_layer|modules_to_save\.\w+)(?=\.|$)", "", place.removeprefix(_LORA))
+                yield f"{place}.{name}".lstrip("."), buffer.detach()
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.sampling import factory
+from rl_modules.language.sampling import factory, vllm, weights
+from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.engine_sampler import check_engine
 from rl_modules.language.sampling.factory import make_sampler
 from rl_modules.language.sampling.vllm import sampling_params
 from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
+from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, settings, tiny_model
 
 
@@ -79,6 +81,44 @@ def test_weights_have_the_names_of_a_checkpoint_where_memory_has_others(tmp_path
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "T5"])  # refused
+def test_every_architecture_s_weights_are_those_of_its_checkpoint(name: str, tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    model = network(name)
+    with torch.no_grad():
+        for buffer in model.buffers():  # DeepSeek-V3 routes by one
+            if buffer.is_floating_point():
+                buffer.normal_()
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    found = dict(named_weights(model, untied=False))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_buffers_of_a_checkpoint_come_beside_adapters() -> None:
+    model = adapted(network("DeepSeek-V3"), target_modules=["o_proj"])
+    found = {name for name, _ in named_weights(model, untied=False)}
+    biases = {name for name in found if name.endswith("mlp.gate.e_score_correction_bias")}
+    assert biases and found == set(dict(named_weights(model.merge_and_unload(), untied=False)))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "adapters"])
+def test_weights_are_made_whole_one_by_one_or_by_layer(name: str, monkeypatch: Any) -> None:
+    made = []
+    network_of = {"qwen2": tiny_model, "adapters": adapted, "mixtral": lambda: network("Mixtral")}
+    model = network_of[name]()
+    attribute = "_with_adapters" if name == "adapters" else "_whole"
+    whole = getattr(weights, attribute)
+    monkeypatch.setattr(weights, attribute, lambda *given: made.append(1) or whole(*given))
+    ahead = 0
+    for n, _ in enumerate(named_weights(model, untied=False)):
+        ahead = max(ahead, len(made) - n - 1)
+    largest = max(len(list(layer.parameters())) for layer in transformers_model(model).model.layers)
+    assert made and ahead <= (largest if name == "mixtral" else 0)
+
+
 def test_a_tied_output_layer_comes_twice_for_an_engine_that_unties_it() -> None:
     model = tiny_model(tied=True)
     names = [name for name, _ in named_weights(model, untied=True)]
@@ -137,6 +177,10 @@ def test_weights_are_sent_when_they_have_changed(monkeypatch: Any) -> None:
         "reset_prefix_cache"
     ] * 3
     assert fingerprint(model, 1) != fingerprint(tiny_model(), 1)
+    sampler.forget_weights()
+    for _ in range(2):
+        sampler.update_weights(model, 1)
+    assert llm.calls.count("reload_weights") == 4
 
 
 def test_on_cuda_the_engine_sleeps_while_the_module_trains(monkeypatch: Any) -> None:
@@ -166,6 +210,7 @@ def test_vllm_beside_other_ranks_has_an_engine_on_each(monkeypatch: Any) -> None
     sampler: Any = make_sampler("vllm", {}, None, tiny_model(), 1, 2)
     assert FakeLLM.made[-1].options["distributed_executor_backend"] == "external_launcher"
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
+    assert vllm.among_ranks(9, 16, 1) and os.environ["LOCAL_RANK"] == "1"
     sampler.close()
     assert "shutdown" not in FakeLLM.made[-1].calls  # it would end training's process group
     make_sampler("vllm", {}, None, tiny_model()).close()

@@ -181,6 +181,20 @@ def test_a_rank_waits_while_another_gives_the_server_its_weights(model):
     assert written.version.tolist() == [1, 1, 1]
 
 
+def test_a_rank_takes_no_completions_of_another_run_of_equal_version(model):
+    """As after a restart: the server still has the last run's weights when the second rank asks first."""
+    with running_server() as (_, address):
+        ServerSampler([address], "cpu").update_weights(tiny_model(3), 1)
+        wait = {"retries": 0, "retry_wait_s": 0.01, "run": "new"}
+        first, other = (ServerSampler([address], "cpu", pushes=pushes, **wait) for pushes in (True, False))
+        other.update_weights(model, 1)
+        pushed = threading.Timer(0.5, first.update_weights, (model, 1))
+        pushed.start()
+        written = other.sample(PROMPTS, 1, range(3), settings())
+        pushed.join()
+        assert written.tokens.tolist() == first.sample(PROMPTS, 1, range(3), settings()).tokens.tolist()
+
+
 def test_a_rank_does_not_wait_for_a_server_that_is_gone(model):
     with running_server() as (_, address):
         other = ServerSampler([address], "cpu", retries=1, retry_wait_s=0.01, pushes=False)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl_modules.language.critics import HeadOnPolicy
 from rl_modules.language.scoring import (
     completion_log_probs,
     completion_mask,
@@ -51,6 +52,23 @@ def test_log_probs_and_entropies_are_those_of_each_unpadded_sequence(family):
             torch.testing.assert_close(log_prob[i, :n], expected.log_prob(torch.tensor(completion)))
             torch.testing.assert_close(entropy[i, :n], expected.entropy(), atol=1e-5, rtol=1e-5)
             assert (log_prob[i, n:] == 0).all() and (entropy[i, n:] == 0).all()
+
+
+def test_scores_and_values_are_not_rounded_by_autocast():
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config_of("qwen2", num_labels=1)).eval()
+    tokens, prompt_length, length = padded()
+    on_policy = HeadOnPolicy(32)
+    torch.nn.init.normal_(on_policy.linear.weight)
+    causal = AutoModelForCausalLM.from_config(config_of("qwen2")).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        values = [
+            sequence_scores(model, tokens, prompt_length + length),
+            token_values(model, tokens, prompt_length, length),
+            on_policy(causal, tokens, prompt_length, length, 1.0)[2],
+        ]
+    for value in values:
+        assert value.dtype == torch.float32 and not torch.equal(value, value.bfloat16().float())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,9 @@ import time
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from rl_modules import GRPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
@@ -17,6 +20,25 @@ from rl_modules.language.self_check import agrees, require_left_to_right, shorte
 from rl_modules.language.shared_scoring import can_share
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
+from tests.training import fit
+
+
+def halves_only(module, query, key, value, mask, **rest):
+    """Attention that refuses float32 outside of autocast, as flash attention within transformers does."""
+    if query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return sdpa_attention_forward(module, query, key, value, mask, **rest)
+
+
+def test_flash_attention_under_mixed_precision_is_checked_in_16_bits(tmp_path):
+    """A fit begins, and a datamodule asks, outside of autocast."""
+    AttentionInterface.register("flash_of_the_test", halves_only)
+    AttentionMaskInterface.register("flash_of_the_test", sdpa_mask)
+    module = built(SFT, SMALL, logging_steps=1)
+    module.model.config._attn_implementation = "flash_of_the_test"
+    fit(module, demonstrations(tmp_path), max_steps=1, precision="bf16-mixed")
+    assert module.latest_metrics["train/loss"] > 0
+
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
