@@ -257,15 +257,16 @@ def report(where: str) -> None:
         "benchmarks.results run <row> --seeds 5` repeats a row. Each final policy plays 100 deterministic episodes on",
         "seeds outside training; the table shows the interquartile mean (IQM) over seeds with a 95 % bootstrap",
         "interval. Tabular rows show the greedy policy's exact expected return. Time is that of the whole `rl fit`,",
-        f"from the start of the process to the summary, on one core of {where}, with other work: processor time or,",
-        "where it was not recorded (≤), wall time. `source's` settings are those of the source in the config's header,",
-        "with the changes that it names. Rows whose settings this project chose, by hand or by a sweep, report other",
-        "seeds than those that they were chosen on.",
+        f"from the start of the process to the summary, on one core of {where}, with other work: processor time",
+        "(—: not recorded). `target` is set in `benchmarks/results.py`, and `met by` counts the seeds that reach it.",
+        "`source's` settings are those of the source in the config's header, with the changes that it names. Rows",
+        "whose settings this project chose, by hand or by a sweep, report other seeds than those that they were",
+        "chosen on.",
         "",
         *table(stored, ".."),
     ]
     if missing := [f"{row.config} (target {row.target})" for row in ROWS.values() if row.target and row not in stored]:
-        lines += ["", f"These configs have not been run: {', '.join(missing)}."]
+        lines += ["", f"These rows have a target and no result yet: {', '.join(missing)}."]
     lines += [
         "",
         "## Learning curves",

@@ -40,10 +40,12 @@ class RolloutDataModule(ControlDataModule):
         env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
             them, or a vector.
         n_envs: environments that step together, per rank.
-        n_steps: transitions per environment and rollout; None: the algorithm's (256; A2C 5, tables 1).
+        n_steps: transitions per environment and rollout; None: the algorithm's (256; PQN 128, A2C and RecurrentA2C 5,
+            tables 1).
         batch_size: transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the
-            algorithm's (PPO: 64, or the nearest divisor of the rollout; others: the whole rollout).
-        n_epochs: passes over each rollout; None: the algorithm's (PPO 10, others 1).
+            algorithm's (PPO and RecurrentPPO 64, PQN 128, or the nearest divisor of the rollout; others: the whole
+            rollout).
+        n_epochs: passes over each rollout; None: the algorithm's (PPO and RecurrentPPO 10, PQN 4, others 1).
         rollouts_per_epoch: rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for
             long rollouts.
         overlap: collect the next rollout in a thread while the last one trains, with the weights from before this

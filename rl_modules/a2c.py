@@ -44,8 +44,8 @@ class A2C(ActorCriticModule):
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
-        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (7e-4 where
-            none is given).
+        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
+            ``0:3e-4, 1:0``, or None for the optimizer's own (7e-4 where none is given).
         optimizer: callable from parameters to an optimizer.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

@@ -44,7 +44,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     ``training_step``.
 
     Args:
-        learning_rate: step size; a number, ``lin_<number>`` for linear decay to 0 over ``total_timesteps``, or None for
+        learning_rate: step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over
+            ``total_timesteps``, points of it such as ``0:3e-4, 0.5:1e-4, 1:0`` (share of training: value), or None for
             the rate of ``optimizer``.
         optimizer: callable from parameters to an optimizer.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a

@@ -49,8 +49,8 @@ class CrossQ(SAC):
         batch_norm_momentum: how far a batch moves the running statistics, in (0, 1].
         batch_norm_eps: added to variances, > 0.
         renorm_warmup_steps: batches with plain batch normalisation, before the correction to running statistics.
-        learning_rate: of policy, critics and α; a number, ``lin_<number>`` for linear decay to 0, or None for the
-            optimizer's own (Adam: 1e-3).
+        learning_rate: of policy, critics and α; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0,
+            points such as ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3).
         optimizer: callable from parameters to an optimizer; None: Adam, with β₁ = 0.5 for policy and critics.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

@@ -27,8 +27,8 @@ class DDPG(TD3):
         net_arch: hidden widths of policy and critic, or ``{"pi": [...], "qf": [...]}``; None: [400, 300], and none
             after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: of policy and critic; a number, ``lin_<number>`` for linear decay to 0, or None for the
-            optimizer's own (Adam: 1e-3).
+        learning_rate: of policy and critic; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points
+            such as ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3).
         optimizer: callable from parameters to an optimizer; None: Adam.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

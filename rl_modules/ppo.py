@@ -44,7 +44,7 @@ class PPO(ActorCriticModule):
     Args:
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1].
-        clip_range: ε, how far the ratio may move from 1; a number or ``lin_<number>``.
+        clip_range: ε, how far the ratio may move from 1; a number or a schedule, as for ``learning_rate``.
         clip_range_vf: the same for the value, in units of return; None: no value clipping.
         normalize_advantage: whiten advantages within each minibatch, over all ranks.
         ent_coef: weight of the entropy bonus, in units of advantage per nat; a number or a schedule.
@@ -60,7 +60,8 @@ class PPO(ActorCriticModule):
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
-        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 3e-4).
+        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
+            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 3e-4).
         optimizer: callable from parameters to an optimizer; None: Adam with eps 1e-5.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

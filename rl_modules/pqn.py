@@ -73,8 +73,8 @@ class PQN(ControlModule):
             no clipping.
         net_arch: hidden widths; None: [120, 84], and [512] after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (RAdam:
-            2.5e-4).
+        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
+            ``0:3e-4, 1:0``, or None for the optimizer's own (RAdam: 2.5e-4).
         optimizer: callable from parameters to an optimizer; None: RAdam.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

@@ -41,7 +41,8 @@ class QRDQN(DQN):
             no clipping.
         net_arch: hidden widths; None: [64, 64], and none after a convolutional encoder.
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (Adam: 5e-5).
+        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
+            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 5e-5).
         optimizer: callable from parameters to an optimizer; None: Adam with eps 0.01 / batch_size.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

@@ -39,7 +39,8 @@ class RecurrentA2C(RecurrentMixin, A2C):
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation of all but the recurrent layers, with gains √2, 0.01 (policy head) and 1
             (value head).
-        learning_rate: a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's own (7e-4).
+        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
+            ``0:3e-4, 1:0``, or None for the optimizer's own (7e-4).
         optimizer: callable from parameters to an optimizer; None: as ``use_rms_prop`` says.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

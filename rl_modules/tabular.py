@@ -55,9 +55,9 @@ class TabularControl(ControlModule):
 
     Args:
         gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` for linear decay to 0 over
-            ``total_timesteps``, ``1/n`` for the mean of all targets of an entry, or ``1/n^<w>`` with w in (½, 1), which
-            weights recent targets more.
+        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over
+            ``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or
+            ``1/n^<w>`` with w in (½, 1), which weights recent targets more.
         exploration_fraction: share of training over which ε falls, in [0, 1].
         exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
         exploration_final_eps: final ε, in [0, 1]; equal to the initial one: constant ε.

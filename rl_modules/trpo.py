@@ -45,8 +45,8 @@ class TRPO(ActorCriticModule):
     Args:
         gamma: discount γ per transition, in [0, 1].
         gae_lambda: λ of generalized advantage estimation, in [0, 1].
-        target_kl: the trust region's size, in nats, > 0; a number, or ``lin_<number>`` for linear decay over
-            ``total_timesteps``: the policy's steps decay to 0.
+        target_kl: the trust region's size, in nats, > 0; a number or a schedule, as for ``learning_rate``: under
+            ``lin_<number>`` the policy's steps decay to 0.
         cg_max_steps: iterations of conjugate gradient, ≥ 1.
         cg_damping: added to the Fisher matrix's diagonal, ≥ 0.
         line_search_shrinking_factor: factor on a rejected step, in (0, 1).
@@ -59,8 +59,8 @@ class TRPO(ActorCriticModule):
         activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
         log_std_init: initial log standard deviation of Box actions.
         ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
-        learning_rate: of the critic; a number, ``lin_<number>`` for linear decay to 0, or None for the optimizer's
-            own (Adam: 1e-3).
+        learning_rate: of the critic; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
+            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3).
         optimizer: callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
         log_every: epochs between two points of the training curves.

@@ -42,8 +42,8 @@ options of fit, validate, test, predict and record:
                          of another command: rl COMMAND --help
   --version                print the version: rl --version
 
-Every algorithm also has a short Python program: python -m recipes.ppo. With a command it is rl with a default config:
-python -m recipes.ppo fit --model.gamma 0.9
+Every algorithm but RecurrentA2C, DPO, KTO and RLOO also has a short Python program: python -m recipes.ppo. With a
+command it is rl with a default config (dpo, kto and rloo too): python -m recipes.ppo fit --model.gamma 0.9
 """
 
 #: Help of the commands that start no run; ``replay`` and ``verify`` have parsers of their own.

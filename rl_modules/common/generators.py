@@ -1,4 +1,4 @@
-"""The global random generators of a process: nothing here draws from them; custom networks, losses and dropout do."""
+"""The global random generators of a process, from which custom networks, losses and dropout draw."""
 
 import random
 from typing import Any

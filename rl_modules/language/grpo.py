@@ -40,9 +40,9 @@ class GRPO(JudgedPolicy):
     decoding rounds differently from training (16 bits), an extra forward pass computes them. Without a KL, completions
     whose advantage is 0 count in the normalisers but skip the forward pass.
 
-    Names and defaults are those of TRL 1.16. Departures from it: ``dapo`` divides by the tokens of the optimizer step
-    (TRL: by an equal share of its generation's tokens); ``entropy`` is that of the whole generation at the time of
-    sampling.
+    Names and defaults are those of TRL 1.16. Departures from it: ``gradient_checkpointing`` is off by default (TRL:
+    on); ``dapo`` divides by the tokens of the optimizer step (TRL: by an equal share of its generation's tokens);
+    ``entropy`` is that of the whole generation at the time of sampling.
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.
@@ -50,8 +50,8 @@ class GRPO(JudgedPolicy):
         epsilon: ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given).
         epsilon_high: ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the
             importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5).
-        delta: bound on the ratio that also holds for negative advantages, above 1 + ε_high; None: none. Not for
-            ``cispo`` and ``sapo``.
+        delta: bound on the ratio that also holds for negative advantages, > 0, and of use above 1 + ε_high; None:
+            none. Not for ``cispo`` and ``sapo``.
         loss_type: ``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of
             the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``); ``cispo`` (a bounded
             importance weight on log π in place of the clip, reduced as ``dapo``) or ``sapo`` (a sigmoid of the ratio

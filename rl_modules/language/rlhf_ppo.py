@@ -76,7 +76,7 @@ class RLHFPPO(JudgedPolicy):
         repetition_penalty: of sampling; 1: none.
         max_completion_length: tokens.
         local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
-        completions_steps: optimizer steps between two tables of completions in TensorBoard; 0: none.
+        completions_steps: optimizer steps between two tables of completions in the loggers; 0: none.
         learning_rate: peak step size, of the value model too.
         **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
             :class:`~rl_modules.language.base.LanguageModule`.
