@@ -14,7 +14,7 @@ from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
-from rl_modules.common.finished_epoch import begin_next_epoch
+from rl_modules.common.finished_epoch import begin_next_epoch, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
@@ -61,6 +61,8 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["normalizer_state"] = self.normalizer_state
         checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
         checkpoint["lacks_epoch_end"] = self.is_fitting and is_in_last_batch(self.trainer)
+        if self.is_fitting:
+            reopen_epoch(self.trainer, checkpoint)
         own = self.rank_state()
         # Lightning saves what the first rank has.
         checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
+from rl_modules.common.finished_epoch import is_cut_off
 from rl_modules.ranks import episodes_of_all_ranks, is_alone
 
 
@@ -195,7 +196,10 @@ class MetricsMixin(L.LightningModule):
         # episode's end too.
         mean = rollout.get("rollout/ep_rew_mean", source.partial_return)
         self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
-        if self.logs_this_epoch:
+        if is_cut_off(self.trainer):
+            # Its point is written at its end, by the run that resumes; callbacks monitor the means so far.
+            self._hand_to_callbacks(self._sums.means(None if is_alone(self.trainer) else self.trainer.strategy))
+        elif self.logs_this_epoch:
             if self.trainer.optimizers:
                 self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
             if self.grad_norm is not None:

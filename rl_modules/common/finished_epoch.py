@@ -1,6 +1,35 @@
-"""Resuming under ``max_steps`` from the end of an epoch."""
+"""Ends of epochs that Lightning counts in another way than a run that resumes exactly must: finished ones under
+``max_steps``, and those that a stop cuts off.
+"""
 
 from typing import Any
+
+
+def is_cut_off(trainer: Any) -> bool:
+    """Whether the last epoch has batches left: ``max_steps``, ``max_time`` or a callback has stopped the run within it.
+
+    Args:
+        trainer: at the end of an epoch, or after its fit.
+    """
+    return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Has a run that resumes go on within an epoch that was cut off; Lightning counts it as done and begins another.
+
+    Args:
+        trainer: of the run.
+        checkpoint: about to be written, changed in place.
+    """
+    epochs, batches = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop.batch_progress
+    # Before the epoch's end and after the first batch of the next, nothing is counted yet.
+    if not batches.current.completed or epochs.current.processed < epochs.current.started or not is_cut_off(trainer):
+        return
+    # A run that has resumed at an epoch's end counts fewer as started.
+    number = epochs.current.processed
+    for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+        progress.update(ready=number, started=number, processed=number - 1, completed=number - 1)
+    checkpoint["epoch"] = number - 1
 
 
 def begin_next_epoch(trainer: Any) -> None:
@@ -15,7 +44,12 @@ def begin_next_epoch(trainer: Any) -> None:
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     is_finished = batches.restarted_on_last and batches.batch_progress.current.ready >= trainer.num_training_batches
-    if not (is_finished and batches.restarting) or batches._should_check_val_fx(epochs._data_fetcher):
+    if not (is_finished and batches.restarting):
+        return
+    if batches._should_check_val_fx(epochs._data_fetcher):
+        if epochs.restarted_on_epoch_end:  # Lightning counts the epoch as processed again, after the evaluation
+            for progress in (epochs.epoch_progress.total, epochs.epoch_progress.current):
+                progress.processed -= 1
         return
     batches.restarting = False
     if epochs.restarted_on_epoch_end:  # as a callback saves in `on_train_epoch_end`

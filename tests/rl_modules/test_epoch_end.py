@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from rl_modules import DQN, PPO, SAC, TRPO, QLearning
@@ -55,6 +55,42 @@ def test_a_run_resumed_from_the_last_batch_ends_the_epoch_once(case: str, epoch:
     first = sorted({step for _, step, _ in whole.points})[(epoch - 1) // (2 if "second" in case else 1)]
     assert points(rest) == {point for point in points(whole) if point[1] >= first}
     assert len({step for _, step, _ in points(rest)}) >= 2
+
+
+class Stop(L.Callback):
+    """Stops in the middle of the second epoch, as ``max_time`` does."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.batches += 1
+        trainer.should_stop = self.batches >= int(1.5 * trainer.num_training_batches)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_is_stopped_within_an_epoch_resumes_there(case: str, tmp_path: Path) -> None:
+    make_model, make_data, _ = CASES[case]
+    whole, first, rest = Curves(), Curves(), Curves()
+    fit(make_model(), make_data(), logger=whole, max_epochs=4).save_checkpoint(tmp_path / "whole")
+    saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+    stopped = fit(make_model(), make_data(), logger=first, callbacks=[Stop(), saves], max_epochs=4,
+                  enable_checkpointing=True)  # fmt: skip
+    stopped.save_checkpoint(tmp_path / "stopped")
+    for checkpoint in ("stopped", "epoch=1.ckpt"):
+        rest = Curves()
+        resumed = fit(make_model(), make_data(), logger=rest, ckpt_path=tmp_path / checkpoint, max_epochs=4)
+        resumed.save_checkpoint(tmp_path / "resumed")
+        assert_equal_checkpoints(tmp_path / "whole", tmp_path / "resumed")
+        assert resumed.current_epoch == 4
+        assert points(first) | points(rest) == points(whole) and not points(first) & points(rest)
+
+
+def test_a_callback_has_something_to_monitor_in_a_run_that_is_stopped_within_its_first_epoch() -> None:
+    make_model, make_data, _ = CASES["ppo"]
+    stopped = fit(make_model(), make_data(), callbacks=[EarlyStopping("train/loss", strict=True)], max_steps=2)
+    assert stopped.global_step == 2 and stopped.callback_metrics["train/loss"].isfinite()
 
 
 def points(curves: Curves) -> set[tuple[str, int, float]]:

@@ -494,3 +494,22 @@ def test_a_loss_of_a_subclass_has_its_gradient_where_logits_are_tiled(cls, tmp_p
     monkeypatch.setattr(tiled_head, "TILE", {"cpu": 4 * 100})
     monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 0})
     assert_same_gradient(whole, of_a_step())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stop", "accumulate"), [(1, 1), (4, 1), (3, 2)])
+def test_a_run_that_is_stopped_within_an_epoch_resumes_there(stop, accumulate, tmp_path):
+    """It has as many epochs: Lightning takes the one that was cut off for a whole one."""
+
+    def run(**arguments):
+        module = SFT(model_config=TINY, lr_scheduler_type="constant", logging_steps=1)
+        data = demonstrations(tmp_path, batch_size=8 // accumulate)
+        return fit(module, data, max_epochs=3, accumulate_grad_batches=accumulate, **arguments)
+
+    whole = run()
+    whole.save_checkpoint(tmp_path / "whole")
+    run(max_steps=stop).save_checkpoint(tmp_path / "stopped")
+    resumed = run(ckpt_path=tmp_path / "stopped")
+    resumed.save_checkpoint(tmp_path / "resumed")
+    assert whole.global_step == resumed.global_step > stop
+    assert_equal_checkpoints(tmp_path / "whole", tmp_path / "resumed")
