@@ -12,12 +12,14 @@ import lightning as L
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.masks import unread_masks
 from datamodules.envs.tensors import AsArrays, returns_tensors
+from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
 from datamodules.first_evaluation import evaluate_on_start
@@ -25,6 +27,7 @@ from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.calls import CheckedCall
+from rl_modules.common.checkpoint_file import building, chosen_by_checkpoint
 from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -173,6 +176,11 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         for name in ("env_kwargs", "eval_env_kwargs"):
             if not isinstance(self.hparams[name], dict | None):
                 raise UsageError(f"{name}={self.hparams[name]!r} must be a dict of the environment's arguments")
+        chosen = chosen_by_checkpoint(self)
+        if "env_id" in chosen:
+            require_registered(env_id, "it again: load_from_checkpoint(…, env_id=…)")
+        for name in chosen.intersection(("wrappers", "eval_wrappers")):
+            require_gymnasiums(self.hparams[name], f"them again: load_from_checkpoint(…, {name}=…)")
         self.seed = at_least("seed", seed, 0)
         self.environments = Environments(
             env_id, self.hparams["env_kwargs"], wrappers, self.hparams["eval_env_kwargs"], eval_wrappers,
@@ -208,6 +216,32 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self._collector: Collector | None = None
         self._started_s = time.monotonic()
         self._started_at = 0
+
+    # As Lightning's: called on a datamodule it would leave that datamodule as it is.
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Builds the datamodule of a checkpoint, see ``lightning.LightningDataModule.load_from_checkpoint``.
+
+        Args:
+            checkpoint_path: the file.
+            map_location: as Lightning takes it.
+            hparams_file: likewise.
+            weights_only: load without running code; on by default.
+            **kwargs: arguments that differ from the checkpoint's.
+
+        Raises:
+            TypeError: called on a datamodule instead of its class.
+            UsageError: the checkpoint names an environment or a wrapper by an import path.
+        """
+        with building(cls, kwargs):
+            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
 
     # ---------------------------------------------------------------- the run
 

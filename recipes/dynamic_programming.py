@@ -15,6 +15,7 @@ from torch import Tensor
 
 import rl_modules
 from datamodules.envs.model import TransitionModel, transition_model
+from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import make_env
 from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import functional as F
@@ -76,10 +77,12 @@ def solve(
         if agent is None:
             raise UsageError("no environment is named; give --env_id or --ckpt_path")
         env_id = saved["env_id"]
-        _require_registered(env_id)
+        require_registered(env_id, f"--env_id {env_id}")
     same = env_id == saved.get("env_id")
     settings = dict(saved.get("datamodule_hyper_parameters", {})) if same else {}
-    _require_gymnasiums(settings.get("wrappers") or ())
+    require_gymnasiums(
+        settings.get("wrappers"), "--env_id an import path of a function that makes and wraps the environment"
+    )
     env_kwargs = dict(settings.get("env_kwargs") or {})
     if max_episode_steps is not None:
         env_kwargs["max_episode_steps"] = max_episode_steps
@@ -108,32 +111,6 @@ def _load(path: str) -> tuple[Any, dict[str, Any]]:
         raise UsageError(f"ckpt_path={path!r} holds {name or 'no control algorithm'}; a table is kept by MonteCarlo, "
                          "SARSA and QLearning")  # fmt: skip
     return getattr(rl_modules, name).load_from_checkpoint(path, map_location="cpu"), saved
-
-
-def _require_registered(env_id: Any) -> None:
-    """Refuses a checkpoint's environment that is no registered id: making it would import its module and call it.
-
-    Raises:
-        UsageError: names the environment.
-    """
-    if not isinstance(env_id, str) or ":" in env_id:
-        raise UsageError(f"the checkpoint names the environment {env_id!r}, and a checkpoint must not choose what code "
-                         f"runs; if you trust it, give --env_id {env_id}")  # fmt: skip
-
-
-def _require_gymnasiums(wrappers: Any) -> None:
-    """Refuses a checkpoint's wrappers unless they are names from ``gymnasium.wrappers``.
-
-    Raises:
-        UsageError: names the wrapper.
-    """
-    for wrapper in wrappers:
-        path = wrapper.get("class_path") if isinstance(wrapper, dict) else wrapper
-        name = str(path).removeprefix("gymnasium.wrappers.")
-        if name not in gym.wrappers.__all__:
-            raise UsageError(f"the checkpoint names the wrapper {path!r}, which is none of gymnasium.wrappers, and a "
-                             "checkpoint must not choose what code runs; give --env_id an import path of a function "
-                             "that makes and wraps the environment")  # fmt: skip
 
 
 def _model(env: gym.Env, env_id: str) -> TransitionModel:

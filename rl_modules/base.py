@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
 from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall
-from rl_modules.common.checkpoint_file import LoadsCheckpoints
+from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkpoint
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import warn_of_missing
 from rl_modules.common.finished_epoch import is_cut_off
 from rl_modules.common.generators import GlobalGenerators
-from rl_modules.common.import_path import networks_to_plain
+from rl_modules.common.import_path import networks_to_plain, require_class
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
@@ -86,7 +86,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     action_space: spaces.Space
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
-    own_networks = ("network", "features_extractor")
+    #: Hyperparameters that name a network by its import path; from a checkpoint they are made where they are classes.
+    own_networks: ClassVar[tuple[str, ...]] = ("network", "features_extractor")
     network: Any
 
     def __init__(
@@ -109,6 +110,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 if isinstance(hparams.get(name), spaces.Space):
                     hparams[name] = space_to_dict(hparams[name])
         networks_to_plain(self.hparams)
+        for name in chosen_by_checkpoint(self).intersection(self.own_networks):
+            require_class(name, self.hparams.get(name))
         check_ranges(self.hparams, type(self))
         check_widths(self.hparams.get("net_arch"))
         for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):

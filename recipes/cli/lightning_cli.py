@@ -244,7 +244,9 @@ class RLCLI(LightningCLI):
             return
         checkpoint = self._get(self.config, "ckpt_path")
         self._require_own_networks()
-        policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu")
+        # The command's, whatever the checkpoint says.
+        own = {name: self.model.hparams[name] for name in ControlModule.own_networks if name in self.model.hparams}
+        policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu", **own)
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
         for file in record_episodes(policy, self.datamodule, folder, episodes):
             print(file)
@@ -252,7 +254,7 @@ class RLCLI(LightningCLI):
     def _require_own_networks(self) -> None:
         """Raises where the checkpoint names a class for its network that the command does not: it would be run."""
         saved = (self.checkpoint or {}).get("hyper_parameters") or {}
-        for name in ("network", "features_extractor"):
+        for name in ControlModule.own_networks:
             if saved.get(name) not in (None, self.model.hparams.get(name)):
                 path = saved[name].get("class_path") if isinstance(saved[name], dict) else saved[name]
                 raise UsageError(f"the checkpoint names {name}={path}, and a checkpoint must not choose what code "

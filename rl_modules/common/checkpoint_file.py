@@ -2,18 +2,50 @@
 
 import pickle
 import zipfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import require_class
 from rl_modules.common.launched import ReturnsFromRanks
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
+
+#: The class that ``load_from_checkpoint`` is building, and the arguments that its caller gave.
+_building: ContextVar[tuple[type, frozenset[str]] | None] = ContextVar("building", default=None)
+
+
+@contextmanager
+def building(cls: type, given: Collection[str]) -> Iterator[None]:
+    """Within it, arguments of new objects of a class come from a checkpoint.
+
+    Args:
+        cls: of the module or datamodule.
+        given: names of the arguments that the caller gave again.
+    """
+    token = _building.set((cls, frozenset(given)))
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def chosen_by_checkpoint(made: Any) -> set[str]:
+    """Names of the arguments that a checkpoint alone gave to a module or datamodule, whichever of its keys held them.
+
+    Args:
+        made: the object, in its constructor.
+    """
+    names: list[str] = made.given_names
+    cls, given = _building.get() or (None, frozenset())
+    return set(names) - given if cls is not None and isinstance(made, cls) else set()
 
 
 def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
@@ -45,14 +77,17 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
     if missing:
         raise UsageError(f"{what}={str(path)!r} is no checkpoint of this project: it has no {', '.join(missing)}; give "
                          "one that `rl fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
+    for key in CHECKPOINT_PAST_HPARAMS_KEYS:
+        # Lightning would take arguments from there, too, which no check of `hyper_parameters` sees.
+        if key in checkpoint:
+            raise UsageError(f"{what}={str(path)!r} has the key {key!r}, which only checkpoints of Lightning before "
+                             "0.8 have, and none of this project; give one that `rl fit` or Trainer.save_checkpoint "
+                             "wrote")  # fmt: skip
     return checkpoint
 
 
 class LoadsCheckpoints(ReturnsFromRanks):
     """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
-
-    #: Hyperparameters that name a network by its import path; from a checkpoint they are made where they are classes.
-    own_networks: ClassVar[tuple[str, ...]] = ()
 
     # As Lightning's: called on a module it would leave that module as it is.
     @_restricted_classmethod
@@ -84,11 +119,9 @@ class LoadsCheckpoints(ReturnsFromRanks):
                 if name not in kwargs:
                     raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
                                      f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
-            for name in cls.own_networks:
-                if name not in kwargs:
-                    require_class(name, saved["hyper_parameters"].get(name))
         try:
-            return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
+            with building(cls, kwargs):
+                return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
                 raise

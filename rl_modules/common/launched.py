@@ -60,8 +60,10 @@ class ReturnsFromRanks:
         module: Any = self
         checkpoint = state_dict[CHECKPOINT]
         self.reached = checkpoint["reached"]
+        # Own networks are as they were given here: weights of a file, which may have this key, must choose none.
+        kept = getattr(module, "own_networks", ())
         for name, value in checkpoint["hyper_parameters"].items():
-            if module.hparams.get(name) is None:  # spaces, or a language model's description
+            if module.hparams.get(name) is None and name not in kept:  # spaces, or a language model's description
                 module.hparams[name] = value
         # As `load_from_checkpoint` does, without a Trainer: this is no `fit` of this process.
         trainer, self._trainer = self._trainer, None

@@ -1,13 +1,16 @@
 """Environments of evaluation: made with settings of their own, and kept between evaluations."""
 
+import inspect
 import os
 
 import gymnasium as gym
 import lightning as L
 import numpy as np
 import pytest
+import torch
 
 from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules.base import ControlDataModule
 from datamodules.envs import vector
 from datamodules.envs.vector import make_vector_env
 from datamodules.evaluation import run_episodes
@@ -261,3 +264,39 @@ def test_an_assignment_that_training_s_environments_do_not_follow_is_named():
         fit(PPO(), data, callbacks=[Curriculum()])
     assert data.metrics()["rollout/ep_len_mean"] == 4
     assert not any("eval_env_kwargs" in str(warning.message) for warning in said)
+
+
+def saved_with(path, **settings):
+    """A checkpoint of PPO whose datamodule has other settings."""
+    fit(PPO(), RolloutDataModule("CartPole-v1", eval_freq=0, **SMALL | {"total_timesteps": 64})).save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    of_all = inspect.signature(ControlDataModule.__init__).parameters
+    named = {name: value for name, value in saved["datamodule_hyper_parameters"].items() if name in of_all}
+    saved["datamodule_hyper_parameters"] = {**named, **settings}
+    torch.save(saved, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "again"),
+    [
+        ({"env_id": "subprocess:Popen", "env_kwargs": {"args": ["touch", "ran"]}}, "env_id=…"),
+        ({"wrappers": ["os.system"]}, "wrappers=…"),
+        ({"eval_wrappers": [{"class_path": "subprocess:Popen", "init_args": {}}]}, "eval_wrappers=…"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [RolloutDataModule, ReplayDataModule])
+def test_a_checkpoints_datamodule_chooses_no_code(settings, again, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = saved_with("a.ckpt", **settings)
+    with pytest.raises(UsageError, match=f"must not choose what code runs.*load_from_checkpoint\\(…, {again}\\)"):
+        kind.load_from_checkpoint(path)
+
+
+def test_a_checkpoints_datamodule_loads_with_registered_names_and_what_is_given_again(tmp_path):
+    path = saved_with(tmp_path / "a.ckpt", wrappers=["RecordEpisodeStatistics"])
+    data = RolloutDataModule.load_from_checkpoint(path)
+    assert (data.env_id, data.wrappers, data.n_envs) == ("CartPole-v1", ["RecordEpisodeStatistics"], 2)
+    path = saved_with(tmp_path / "b.ckpt", env_id="no.such:make")
+    assert RolloutDataModule.load_from_checkpoint(path, env_id="Acrobot-v1").env_id == "Acrobot-v1"

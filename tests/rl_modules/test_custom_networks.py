@@ -1,6 +1,8 @@
 """Networks and feature extractors of a user's own: what they may be, what a checkpoint keeps, errors."""
 
+import copy
 import functools
+import io
 import random
 from pathlib import Path
 
@@ -108,6 +110,54 @@ def test_a_checkpoint_does_not_choose_which_functions_are_called(tmp_path):
     torch.save(saved, tmp_path / "b.ckpt")
     with pytest.raises(UsageError, match=r"os.system, which is no class of torch.nn.Module"):
         PPO.load_from_checkpoint(tmp_path / "b.ckpt")
+
+
+@pytest.fixture(scope="module")
+def saved_ppo(tmp_path_factory):
+    """A checkpoint's contents, and a setting that runs a command: keys of the space are the command's words."""
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    fit(PPO(net_arch=[8]), rollouts("CartPole-v1", total_timesteps=64)).save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    part = space_to_dict(spaces.Box(0.0, 1.0, (1,)))
+    evil = {"class_path": "subprocess.Popen", "init_args": {"executable": "/bin/sh"}}
+    words = {"type": "Dict", "spaces": {"!": part, "-c": part, "touch ran": part}}
+    saved["hyper_parameters"] |= {"observation_space": words, "features_extractor": evil}
+    return saved
+
+
+@pytest.mark.parametrize("source", [str, lambda path: io.BytesIO(path.read_bytes()), lambda path: path.as_uri()])
+@pytest.mark.parametrize("key", ["hyper_parameters", "hparams", "module_arguments"])
+def test_a_checkpoint_runs_nothing_wherever_it_is_and_wherever_it_says_so(
+    source, key, saved_ppo, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    saved = copy.deepcopy(saved_ppo)
+    evil = saved["hyper_parameters"].pop("features_extractor")
+    saved.setdefault(key, {})["features_extractor"] = evil
+    torch.save(saved, "evil.ckpt")
+    called = []
+    monkeypatch.setattr("subprocess.Popen", lambda *words, **settings: called.append(words))
+    with pytest.raises(UsageError, match="subprocess.Popen, which is no class of torch.nn.Module|has the key 'h|'modu"):
+        PPO.load_from_checkpoint(source(tmp_path / "evil.ckpt"))
+    assert not called
+
+
+def test_weights_from_a_file_bring_no_network(saved_ppo):
+    model = PPO(net_arch=[8])
+    with pytest.raises(RuntimeError, match="Error.s. in loading state_dict"):  # of the network that the command gave
+        model.load_state_dict({"checkpoint_of_rank": {**saved_ppo, "reached": {}}})
+    assert model.hparams["features_extractor"] is None
+
+
+def test_a_subclass_may_choose_a_function_for_its_network(tmp_path):
+    class Own(PPO):
+        def __init__(self, **arguments):
+            super().__init__(features_extractor="tests.networks.make_features", **arguments)
+
+    trained = Own()
+    fit(trained, rollouts("CartPole-v1", total_timesteps=64)).save_checkpoint(tmp_path / "a.ckpt")
+    again = Own.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trained.parameters(), strict=True))
 
 
 class Dropping(networks.Features):
