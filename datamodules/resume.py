@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from rl_modules.common.errors import UsageError
+from rl_modules.ranks import cpu_group
 
 
 def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
@@ -13,7 +14,7 @@ def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
         return [own]
     states: list[Any] = [None] * world_size
     # Rank 0 writes the checkpoint; the others need nobody's buffers.
-    torch.distributed.gather_object(own, states if rank == 0 else None, dst=0)
+    torch.distributed.gather_object(own, states if rank == 0 else None, dst=0, group=cpu_group())
     return states
 
 

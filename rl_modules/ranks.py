@@ -1,5 +1,6 @@
 """Statistics over the transitions of all ranks, and what each rank adds to a checkpoint."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -7,6 +8,9 @@ from lightning import Trainer
 from torch import Tensor, distributed
 
 from rl_modules import functional as F
+
+#: The default group and the gloo group beside it; torch drops the second when it destroys the first.
+_gloo_group: tuple[Any, Any] = (lambda: None, lambda: None)
 
 
 def is_alone(trainer: Trainer | None) -> bool:
@@ -91,6 +95,23 @@ def episodes_of_all_ranks(batch: dict[str, Tensor], device: torch.device) -> dic
     return {name: torch.cat([part[name] for part in everyone]).to(device) for name in names if name in everyone[0]}
 
 
+def cpu_group() -> Any:
+    """The group for objects that stay on the CPU; the ranks that call it first for a default group call it together.
+
+    NCCL's group would move pickled objects through the GPUs' memory, on the receiving rank those of every rank. None:
+    the default group is gloo's already, or this torch has no gloo.
+    """
+    global _gloo_group
+    if distributed.get_backend() == "gloo" or not distributed.is_gloo_available():
+        return None
+    default: Any = distributed.group.WORLD
+    of, found = _gloo_group[0](), _gloo_group[1]()
+    if of is not default or found is None:
+        found = distributed.new_group(backend="gloo")
+        _gloo_group = (weakref.ref(default), weakref.ref(found))
+    return found
+
+
 def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
     """What the ranks after the first have, for the checkpoint; empty for one process.
 
@@ -101,7 +122,7 @@ def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
     if trainer is None or is_alone(trainer):
         return []
     gathered: list[Any] = [None] * trainer.world_size
-    distributed.all_gather_object(gathered, own)
+    distributed.all_gather_object(gathered, own, cpu_group())
     return gathered[1:]
 
 

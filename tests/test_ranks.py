@@ -22,6 +22,7 @@ from datamodules.collector import Collector
 from datamodules.envs.vector import make_vector_env
 from datamodules.normalization import ObservationNormalizer, RewardNormalizer, RunningMeanStd
 from datamodules.normalizers import Normalizers
+from datamodules.resume import gather_ranks
 from recipes.callbacks.checkpoint_files import rotate
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped
@@ -650,3 +651,31 @@ def test_constant_returns_leave_nothing_to_explain_on_two_ranks(tmp_path: Path) 
     expected = F.explained_variance(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.5, 1.5, 5.0]))
     for constant, perfect, means in on_ranks(explained, tmp_path):
         assert np.isnan(constant) and perfect == 1 and means == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_replay_buffers_are_gathered_on_the_cpu(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a gloo group of their own beside NCCL's, made once per default group."""
+    used: list[Any] = []
+    inner = torch.distributed.gather_object
+
+    def gather(*args: Any, group: Any = None, **kwargs: Any) -> None:
+        used.append(group)
+        inner(*args, group=group, **kwargs)
+
+    def gathered() -> list[Any]:
+        rank, found = int(os.environ["RANK"]), []
+        for run in ("first", "second"):
+            store = f"file://{tmp_path / run}"
+            torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.distributed, "get_backend", lambda group=None: backend)
+                patch.setattr(torch.distributed, "gather_object", gather)
+                found += [gather_ranks({"rank": rank}, rank, 2) for _ in range(2)]
+            torch.distributed.destroy_process_group()
+        a, b, c, d = used
+        assert all(group is None for group in used) if backend == "gloo" else (a is b is not None and c is d is not a)
+        return found
+
+    first, second = on_ranks(gathered, tmp_path / "ranks")
+    assert first == [[{"rank": 0}, {"rank": 1}]] * 4 and second == [[None, None]] * 4

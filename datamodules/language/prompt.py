@@ -22,6 +22,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
+from rl_modules.ranks import cpu_group
 
 
 class PromptDataModule(LanguageDataModule):
@@ -463,7 +464,7 @@ class PromptDataModule(LanguageDataModule):
         ranks: list[Any] = [own]
         if self._world_size > 1:
             ranks = [None] * self._world_size
-            torch.distributed.all_gather_object(ranks, own)
+            torch.distributed.all_gather_object(ranks, own, cpu_group())
         return {"drawn": self.drawn, "generation": self.generation, "ranks": ranks}
 
     def _half_used(self) -> dict[str, Tensor] | None:
