@@ -158,17 +158,27 @@ class ReplayBuffer:
         return (row * self.n_envs + torch.arange(self.n_envs)).flatten()
 
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The rows that :meth:`rows_to_save` names, and where the next goes."""
+        """The rows that :meth:`rows_to_save` names, and where the next goes.
+
+        Where those are all rows, their tensors share the buffer's memory, as a module's state shares its weights: a
+        copy would take as much again.
+        """
         saved = self.rows_to_save(newest)
         all_of_them = len(saved) == self.filled * self.n_envs
-        take = slice(0, len(saved)) if all_of_them else saved
         return {
-            "observation": tree_map(lambda x: x[take].clone(), self.observation),
-            **{name: getattr(self, name)[take].clone() for name in ("action", "reward", "terminated", "valid")},
+            "observation": tree_map(lambda x: self._part(x, saved), self.observation),
+            **{name: self._part(getattr(self, name), saved) for name in ("action", "reward", "terminated", "valid")},
             "head": self.head.clone() if all_of_them else torch.full_like(self.head, len(saved) // self.n_envs - 1),
             "rows": self.rows,
             "left_out": self.filled * self.n_envs - len(saved),
         }
+
+    def _part(self, store: Tensor, saved: Tensor) -> Tensor:
+        """What a checkpoint holds of a store."""
+        if len(saved) < self.filled * self.n_envs:
+            return store[saved]
+        # A slice of torch's would be saved with the whole storage.
+        return torch.from_numpy(store.numpy()[: len(saved)])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the rows; ``state`` comes from a buffer of the same size."""
@@ -187,11 +197,14 @@ def replay_bytes(
     buffer_size: int,
     prioritized: bool,
     stack: int = 1,
+    hindsight: bool = False,
 ) -> int:
-    """Memory that a :class:`ReplayBuffer` and its sampler will take, in bytes; of ``stack`` frames one is stored."""
+    """Memory that a :class:`ReplayBuffer` and its sampler will take, in bytes; of ``stack`` frames one is stored, and
+    with ``hindsight`` where each row's episode ends and began.
+    """
     total = (buffer_size // n_envs + 1) * n_envs
     row = sum(leaf.nbytes for leaf in tree_leaves(_example(observation_space))) // stack
-    row += _example(action_space).nbytes
+    row += _example(action_space).nbytes + 2 * torch.int64.itemsize * hindsight
     flags = torch.float32.itemsize + 2 * torch.bool.itemsize
     tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0
     return total * (row + flags) + tree

@@ -170,11 +170,11 @@ class HindsightReplayBuffer(ReplayBuffer):
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.state_dict`."""
         saved = self.rows_to_save(newest)
-        end = self.end[saved]
+        end = self._part(self.end, saved)
         if len(saved) < self.filled * self.n_envs:  # the first row that is kept becomes row 0
             first = saved[: self.n_envs] // self.n_envs
             end = torch.where(end >= 0, (end - first.repeat(len(saved) // self.n_envs)) % self.rows, -1)
-        own = {"end": end, "position": self.position[saved], "length": torch.from_numpy(self.length.copy()),
+        own = {"end": end, "position": self._part(self.position, saved), "length": torch.from_numpy(self.length.copy()),
                "goals": self.generator.get_state()}  # fmt: skip
         return {**super().state_dict(newest), **own}
 

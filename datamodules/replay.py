@@ -224,10 +224,19 @@ class ReplayDataModule(ControlDataModule):
             UsageError: more than there is.
         """
         local_ranks = self.trainer.num_devices if self.trainer is not None else 1
-        needed = local_ranks * replay_bytes(
-            self.observation_space, self.action_space, self.n_envs, self.buffer_size, self.prioritized_replay,
-            stack_size(self.observation_space) if self.share_frames else 1,
-        )  # fmt: skip
+        given: Any = self.hparams
+        bound = self.checkpoint_buffer_size
+        stack = stack_size(self.observation_space) if self.share_frames else 1
+
+        def size(rows: int, prioritized: bool) -> int:
+            return local_ranks * replay_bytes(
+                self.observation_space, self.action_space, self.n_envs, rows, prioritized, stack,
+                bool(given.n_sampled_goal),
+            )  # fmt: skip
+
+        needed = size(self.buffer_size, self.prioritized_replay)
+        if bound is not None and bound < self.buffer_size:
+            needed += size(bound, False)  # the copy of its newest rows, while a checkpoint is written
         free = available_bytes()
         needs, has = _readable(needed), _readable(free)
         if needed > free:
@@ -235,7 +244,6 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"buffer_size={self.buffer_size} needs {needs} of memory, but {has} are free; {fitting} "
                              "would fit")  # fmt: skip
         rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
-        bound = self.checkpoint_buffer_size
         if bound is not None and bound < self.buffer_size:
             rank_zero_only(log.info)(
                 f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run resumed from one "

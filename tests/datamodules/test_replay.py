@@ -1,5 +1,6 @@
 import logging
 import math
+import re
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -233,6 +234,32 @@ def test_images_stay_uint8_and_are_stored_once():
         rows * (36 * 36 * 2 + 8 + 4 + 1 + 1)
     )
     assert replay_bytes(IMAGE, spaces.Discrete(2), 2, 100, prioritized=False) == rows * (36 * 36 * 2 + 8 + 4 + 2)
+
+
+@pytest.mark.parametrize("newest", [None, 20])
+def test_a_whole_checkpoint_copies_no_rows_and_holds_no_more_than_the_used_ones(newest, tmp_path):
+    buffer, stream = ReplayBuffer(LINE, spaces.Discrete(5), 2, 100), Stream(2, 0, 0.1, False)
+    buffer.add(stream.rollout(20))
+    state = buffer.state_dict(newest)
+    shares = state["observation"].data_ptr() == buffer.observation.data_ptr()
+    assert shares == (newest is None)
+    torch.save(state["observation"], tmp_path / "rows.pt")
+    loaded = torch.load(tmp_path / "rows.pt", weights_only=True)
+    assert loaded.untyped_storage().nbytes() == loaded.nbytes < buffer.observation.nbytes
+    expected = buffer.observation[buffer.rows_to_save(newest)]
+    assert torch.equal(loaded, expected)
+
+
+def test_the_memory_that_is_checked_counts_hindsight_and_the_copy_of_a_bounded_checkpoint(caplog):
+    row = 36 * 36 * 2 + 8 + 4 + 2
+    assert replay_bytes(IMAGE, spaces.Discrete(2), 2, 100, False, hindsight=True) == 102 * (row + 16)
+    sizes = []
+    for bound in (None, 500_000):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="datamodules.replay"):
+            fit(DQN(), replay(total_timesteps=24, buffer_size=1_000_000, checkpoint_buffer_size=bound))
+        sizes.append(int(re.search(r"takes up to (\d+) MiB", caplog.text)[1]))
+    assert sizes[1] == pytest.approx(1.5 * sizes[0], abs=1)
 
 
 def test_dict_observations_and_box_actions():
