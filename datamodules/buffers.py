@@ -149,9 +149,11 @@ class ReplayBuffer:
         """Flat numbers of the rows that a checkpoint holds, in the order in which they go into an empty buffer.
 
         Args:
-            newest: how many, over all environments; None, or as many as there are: every row that was ever written.
+            newest: how many, over all environments; None, or as many as there are: every row that was ever written. At
+                least the newest transition of each environment is kept, with its episode's end.
         """
-        kept = self.filled if newest is None else newest // self.n_envs + 1  # one is the newest observation
+        # One is the newest observation.
+        kept = self.filled if newest is None else max(newest // self.n_envs, self.rows_per_step) + 1
         if kept >= self.filled:
             return torch.arange(self.filled * self.n_envs)
         row = (self.head + 1 - kept + torch.arange(kept)[:, None]) % self.rows

@@ -75,8 +75,8 @@ class ReplayDataModule(ControlDataModule):
             that their episode reached, and its reward (hindsight experience replay; usual: 4). 0: no replacement.
         goal_selection_strategy: which goal: the one reached after a random later step (``future``), at the end of the
             episode (``final``), or after any of its steps (``episode``).
-        checkpoint_buffer_size: number of newest rows that a checkpoint stores; None: all. A run resumed from fewer rows
-            differs from the uninterrupted run.
+        checkpoint_buffer_size: number of newest rows that a checkpoint stores, at least one transition of each
+            environment; None: all. A run resumed from fewer rows differs from the uninterrupted run.
         rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an
             epoch has as many minibatches as this number of rounds, or a thousand if the number of minibatches depends
             on the episodes.

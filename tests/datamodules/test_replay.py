@@ -145,7 +145,7 @@ def test_ring_holds_what_a_list_would(seed, n_envs, n_steps, per_env, ends, has_
     seed=st.integers(0, 10**6),
     n_envs=st.integers(1, 4),
     n_steps=st.integers(1, 3),
-    newest=st.integers(4, 60),
+    newest=st.integers(1, 60),
     ends=st.sampled_from([0.0, 0.1, 0.5]),
 )
 def test_a_checkpoint_s_buffer_holds_the_newest_rows_and_goes_on(seed, n_envs, n_steps, newest, ends):
@@ -159,8 +159,9 @@ def test_a_checkpoint_s_buffer_holds_the_newest_rows_and_goes_on(seed, n_envs, n
     state, known = buffer.state_dict(newest), sampler.state_dict(newest)
     resumed = make()
     resumed.load_state_dict(state)
-    kept = newest // n_envs + 1 if state["left_out"] else buffer.rows
+    kept = max(newest // n_envs, 2) + 1 if state["left_out"] else buffer.rows
     assert len(state["valid"]) <= max(newest + n_envs, buffer.filled * n_envs)
+    assert state["valid"].any() == buffer.valid.any()
     assert all_in(resumed, n_steps) == stream.remembered(kept, n_steps)
     again = PrioritizedSampler(resumed, 0)
     again.load_state_dict(known)
@@ -169,6 +170,15 @@ def test_a_checkpoint_s_buffer_holds_the_newest_rows_and_goes_on(seed, n_envs, n
     # What is written from here on stands behind what was kept.
     resumed.add(stream.rollout(2))
     assert set(all_in(resumed, 1)) >= set(stream.remembered(min(kept + 2, buffer.rows), 1))
+
+
+def test_a_checkpoint_of_one_row_right_after_an_episodes_end_can_be_drawn_from():
+    make = lambda: ReplayBuffer(LINE, spaces.Discrete(5), 1, 10)  # noqa: E731
+    buffer, resumed = make(), make()
+    buffer.add(Stream(1, 0, 1.0, False).rollout(3))  # each step ends an episode
+    resumed.load_state_dict(buffer.state_dict(1))
+    assert all_in(resumed, 1) == all_in(buffer, 1)[-1:]
+    assert UniformSampler(resumed, 0).draw(4).tolist() == [0] * 4
 
 
 def test_a_bounded_checkpoint_says_what_is_lost(tmp_path, caplog):
