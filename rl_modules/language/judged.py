@@ -112,11 +112,11 @@ class JudgedPolicy(LanguagePolicy):
         if judge is not None:
             self.reward_model = frozen(self._read_reward_model(judge))
         else:
-            self.reward_model = self._described("reward_config", "score")
             if (files := hp.description.get("reward_tokenizer")) is not None:
                 self.reward_tokenizer = tokenizer_from_dict(files)
+            self.reward_model = self._described("reward_config", "score", self.reward_tokenizer or self.tokenizer)
         if reference is None:
-            self.reference = self._described("reference_config", "causal")
+            self.reference = self._described("reference_config", "causal", self.tokenizer)
             if self.wants_reference and self.reference is None and hp.lora is None:
                 raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; begin a "
                                  "new run from an export of it, whose weights are then the reference")  # fmt: skip
@@ -324,12 +324,12 @@ class JudgedPolicy(LanguagePolicy):
         check_same_tokens(f"ref_model_name_or_path={path!r}", tokenizer, self.tokenizer)
         return model
 
-    def _described(self, which: str, head: str) -> Any:
+    def _described(self, which: str, head: str, tokenizer: Any) -> Any:
         """A frozen model whose weights the checkpoint brings, or None."""
         hp: Any = self.hparams
         if hp.description[which] is None:
             return None
-        config = make_config(None, hp.description[which], self.tokenizer, self.dropout)
+        config = make_config(None, hp.description[which], tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
 
 

@@ -131,6 +131,18 @@ def test_such_runs_resume_exactly_and_evaluate(judge, tmp_path):
     assert "eval/rewards/reward_model" in metrics and module.best_metric == ("eval/pass@1", "max")
 
 
+def test_a_checkpoint_holds_a_judge_of_a_smaller_vocabulary(tmp_path):
+    judge = RewardModel(model_config=TINY)
+    judge.configure_model()
+    given = {"reward_model_name_or_path": str(judge.export(tmp_path / "judge")), "save_frozen_weights": True}
+    module = GRPO(tokenizer_name_or_path=pair_tokenizer(), **given, **SAMPLING)
+    fit(module, addition(), max_steps=1).save_checkpoint(tmp_path / "kept.ckpt")
+    loaded = GRPO.load_from_checkpoint(tmp_path / "kept.ckpt", weights_only=True)
+    words = [len(made.tokenizer) for made in (judge, loaded)]
+    assert len(loaded.reward_tokenizer) == words[0] < words[1]
+    torch.testing.assert_close(loaded.reward_model.state_dict(), judge.model.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.long
 def test_without_reward_functions_the_judges_score_is_monitored(judge, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
