@@ -23,6 +23,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_no_model
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
+from rl_modules.language.tokenizer import needs_own_code
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
 SMALL = {
@@ -62,7 +63,8 @@ def make_config(
         dropout: False sets every dropout rate of the config to 0.
 
     Raises:
-        UsageError: the config can't be read, a type is unknown, or the tokenizer has tokens that the model lacks.
+        UsageError: the config can't be read or needs code of its own, a type is unknown, or the tokenizer has tokens
+            that the model lacks.
     """
     fields = dict(model_config or {})
     if isinstance(model_name_or_path, PreTrainedModel):
@@ -70,7 +72,7 @@ def make_config(
         config.architectures = [type(model_name_or_path).__name__]  # as `save_pretrained` does
     elif model_name_or_path is not None:
         try:
-            config = AutoConfig.from_pretrained(model_name_or_path, **fields)
+            config = AutoConfig.from_pretrained(model_name_or_path, **fields, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             refuse_no_model(model_name_or_path)
             raise UsageError(_unreadable(model_name_or_path, error)) from error
@@ -184,11 +186,11 @@ def make_model(
     name = type(model_name_or_path).__name__ if isinstance(model_name_or_path, PreTrainedModel) else model_name_or_path
     try:
         if model_name_or_path is None or is_empty:
-            model = _HEADS[head].from_config(config, **options)
+            model = _HEADS[head].from_config(config, **options, trust_remote_code=False)
         elif isinstance(model_name_or_path, PreTrainedModel):
             model = copy_of(model_name_or_path, config, head, **options)
         else:
-            model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options)
+            model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options, trust_remote_code=False)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UsageError(_unreadable(str(name or config.model_type), error)) from error
     if head == "score" and not isinstance(getattr(model, "score", None), nn.Linear):
@@ -328,6 +330,9 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _unreadable(name: str, error: Exception) -> str:
+    if needs_own_code(error):
+        return (f"model_name_or_path={name!r} needs code of its own, and code of a model directory is never run; give "
+                "a model whose architecture transformers has")  # fmt: skip
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if Path(name).is_dir():
         return f"model_name_or_path={name!r} can't be loaded ({reason}); it needs a config.json and model.safetensors"

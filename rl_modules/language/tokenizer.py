@@ -46,20 +46,26 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     A tokenizer without a pad token pads with its EOS token: lengths decide what is padding here, never ids.
 
     Raises:
-        UsageError: it can't be loaded, or it has no EOS token, without which no completion could end.
+        UsageError: it can't be loaded, it needs code of its own, or it has no EOS token, without which no completion
+            could end.
     """
     if name_or_path is None:
         return character_tokenizer()
     try:
         # For some types of models, such as Qwen2, AutoTokenizer takes a class that replaces the file's pre-tokenizer.
         is_plain = get_tokenizer_config(name_or_path).get("tokenizer_class") in _PLAIN
-        tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(name_or_path)
+        kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+        tokenizer = kind.from_pretrained(name_or_path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if name_or_path.count("/") != 1 and "/" in name_or_path and not Path(name_or_path).exists():
             raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "
                              "first (the config's header says how), else give another with --model.model_name_or_path"
                              ) from error  # fmt: skip
         refuse_no_model(name_or_path)
+        if needs_own_code(error):
+            raise UsageError(f"tokenizer {name_or_path!r} needs code of its own, and code of a model directory is "
+                             "never run; give one that transformers has, for a policy as tokenizer_name_or_path"
+                             ) from error  # fmt: skip
         raise UsageError(
             f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
             "tokenizer.json, or a hub name that is reachable or cached"
@@ -79,7 +85,7 @@ def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
     """The inverse of :func:`tokenizer_to_dict`.
 
     Raises:
-        UsageError: a file name that leads out of the folder.
+        UsageError: a file name that leads out of the folder, or a tokenizer that needs code of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
@@ -89,7 +95,18 @@ def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
                 raise UsageError(f"the checkpoint's tokenizer has a file {name!r}, which lies outside of its folder")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode("latin-1"))
-        return AutoTokenizer.from_pretrained(folder)
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as error:
+            if not needs_own_code(error):
+                raise
+            raise UsageError("the checkpoint's tokenizer needs code of its own, and code in a checkpoint is never run; "
+                             "train with tokenizer_name_or_path, one that transformers has") from error  # fmt: skip
+
+
+def needs_own_code(error: Exception) -> bool:
+    """Whether transformers' error says that a model or tokenizer needs Python code beside its weights."""
+    return "custom code" in str(error)
 
 
 def _first_line(error: Exception) -> str:

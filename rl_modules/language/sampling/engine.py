@@ -74,7 +74,7 @@ class NativeEngine:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         made = AutoConfig.for_model(spec.config["model_type"], **fields)
         with torch.random.fork_rng(devices=[]):
-            self.model = AutoModelForCausalLM.from_config(made).to(device).eval()
+            self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False).to(device).eval()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ class NativeEngine:
         with tempfile.TemporaryDirectory() as folder:
             save_file(dict(weights), Path(folder, "model.safetensors"), metadata={"format": "pt"})
             self.model.config.save_pretrained(folder)
-            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype, trust_remote_code=False)
         self.model = loaded.to(self.model.device).eval()
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:

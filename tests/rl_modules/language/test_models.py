@@ -1,4 +1,8 @@
-"""Models: what the backward pass keeps."""
+"""Models: what the backward pass keeps, and what is read of a directory."""
+
+import builtins
+import json
+import re
 
 import pytest
 import torch
@@ -128,3 +132,58 @@ def test_a_later_stage_reads_texts_in_the_tokens_of_the_first(model_type, tmp_pa
     assert theirs(ALPHABET).input_ids == ids and theirs.decode(ids) == ALPHABET
     again = tokenizer_from_dict(tokenizer_to_dict(first.tokenizer))  # as a checkpoint brings it
     assert again(ALPHABET).input_ids == ids
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """Python code that a model directory may bring, with a user who would let it run; returns how to find out."""
+    monkeypatch.setattr(builtins, "input", lambda prompt: "y")
+    ran = tmp_path / "ran"
+    return f"open({str(ran)!r}, 'w')\nraise ImportError", ran
+
+
+def with_fields(text, **fields):
+    return json.dumps({**json.loads(text), **fields})
+
+
+@pytest.mark.parametrize("argument", ["model_name_or_path", "reward_model_name_or_path", "tokenizer_name_or_path"])
+def test_code_of_a_model_directory_is_never_run(argument, code, tmp_path):
+    module = SFT(model_config=TINY)
+    module.configure_model()
+    folder = module.export(tmp_path / "model")
+    (folder / "own.py").write_text(code[0])
+    is_tokenizer = argument.startswith("tokenizer")
+    if is_tokenizer:
+        (folder / "config.json").unlink()  # it would say which class of transformers reads the tokenizer
+    name = "tokenizer_config.json" if is_tokenizer else "config.json"
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.T", None]}
+    own = {"tokenizer_class": "Own"} if is_tokenizer else {"model_type": "own"}
+    (folder / name).write_text(with_fields((folder / name).read_text(), auto_map=auto_map, **own))
+    begin = "tokenizer '.*tokenizer_name_or_path" if is_tokenizer else f"{argument}='.*"
+    with pytest.raises(UsageError, match=r"needs code of its own, and code of a model directory is never run") as error:
+        GRPO(**{"model_config": None if argument == "model_name_or_path" else TINY, argument: str(folder)}
+             ).configure_model()  # fmt: skip
+    assert re.match(begin, str(error.value)) and "\n" not in str(error.value)
+    assert not code[1].exists()
+
+
+def test_code_beside_the_tokenizer_in_a_checkpoint_is_never_run(code):
+    files = tokenizer_to_dict(character_tokenizer())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.T", None]}}
+    files["tokenizer_config.json"] = with_fields(files["tokenizer_config.json"], **own)
+    with pytest.raises(UsageError, match="^the checkpoint's tokenizer needs code of its own"):
+        tokenizer_from_dict({**files, "own.py": code[0]})
+    assert not code[1].exists()
+
+
+def test_transformers_own_class_is_read_where_a_directory_brings_another(code, tmp_path):
+    module = SFT(model_config=TINY)
+    module.configure_model()
+    folder = module.export(tmp_path / "model")
+    (folder / "own.py").write_text(code[0])
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(with_fields((folder / "config.json").read_text(), auto_map=auto_map))
+    read = SFT(model_name_or_path=str(folder))
+    read.configure_model()
+    torch.testing.assert_close(read.model.state_dict(), module.model.state_dict(), rtol=0, atol=0)
+    assert not code[1].exists()
