@@ -24,7 +24,8 @@ class RewardFunctions:
     """Several reward functions, called on a batch.
 
     A function that raises, exits or takes too long on some samples gives NaN for them: halves of the batch are called
-    in turn until the failing samples stand alone. One that fails on every sample ends the run.
+    in turn until the failing samples stand alone. One that fails on every sample of a batch ends the run, unless they
+    have one prompt, which may be at fault itself: a function without a value so far then ends it at the next prompt.
 
     Args:
         funcs: functions with TRL's signature; coroutine functions too. One that takes no ``**columns`` gets those it
@@ -60,7 +61,10 @@ class RewardFunctions:
         self._last_logged: list[RewardLog] = []
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
-        self._has_scored = False
+        #: Names of the functions that have returned a value, and of the others the prompts that they failed on; "" is
+        #: all functions together.
+        self._scored: set[str] = set()
+        self._unscored: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -83,8 +87,8 @@ class RewardFunctions:
             [B, F] float32; NaN where a function does not apply or failed.
 
         Raises:
-            UsageError: a function fails on every sample, needs a column that is missing, or returns anything but B
-                numbers.
+            UsageError: a function fails on every sample (see the class), needs a column that is missing, or returns
+                anything but B numbers.
         """
         given = self._given(records, completions, completion_ids, self.trainer_state)
         arguments = self._arguments(given)
@@ -180,7 +184,7 @@ class RewardFunctions:
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
         for j, name in enumerate(self.names):
             self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
-        self._require_some(rewards)
+        self._require_some(rewards, given)
         return rewards
 
     def take_failures(self) -> dict[str, int]:
@@ -278,36 +282,47 @@ class RewardFunctions:
         call.lists[i] = numbers
         return math.fsum(numbers)
 
-    def _require_some(self, rewards: Tensor) -> None:
-        """Raises where not one completion of the first batch got a reward: nothing could be learned from it.
+    def _require_some(self, rewards: Tensor, given: dict[str, Any]) -> None:
+        """Raises where not one completion of the first two prompts got a reward: nothing could be learned from it.
 
         Raises:
             UsageError: names the functions.
         """
-        if (
-            not self._has_scored
-            and rewards.numel() > 1  # a single one may be of a kind that no function judges
-            and not sum(self._failures.values())
-            and bool(rewards.isnan().all())
-        ):
+        if "" in self._scored or not rewards.numel():
+            return
+        if sum(self._failures.values()) or not bool(rewards.isnan().all()):
+            self._scored.add("")
+        elif self._failed_on_several("", given):  # a single one may be of a kind that no function judges
             raise UsageError(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all "
-                             f"{len(rewards)} completions of the first batch; return a number")  # fmt: skip
-        self._has_scored = True
+                             "completions so far; return a number")  # fmt: skip
+
+    def _failed_on_several(self, name: str, given: dict[str, Any]) -> bool:
+        """Whether a batch without a value has several prompts, or a function without any value has failed on several.
+
+        A call may have a single prompt: a round of ``dynamic_sampling``, a rank's part of a small batch, the rest of an
+        evaluation.
+        """
+        prompts = set() if name in self._scored else self._unscored.setdefault(name, set())
+        prompts.update(map(repr, given["prompts"]))
+        return len(prompts) > 1
 
     def _report(self, name: str, failures: list[tuple[int, BaseException]], given: dict[str, Any]) -> None:
         """Count the samples that a function failed on; say so the first time.
 
         Raises:
-            UsageError: it failed on all of them.
+            UsageError: it failed on all of them, and they have several prompts.
         """
+        n = len(given["completions"])
         self._failures[name] += len(failures)
+        if len(failures) < n:
+            self._scored.add(name)
         if not failures:
             return
         sample, error = min(failures, key=lambda failure: failure[0])
-        n, example = len(given["completions"]), _short(given["completions"][sample])
+        example = _short(given["completions"][sample])
         what = f"took longer than {self.time_limit_s} s" if isinstance(error, _TooLong) else (
             f"raised {type(error).__name__}: {' '.join(str(error).split())}")  # fmt: skip
-        if len(failures) == n:
+        if len(failures) == n and self._failed_on_several(name, given):
             raise UsageError(f"reward function {name!r} {what} on all {n} completions, such as {example}") from error
         if name not in self._reported:
             self._reported.add(name)

@@ -108,8 +108,10 @@ def test_what_can_not_be_logged_is_said(wrong: Any, message: str) -> None:
         wrong(log_metric, log_extra)
         return [0.0]
 
+    call = RewardFunctions([reward])
+    call([{"prompt": "p"}], ["a"])
     with pytest.raises(UsageError, match=f"reward function 'reward' raised .*{message}"):
-        RewardFunctions([reward])(records(1), ["a"])
+        call([{"prompt": "q"}], ["a"])
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:

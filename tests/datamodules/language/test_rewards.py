@@ -149,7 +149,7 @@ def test_what_math_verify_raises_in_its_process_costs_the_sample_alone(monkeypat
     rewards = RewardFunctions([math_accuracy], time_limit_s=60)
     monkeypatch.setattr(mathematics, "LIMIT_S", "soon")  # no number of seconds
     with pytest.raises(UsageError, match="'math_accuracy' raised RuntimeError: TypeError: "):
-        rewards([{"prompt": "", "answer": "5"}], ["5"])
+        rewards([{"prompt": "2+3=", "answer": "5"}, {"prompt": "3+3=", "answer": "6"}], ["5", "6"])
 
 
 def test_length_counts_tokens_where_it_can_and_characters_where_not():
@@ -374,6 +374,36 @@ def test_a_run_ends_where_a_function_fails_on_every_sample_and_keeps_the_error()
     ) as caught:
         RewardFunctions([func])(records(8, level=[0] * 8), [str(i) for i in range(8)])
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_one_bad_record_ends_no_run_and_a_broken_function_does(capsys):
+    """A call may have a single prompt: in a run's first batch, after a resume, or later."""
+    rewards = RewardFunctions([Counted("0", "1", "2")])
+    call = lambda *texts: rewards([{"prompt": f"p{text}", "level": 0} for text in texts], texts)[:, 0].tolist()  # noqa: E731
+    for texts in (["0"] * 4, ["3", "0"], ["0"] * 4, ["1"] * 4):
+        assert [math.isnan(value) for value in call(*texts)] == [text != "3" for text in texts]
+    assert "raised ValueError: no on 4 of 4 completions" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="'counted' raised ValueError: no on all 4 completions"):
+        call("0", "0", "1", "1")
+    rewards = RewardFunctions([Counted("0", "1")])
+    call("0", "0"), call("0", "0")
+    with pytest.raises(UsageError, match="'counted' raised ValueError: no on all 2 completions"):
+        call("1", "1")
+
+
+def test_one_record_without_a_reward_ends_no_run_and_a_function_that_gives_none_does():
+    def some(prompts, **columns):
+        return [None if prompt == "q" else 1.0 for prompt in prompts]
+
+    rewards = RewardFunctions([some])
+    unjudged = [{"prompt": "q"}] * 4
+    assert rewards(unjudged, ["a"] * 4).isnan().all() and rewards(unjudged, ["a"] * 4).isnan().all()
+    assert rewards([{"prompt": "p"}], ["a"]).tolist() == [[1.0]]
+    for earlier, rows in (([], [*unjudged, {"prompt": "r"}]), (unjudged, [{"prompt": "r"}])):
+        rewards = RewardFunctions([lambda prompts, **columns: [None] * len(prompts)])
+        rewards(earlier, ["a"] * len(earlier))
+        with pytest.raises(UsageError, match="None or NaN, which is no reward, for all completions so far"):
+            rewards(rows, ["a"] * len(rows))
 
 
 @pytest.mark.long
