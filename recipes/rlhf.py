@@ -134,7 +134,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         done = [*done, judged.parent]
         start = {**seed, "model.model_name_or_path": str(sft), "model.ref_model_name_or_path": str(sft), **judge}
         ppo = pipeline.fit("ppo", given.ppo, {**start, **options["ppo"]}, done)
-        measure("sft", sft, [sft.parent, pairs])
+        measure("sft", sft, done)
         measure("ppo", ppo, [*done, ppo.parent])
         # Of its options, how many processes train it is not for the evaluation, which runs in this one.
         arguments = {key: value for key, value in judging.items() if key not in PROCESSES}

@@ -259,6 +259,20 @@ def test_a_reward_model_that_trains_on_two_devices_is_evaluated_on_one(noted):
     assert arguments["data.n_eval"] == "16"
 
 
+def test_every_row_with_the_reward_models_score_depends_on_its_stage(noted, monkeypatch):
+    """Another reward model gives other scores; a row of the old one would stand beside them."""
+    read, evaluate = {}, Pipeline.evaluate
+
+    def noting(self, name, run, settings, after):
+        read[name] = {path.name for path in after}
+        return evaluate(self, name, run, settings, after)
+
+    monkeypatch.setattr(Pipeline, "evaluate", noting)
+    rlhf.run(*rlhf.parse([]))
+    stages = {"sft", "preferences", "reward_model"}
+    assert read == {"sft_evaluation": stages, "ppo_evaluation": {*stages, "ppo"}, "reward_model_evaluation": stages}
+
+
 def test_a_base_model_is_measured_before_it_is_trained(noted):
     words = ["--cold_start", "none", "--grpo", "r1/zero.yaml", "--grpo.model.model_name_or_path=mine",
              "--grpo.model.beta=0"]  # fmt: skip
