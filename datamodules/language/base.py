@@ -340,12 +340,14 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """
         n = len(self.train_records)
         epoch, offset = divmod(position, n)
-        if epoch not in self._permutations:
+        order = self._permutations.get(epoch)
+        if order is None:
             generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "order", epoch))
             order = torch.randperm(n, generator=generator).tolist()
-            # Two passes may be in use at once, where a batch goes over the end of one.
+            # Two passes may be in use at once, where a batch goes over the end of one. Rounds that are written ahead
+            # ask in a thread of their own, so the dictionary is replaced and never changed.
             self._permutations = {k: v for k, v in self._permutations.items() if k == epoch - 1} | {epoch: order}
-        return self._permutations[epoch][offset]
+        return order[offset]
 
     def record(self, position: int) -> Record:
         """The training record at a position of the endless shuffled stream, the same on every rank."""

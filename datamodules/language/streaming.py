@@ -1,5 +1,6 @@
 """Records that are read as they are needed, from sources that need not fit into memory."""
 
+import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -42,6 +43,8 @@ class RecordStream:
     ) -> None:  # fmt: skip
         self._rows, self._encode, self._size, self._seed, self._name = rows, encode, buffer_size, seed, name
         self._blocks: dict[int, list[Record]] = {}
+        # Rounds that are written ahead read in a thread of their own.
+        self._lock = threading.Lock()
         self._reader: Iterator[tuple[str, Record]] | None = None
         self._read = 0  # rows of the endless stream that the reader is past
         #: Rows of the source; None until its end was seen.
@@ -54,18 +57,21 @@ class RecordStream:
     def __getitem__(self, position: int) -> Record:
         """The record at a position of the endless stream."""
         number, offset = divmod(position, self._size)
-        if number not in self._blocks:
-            self._blocks = {k: block for k, block in self._blocks.items() if k == number - 1}
-            self._blocks[number] = self._block(number)
-        block = self._blocks[number]
+        block = self._block(number)
         return block[offset % len(block)]
 
     def first(self, n: int) -> list[Record]:
         """Up to ``n`` records of the first block."""
-        self[0]
-        return self._blocks[0][:n]
+        return self._block(0)[:n]
 
     def _block(self, number: int) -> list[Record]:
+        with self._lock:
+            if number not in self._blocks:
+                self._blocks = {k: block for k, block in self._blocks.items() if k == number - 1}
+                self._blocks[number] = self._new_block(number)
+            return self._blocks[number]
+
+    def _new_block(self, number: int) -> list[Record]:
         records = self._encode(list(islice(self._from(number * self._size), self._size)))
         if not records:
             raise UsageError(f"{self._name}: none of {self._size} records of block {number} can be used; see overlong")

@@ -1,6 +1,9 @@
 """Streamed records: the same ones as loaded, in blocks, from every source, and resumed exactly."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +68,25 @@ def test_every_row_comes_once_per_pass_and_each_block_holds_its_own(n, size):
     assert sorted(numbers) == sorted(list(range(n)) * size)
     for start in range(0, n * size, size):
         assert sorted(numbers[start : start + size]) == sorted(i % n for i in range(start, start + size))
+
+
+def test_two_threads_read_what_one_reads():
+    reading = threading.Event()
+
+    def rows(start):
+        for i in range(start, 30):
+            if i == 10:
+                reading.set()
+                time.sleep(0.1)
+            yield f"row {i}", {"number": i}
+
+    found = RecordStream(rows, lambda read: [row for _, row in read], 10, 0, "the source")
+    alone = stream(30, 10)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: [found[i]["number"] for i in range(10, 20)])
+        assert reading.wait(10)
+        assert [found[i]["number"] for i in range(15, 20)] == [alone[i]["number"] for i in range(15, 20)]
+        assert other.result() == [alone[i]["number"] for i in range(10, 20)]
 
 
 def test_blocks_are_shuffled_by_the_seed_and_read_once():
