@@ -13,6 +13,8 @@ from transformers.models.auto.modeling_auto import (
 
 from rl_modules.common.errors import UsageError
 
+#: What an export's ``tokenizer_config.json`` says where ``AutoTokenizer`` would take a class that splits otherwise.
+PLAIN_AUTO_MAP = {"AutoTokenizer": [None, "plain_tokenizer.PlainTokenizer"]}
 #: The classes with a head, by the config's class.
 CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 
@@ -101,6 +103,8 @@ def prepared(tokenizer: Any, name: str) -> PreTrainedTokenizerBase:
                          "its tokenizer_config.json")  # fmt: skip
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.init_kwargs.get("auto_map") == PLAIN_AUTO_MAP:  # that file stays in the export's folder
+        del tokenizer.init_kwargs["auto_map"]
     return tokenizer
 
 

@@ -23,7 +23,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_no_model
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
-from rl_modules.language.tokenizer import needs_own_code
+from rl_modules.language.tokenizer import export_tokenizer, needs_own_code
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
 SMALL = {
@@ -258,7 +258,7 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     Args:
         model: a transformers model, or one with LoRA. Where its weights are sharded all ranks call this, the first
             writes, and none returns before.
-        tokenizer: saved beside it.
+        tokenizer: saved beside it, such that ``AutoTokenizer`` reads texts as in training.
         folder: made if it does not exist.
 
     Returns:
@@ -274,7 +274,7 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     folder = Path(folder)
     _name_eos_token(model, tokenizer)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    export_tokenizer(tokenizer, folder)
     return folder
 
 
@@ -287,7 +287,7 @@ def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
     if writes:
         _name_eos_token(model, tokenizer)
         model.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
+        export_tokenizer(tokenizer, folder)
     torch.distributed.barrier()
     return folder
 

@@ -1,21 +1,32 @@
 """Tokenizers: a character tokenizer for models from scratch, any Hugging Face tokenizer, and both as plain data."""
 
+import json
 import string
 import tempfile
 from pathlib import Path
 
+from lightning.pytorch.utilities import rank_zero_warn
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.lora import refuse_no_model
-from rl_modules.language.model_objects import prepared
+from rl_modules.language.model_objects import PLAIN_AUTO_MAP, prepared
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
 #: Classes of tokenizers that are what their ``tokenizer.json`` says, by the names in ``tokenizer_config.json``.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+#: Texts on which ways of splitting differ: spaces, line feeds, numbers, letters beyond ASCII.
+_SAMPLES = ("The sum of 12 + 345?\n\n  It's 1.50%\t= x_1", "déjà vu 你好 🙂")
+#: Written beside a tokenizer for those who load it with ``trust_remote_code``.
+_CODE = '''from transformers import PreTrainedTokenizerFast
+
+
+class PlainTokenizer(PreTrainedTokenizerFast):
+    """What tokenizer.json says."""
+'''
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -71,6 +82,40 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
             "tokenizer.json, or a hub name that is reachable or cached"
         ) from error
     return prepared(tokenizer, name_or_path)
+
+
+def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer beside its model such that ``AutoTokenizer`` reads texts as it does; warn where that fails.
+
+    For some types of models, such as Qwen2, AutoTokenizer takes the type's own class, with that class's way of
+    splitting, whatever class and pre-tokenizer the files name. Only a tokenizer with code of its own is exempt:
+    without ``trust_remote_code`` its ``tokenizer.json`` is read as it is, with it the code, which does the same.
+    """
+    tokenizer.save_pretrained(folder)
+    if _is_read_alike(tokenizer, folder):
+        return
+    if (folder / "tokenizer.json").is_file():
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["auto_map"] = PLAIN_AUTO_MAP
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / "plain_tokenizer.py").write_text(_CODE, encoding="utf-8")
+        if _is_read_alike(tokenizer, folder):
+            return
+    rank_zero_warn(f"AutoTokenizer.from_pretrained({str(folder)!r}) splits texts into other tokens than the "
+                   f"{type(tokenizer).__name__} that the model was trained with; load it with "
+                   f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})")  # fmt: skip
+
+
+def _is_read_alike(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError):  # one that needs code of its own
+        return True
+    ids = [tokenizer(text).input_ids for text in _SAMPLES]
+    return all(theirs(text).input_ids == own and theirs.decode(own) == tokenizer.decode(own)
+               for text, own in zip(_SAMPLES, ids, strict=True))  # fmt: skip
 
 
 def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -3,14 +3,16 @@
 import builtins
 import json
 import re
+import warnings
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
-from rl_modules.language.models import checkpoint_activations
+from rl_modules.language.models import checkpoint_activations, export_model
 from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -187,3 +189,46 @@ def test_transformers_own_class_is_read_where_a_directory_brings_another(code, t
     read.configure_model()
     torch.testing.assert_close(read.model.state_dict(), module.model.state_dict(), rtol=0, atol=0)
     assert not code[1].exists()
+
+
+def numbers_tokenizer():
+    """Byte-level BPE whose tokens hold several digits, which transformers' class for Qwen2 splits one by one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    tokenizer.train_from_iterator(["12 + 345 = 357"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_an_export_is_read_in_the_tokens_of_training(model_type, tmp_path):
+    tokenizer, text = numbers_tokenizer(), "12 + 345 = 357\n\n It's 1.50, déjà"
+    ids = tokenizer(text).input_ids
+    model = SFT(model_config={"model_type": model_type, **TINY}, tokenizer_name_or_path=tokenizer)
+    model.configure_model()
+    model.export(tmp_path / "first")
+    again = SFT(model_name_or_path=str(tmp_path / "first"))
+    again.configure_model()
+    again.export(tmp_path / "second")
+    for folder in ("first", "second"):
+        for trust in (None, False, True):
+            theirs = AutoTokenizer.from_pretrained(tmp_path / folder, trust_remote_code=trust)
+            assert theirs(text).input_ids == ids and theirs.decode(ids) == text
+            assert theirs.eos_token == "<eos>" and len(theirs) == len(tokenizer)
+        assert (tmp_path / folder / "plain_tokenizer.py").exists() == (model_type == "qwen2")
+    files = tokenizer_to_dict(again.tokenizer)
+    assert "auto_map" not in files["tokenizer_config.json"] and tokenizer_from_dict(files)(text).input_ids == ids
+
+
+def test_an_export_that_is_read_in_other_tokens_says_so(tmp_path, monkeypatch):
+    model = SFT(model_config={"model_type": "qwen2", **TINY}, tokenizer_name_or_path=numbers_tokenizer())
+    model.configure_model()
+    theirs = character_tokenizer()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: theirs)
+    with pytest.warns(match=r"splits texts into other tokens than .*PreTrainedTokenizerFast\.from_pretrained\("):
+        export_model(model.model, model.tokenizer, tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_model(model.model, theirs, tmp_path / "model")
