@@ -115,6 +115,7 @@ class PromptDataModule(LanguageDataModule):
             self._check_async()
             self._ahead.clear()
             self._early, self._states = {}, {}
+            self.rewards.load_state_dict({})
             self._shuffler = torch.Generator().manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
             self.drawn = self.generation = self._position = 0
             self._fields = self._lengths = None
@@ -266,6 +267,8 @@ class PromptDataModule(LanguageDataModule):
         """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
         self._take_notes()  # an evaluation's
         rollout = self._first_round(n_prompts)
+        if self.generation == 0:
+            self._require_some_reward(rollout)
         if not self.dynamic_sampling:
             return {**rollout, **self._take_notes()}
         lacking = n_prompts - sum(self._with_signal(rollout))
@@ -285,6 +288,22 @@ class PromptDataModule(LanguageDataModule):
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
+
+    def _require_some_reward(self, rollout: dict[str, Any]) -> None:
+        """Raises where no completion of several prompts has a reward: the functions give none at all.
+
+        Called for generation 0 alone, whose number a checkpoint holds: a check of a process's first batch would stop
+        resumed runs that went on uninterrupted. A later generation, or a single prompt, may be of a kind that no
+        function judges.
+
+        Raises:
+            UsageError: names the functions.
+        """
+        prompts, names = rollout["prompts"], self.rewards.names
+        is_judgeable = bool(names) and len(set(prompts)) > 1 and not self.rewards.has_failed
+        if is_judgeable and bool(rollout["reward"].isnan().all()):
+            raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
+                             f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 
     def _take_notes(self) -> dict[str, Any]:
         """What the reward functions failed on and logged since the last call."""
@@ -460,6 +479,7 @@ class PromptDataModule(LanguageDataModule):
             "fields": self._half_used(),
             "ahead": self._ahead.state_dict(),
             "trainer_states": self._states,
+            "rewards": self.rewards.state_dict(),
         }
         ranks: list[Any] = [own]
         if self._world_size > 1:
@@ -491,6 +511,7 @@ class PromptDataModule(LanguageDataModule):
         self._written_at = own["written_at"]
         self._ahead.load_state_dict(ahead, device)
         self._early, self._states = {}, own.get("trainer_states", {})
+        self.rewards.load_state_dict(own.get("rewards", {}))
         if self._shuffler is not None and own["shuffler"] is not None:  # None: written before any fit
             self._shuffler.set_state(own["shuffler"].cpu())
         self._order = own["order"].cpu()

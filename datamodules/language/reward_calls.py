@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from datamodules.language import reward_logging
+from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import accepted, columns_of, own_part
 from datamodules.language.reward_logging import LOGGING, RewardLog
 from datamodules.language.trainer_state import TrainerState
@@ -61,10 +62,10 @@ class RewardFunctions:
         self._last_logged: list[RewardLog] = []
         self._failures = dict.fromkeys(self.names, 0)
         self._reported: set[str] = set()
-        #: Names of the functions that have returned a value, and of the others the prompts that they failed on; "" is
-        #: all functions together.
+        #: Names of the functions that have returned a value, and of the others the prompts that they failed on.
         self._scored: set[str] = set()
         self._unscored: dict[str, set[str]] = {}
+        self._told_of_none = False
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -184,8 +185,24 @@ class RewardFunctions:
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
         for j, name in enumerate(self.names):
             self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
-        self._require_some(rewards, given)
+        self._tell_of_none(rewards)
         return rewards
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a function failed on a sample since the last call of :meth:`take_failures`."""
+        return any(self._failures.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what decides whether a failure ends the run: which functions have returned a value, and the prompts
+        that the others failed on.
+        """
+        return {"scored": sorted(self._scored), "unscored": {name: sorted(x) for name, x in self._unscored.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._scored = set(state.get("scored", ()))
+        self._unscored = {name: set(prompts) for name, prompts in state.get("unscored", {}).items()}
 
     def take_failures(self) -> dict[str, int]:
         """Number of samples that each function has failed on since the last call of this method."""
@@ -282,19 +299,12 @@ class RewardFunctions:
         call.lists[i] = numbers
         return math.fsum(numbers)
 
-    def _require_some(self, rewards: Tensor, given: dict[str, Any]) -> None:
-        """Raises where not one completion of the first two prompts got a reward: nothing could be learned from it.
-
-        Raises:
-            UsageError: names the functions.
-        """
-        if "" in self._scored or not rewards.numel():
-            return
-        if sum(self._failures.values()) or not bool(rewards.isnan().all()):
-            self._scored.add("")
-        elif self._failed_on_several("", given):  # a single one may be of a kind that no function judges
-            raise UsageError(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all "
-                             "completions so far; return a number")  # fmt: skip
+    def _tell_of_none(self, rewards: Tensor) -> None:
+        """Says once that a batch has no completion with a reward: nothing is learned from it."""
+        if not self._told_of_none and rewards.numel() and not self.has_failed and rewards.isnan().all():
+            self._told_of_none = True
+            notice(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
+                   "completions of a batch; such completions are left out")  # fmt: skip
 
     def _failed_on_several(self, name: str, given: dict[str, Any]) -> bool:
         """Whether a batch without a value has several prompts, or a function without any value has failed on several.

@@ -211,6 +211,43 @@ def test_a_run_stopped_between_generations_resumes_exactly(tmp_path, micro):
     assert_resumes_exactly(Reinforce, lambda: addition(steps_per_generation=2), tmp_path, epochs=3, **trainer)
 
 
+def only_even(completions, number, **columns):
+    """Judges the completions of some prompts, as a function of a mixed data set does."""
+    return [None if n % 2 else float(len(text)) for text, n in zip(completions, number, strict=True)]
+
+
+def prompts_of(tmp_path, numbers):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} is", "number": n}) + "\n" for n in numbers))
+    return str(path)
+
+
+@pytest.mark.long
+def test_a_generation_that_no_function_judges_stops_no_resumed_run(tmp_path, caplog):
+    path = prompts_of(tmp_path, range(4))
+
+    def data():
+        return PromptDataModule(path=path, batch_size=4, num_generations=4, reward_funcs=[only_even])
+
+    assert_resumes_exactly(lambda: GRPO(model_config=TINY, max_completion_length=2), data, tmp_path)
+    told = [message for message in caplog.messages if "None or NaN, which is no reward, for all 4" in message]
+    assert told, "a generation without a reward is said"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("numbers", "is_refused"), [([1, 3], True), ([1, 2], False), ([1], False)])
+def test_functions_that_give_no_reward_at_all_are_refused_in_the_first_generation(numbers, is_refused, tmp_path):
+    size = 4 * len(numbers)
+    data = PromptDataModule(path=prompts_of(tmp_path, numbers), batch_size=size, num_generations=4,
+                            reward_funcs=[only_even])  # fmt: skip
+    module = GRPO(model_config=TINY, max_completion_length=2)
+    if not is_refused:
+        fit(module, data, max_steps=2)
+        return
+    with pytest.raises(UsageError, match="reward_funcs=only_even: .* all 8 completions of the first generation"):
+        fit(module, data, max_steps=1)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_run_stopped_within_a_generation_resumes_exactly(tmp_path, micro):

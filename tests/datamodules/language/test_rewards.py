@@ -391,19 +391,18 @@ def test_one_bad_record_ends_no_run_and_a_broken_function_does(capsys):
         call("1", "1")
 
 
-def test_one_record_without_a_reward_ends_no_run_and_a_function_that_gives_none_does():
-    def some(prompts, **columns):
-        return [None if prompt == "q" else 1.0 for prompt in prompts]
-
-    rewards = RewardFunctions([some])
-    unjudged = [{"prompt": "q"}] * 4
-    assert rewards(unjudged, ["a"] * 4).isnan().all() and rewards(unjudged, ["a"] * 4).isnan().all()
-    assert rewards([{"prompt": "p"}], ["a"]).tolist() == [[1.0]]
-    for earlier, rows in (([], [*unjudged, {"prompt": "r"}]), (unjudged, [{"prompt": "r"}])):
-        rewards = RewardFunctions([lambda prompts, **columns: [None] * len(prompts)])
-        rewards(earlier, ["a"] * len(earlier))
-        with pytest.raises(UsageError, match="None or NaN, which is no reward, for all completions so far"):
-            rewards(rows, ["a"] * len(rows))
+def test_a_function_that_has_returned_a_value_ends_no_resumed_run_at_single_prompts():
+    call = lambda rewards, text: rewards([{"prompt": text, "level": 0}] * 2, [text] * 2)  # noqa: E731
+    whole, resumed, broken = (RewardFunctions([Counted("0", "1")]) for _ in range(3))
+    call(whole, "0"), call(whole, "2")
+    resumed.load_state_dict(whole.state_dict())
+    for rewards in (whole, resumed):
+        assert call(rewards, "0").isnan().all() and call(rewards, "1").isnan().all()
+    call(broken, "0")
+    resumed.load_state_dict(broken.state_dict())
+    for rewards in (broken, resumed):
+        with pytest.raises(UsageError, match="'counted' raised ValueError"):
+            call(rewards, "1")
 
 
 @pytest.mark.long
