@@ -30,6 +30,8 @@ class Row:
 class Writer(Protocol):
     """Writes completions with weights that it has."""
 
+    spec: EngineSpec
+
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
         """Write one completion per prompt, with its own seed."""
         ...
@@ -37,8 +39,6 @@ class Writer(Protocol):
 
 class Engine(Writer, Protocol):
     """A model of its own beside the policy, with the policy's weights."""
-
-    spec: EngineSpec
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights, which come under the names of a Hugging Face checkpoint."""

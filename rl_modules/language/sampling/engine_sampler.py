@@ -110,7 +110,7 @@ def check_engine(model: Any, engine: Writer) -> None:
             expected = F.token_log_probs(logits.float(), text[:, len(prompt) :])[0]
             found = torch.tensor(row.log_prob, dtype=torch.float32, device=device)
             worst = max(worst, float((found - expected).abs().max()))
-    bound = _ROUNDING.get(next(model.parameters()).dtype, 1e-2)
+    bound = _ROUNDING.get(getattr(torch, engine.spec.config["dtype"]), 1e-2)
     if not worst <= bound:
         raise UsageError(f"sampler={type(engine).__name__} differs from the model by {worst:.2g} nats per "
                          f"log-probability (rounding: {bound}): it lacks weights; take sampler=native")  # fmt: skip

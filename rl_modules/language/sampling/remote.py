@@ -22,7 +22,7 @@ from rl_modules.language.sampling.engine import Row, completions_of
 from rl_modules.language.sampling.engine_sampler import check_engine
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.server import PROTOCOL
-from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, fingerprint, named_weights
+from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, computing_dtype, fingerprint, named_weights
 from rl_modules.language.sharding import is_sharded
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class ServerSampler:
                 """A weight is put together by all ranks; the first alone keeps it."""
         with self._lock:
             self._weights, self._forgotten, self.version = found, False, version
-            self._spec_of = functools.partial(EngineSpec.of, model)
+            self._spec_of = functools.partial(EngineSpec.of, model, dtype=computing_dtype(model))
             self._parts = parts
             for server in self.servers:
                 server.current = False

@@ -71,12 +71,13 @@ class EngineSpec:
     untied: bool
 
     @classmethod
-    def of(cls, model: Any, untied: bool) -> EngineSpec:
+    def of(cls, model: Any, untied: bool, dtype: torch.dtype | None = None) -> EngineSpec:
         """Describe a causal language model, with LoRA or without.
 
         Args:
             model: the model.
             untied: see :attr:`untied`; adapters of a tied layer untie the engine's in any case.
+            dtype: that the engine computes in; None: see :func:`computing_dtype`.
         """
         network = transformers_model(model)
         ties = bool(network.config.tie_word_embeddings)
@@ -85,8 +86,15 @@ class EngineSpec:
         config["architectures"] = [type(network).__name__]
         config["model_type"] = network.config.model_type
         config["tie_word_embeddings"] = ties and not untied
-        config["dtype"] = str(next(network.parameters()).dtype).removeprefix("torch.")
+        config["dtype"] = str(dtype or computing_dtype(network)).removeprefix("torch.")
         return cls(config, max_length(network.config), text_config(network.config).vocab_size, untied)
+
+
+def computing_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that a model's layers compute in here: autocast's under ``bf16-mixed``, or its weights'."""
+    weight = next(model.parameters())
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def fingerprint(model: nn.Module, version: int) -> Fingerprint:

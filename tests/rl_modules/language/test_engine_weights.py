@@ -17,7 +17,7 @@ from rl_modules.language.sampling.factory import make_sampler
 from rl_modules.language.sampling.vllm import sampling_params
 from rl_modules.language.sampling.weights import EngineSpec, fingerprint, named_weights
 from tests.conformance.architectures import ARCHITECTURES, network
-from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, settings, tiny_model
+from tests.rl_modules.language.sampler_cases import FakeLLM, fake_vllm, running_server, settings, tiny_model
 
 
 def adapted(model: Any = None, **options: Any) -> Any:
@@ -158,6 +158,25 @@ def test_the_check_refuses_an_engine_that_lacks_a_weight() -> None:
     engine.load_weights(weights.items())
     with pytest.raises(UsageError, match="sampler=NativeEngine differs from the model by"):
         check_engine(model, engine)
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_an_engine_computes_as_training_does_under_autocast(server: bool, monkeypatch: Any) -> None:
+    """Under ``bf16-mixed`` weights are float32, in which an engine would take twice the memory and time."""
+    fake_vllm(monkeypatch)
+    model, prompts = tiny_model(), [[3, 4, 5]]
+    for dtype in (None, torch.bfloat16):
+        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+        with running_server() as (_, address), autocast:
+            kind, options = ("vllm_server", {"addresses": [address]}) if server else ("vllm", {})
+            sampler: Any = make_sampler(kind, options, None, model)
+            sampler.update_weights(model, 0)
+            sampler.sample(prompts, 2, [1, 2], settings())
+        engine = sampler.servers[0] if server else sampler.engine
+        assert engine.spec.config["dtype"] == ("float32" if dtype is None else "bfloat16")
+        if not server:
+            assert FakeLLM.made[-1].options["dtype"] == engine.spec.config["dtype"]
+        sampler.close()
 
 
 def test_weights_are_sent_when_they_have_changed(monkeypatch: Any) -> None:
