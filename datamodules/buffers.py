@@ -1,5 +1,6 @@
 """The replay buffer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class ReplayBuffer:
         self.terminated, self.valid = (allocate(np.zeros((), bool)) for _ in range(2))
         self.head = torch.zeros(n_envs, dtype=torch.int64)
         self.filled = 0
+        #: Called by :meth:`add` with the rollout and what it returns.
+        self.on_added: Callable[[Batch, Tensor, Tensor], None] | None = None
 
     @property
     def rows_per_step(self) -> int:
@@ -91,7 +94,14 @@ class ReplayBuffer:
             wrapped = (head < row[0]).any()
             self.filled = self.rows if wrapped else int(head.max()) + 1
         self.head = torch.from_numpy(head)
-        return torch.from_numpy(at), torch.from_numpy(blocked)
+        return self._announce(rollout, at, blocked)
+
+    def _announce(self, rollout: Batch, at: np.ndarray, blocked: np.ndarray) -> tuple[Tensor, Tensor]:
+        """What :meth:`add` returns, after ``on_added`` was called with it."""
+        changes = torch.from_numpy(at), torch.from_numpy(blocked)
+        if self.on_added is not None:
+            self.on_added(rollout, *changes)
+        return changes
 
     def break_off(self, which: np.ndarray) -> None:
         """Note that episodes under way will not go on: their newest observation stays, as their last successor.

@@ -81,7 +81,7 @@ class FrameReplayBuffer(ReplayBuffer):
         wrapped = bool((new >= self.rows).any())
         self.filled = self.rows if wrapped or self.filled == self.rows else max(self.filled, int(new.max()) + 1)
         self.head = torch.from_numpy(new % self.rows)
-        return torch.from_numpy(at), torch.from_numpy(blocked)
+        return self._announce(rollout, at, blocked)
 
     def break_off(self, which: np.ndarray) -> None:
         """Does nothing: a stack that does not continue the one before shows it, and the last transition is left out."""

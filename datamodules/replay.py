@@ -201,6 +201,7 @@ class ReplayDataModule(ControlDataModule):
             self.sampler = PrioritizedSampler(self.replay, seed, self.alpha, self.epsilon)
         else:
             self.sampler = UniformSampler(self.replay, seed)
+        self.replay.on_added = self._on_added
         self._position = self._left = 0
         self._drawn.clear()
         self._learning = None
@@ -351,11 +352,14 @@ class ReplayDataModule(ControlDataModule):
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
         self.collector.is_unfinished = True  # until the buffer has it
         self.after_collecting(rollout["valid"])
-        transitions, blocked = self.replay.add(rollout)
+        transitions, _ = self.replay.add(rollout)
         self.collector.is_unfinished = False
+        return len(transitions)
+
+    def _on_added(self, rollout: Batch, transitions: Tensor, blocked: Tensor) -> None:
+        """Gives new rows of the buffer their priorities, those that a subclass adds among them."""
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
-        return len(transitions)
 
     def _draw(self, remaining: int) -> None:
         """Draw up to ``remaining`` minibatches, let the module prepare them, and queue them."""
@@ -439,6 +443,7 @@ class ReplayDataModule(ControlDataModule):
         self._left = state["left"] if goes_on else 0
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
+        self.replay.valid.zero_()  # a subclass may have filled rows beyond those of the checkpoint
         self.replay.load_state_dict(state["replay"])
         self.replay.break_off(self.collector.begun_anew)
         if left_out := state["replay"]["left_out"]:

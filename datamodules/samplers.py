@@ -148,6 +148,8 @@ class PrioritizedSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"].cpu())
+        # Rows that were added before, as by a subclass that fills the buffer, may lie beyond those of the checkpoint.
+        self.tree = SumTree(self.buffer.total)
         # A bounded checkpoint may hold rows that are transitions no longer.
         valid = self.buffer.valid[: len(state["powers"])].numpy()
         self.tree[np.arange(len(state["powers"]))] = state["powers"].numpy() * valid

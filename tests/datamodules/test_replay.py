@@ -707,6 +707,9 @@ class Recorded(ReplayDataModule):
 
     def begin_run(self):
         super().begin_run()
+        self.add_rows()
+
+    def add_rows(self):
         observation = torch.arange(6.0)[:, None, None].expand(6, 1, 4)
         ends = torch.tensor([False, False, True])[:, None]
         self.replay.add({
@@ -736,3 +739,46 @@ def test_a_subclass_learns_from_recorded_transitions(tmp_path):
     # The successor is the next row's observation, but for the last of an episode, whose own is kept.
     assert seen == {0.0: 1.0, 1.0: 2.0, 2.0: 2.5, 3.0: 4.0, 4.0: 5.0, 5.0: 5.5}
     assert_resumes_exactly(lambda: Looks(net_arch=[8]), data, tmp_path, epochs=3)
+
+
+def recorded(**arguments):
+    sizes = {"learning_starts": 0, "buffer_size": 16, "train_freq": 1, "batch_size": 8, "total_timesteps": 12}
+    return Recorded("CartPole-v1", **{**sizes, "rollouts_per_epoch": 4, "eval_freq": 0, **arguments})
+
+
+def test_rows_that_a_subclass_adds_are_drawn_by_priority(tmp_path):
+    """They had no priority: a run that collects nothing divided by 0, one that collects never drew them."""
+    data = recorded(prioritized_replay=True)
+    fit(DQN(net_arch=[8]), data)
+    assert (data.sampler.tree[np.arange(17)] > 0).tolist() == data.replay.valid.tolist()
+    assert_resumes_exactly(lambda: DQN(net_arch=[8]), lambda: recorded(prioritized_replay=True), tmp_path, epochs=3)
+
+
+def test_rows_that_a_subclass_adds_later_have_the_largest_priority():
+    class Filled(Recorded):
+        def new_experience(self):
+            count = ReplayDataModule.new_experience(self)
+            if self.num_timesteps == 2:
+                self.sampler.update(torch.tensor([0]), torch.tensor([9.0]))
+                self.add_rows()
+                powers = self.sampler.tree[np.arange(self.replay.total)]
+                largest.append(int((powers == self.sampler.largest**self.alpha).sum()))
+            return count
+
+    largest: list[int] = []
+    data = Filled("CartPole-v1", learning_starts=0, buffer_size=100, train_freq=1, batch_size=8,
+                  prioritized_replay=True, total_timesteps=6, eval_freq=0)  # fmt: skip
+    fit(DQN(net_arch=[8]), data)
+    assert largest == [7]  # the six new ones, and the row of the largest error
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_bounded_checkpoint_replaces_all_rows_that_a_subclass_adds(tmp_path, prioritized):
+    make = lambda: recorded(prioritized_replay=prioritized, checkpoint_buffer_size=2)  # noqa: E731
+    fit(DQN(net_arch=[8]), make(), max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    data = make()
+    with pytest.warns(UserWarning, match="holds the newest 3"):
+        fit(DQN(net_arch=[8]), data, ckpt_path=str(tmp_path / "a.ckpt"))
+    assert int(data.replay.valid.sum()) == 2 - 1
+    if prioritized:
+        assert (data.sampler.tree[np.arange(17)] > 0).tolist() == data.replay.valid.tolist()
