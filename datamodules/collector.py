@@ -73,7 +73,7 @@ class Collector:
         #: Call :meth:`report` at the end of each rollout; False: its reader does, when the rollout's turn has come.
         self.reports_at_once = True
         # Rewards, ends, valid rows and successes of the last rollout, until the statistics of episodes have them.
-        self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[float]] | None = None
+        self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[float | None]] | None = None
         #: Of a recurrent policy; None: it has none.
         self.memory: Memory | None = None
 
@@ -108,7 +108,7 @@ class Collector:
         valid = np.ones((n_steps, n), bool)
         acted: list[dict[str, Tensor]] = []
         finals: list[tuple[int, int, Any]] = []
-        succeeded: list[float] = []
+        succeeded: list[float | None] = []
         if self.memory is not None:
             self.memory.begin_rollout()
         for t in range(n_steps):

@@ -21,12 +21,16 @@ class EpisodeStatistics:
         self.running_length = np.zeros(n_envs, np.int64)
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
-        #: 1 or 0 for the last episodes whose end came with ``is_success``.
+        #: 1 or 0 for the last episodes; 0 too where an episode's end came without ``is_success``.
         self.successes: deque[float] = deque(maxlen=window)
+        #: Whether any episode's end came with ``is_success``, those that the window has lost among them.
+        self.knows_success = False
         #: Called with return and length of every finished episode.
         self.on_finished: Callable[[float, int], None] | None = None
 
-    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, successes: Sequence[float] = ()) -> None:
+    def update(
+        self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, successes: Sequence[float | None] = ()
+    ) -> None:
         """Add a rollout.
 
         Args:
@@ -35,7 +39,8 @@ class EpisodeStatistics:
             valid: false in rows that are no transitions, [T, N] bool.
             successes: what :func:`successes` read in its steps.
         """
-        self.successes.extend(successes)
+        self.successes.extend(one or 0.0 for one in successes)
+        self.knows_success |= any(one is not None for one in successes)
         if not done.any():
             # Summed in order of time, as single steps would be.
             self.running_return = np.add.accumulate(
@@ -59,7 +64,7 @@ class EpisodeStatistics:
         if self.returns:
             means["rollout/ep_rew_mean"] = float(np.mean(self.returns))
             means["rollout/ep_len_mean"] = float(np.mean(self.lengths))
-        if self.successes:
+        if self.knows_success:
             means["rollout/success_rate"] = float(np.mean(self.successes))
         return means
 
@@ -69,13 +74,14 @@ class EpisodeStatistics:
         Args:
             device: the strategy's, where collectives take their tensors.
         """
-        own = [sum(self.returns), sum(self.lengths), len(self.returns), sum(self.successes), len(self.successes)]
+        own = [sum(self.returns), sum(self.lengths), len(self.returns), sum(self.successes), len(self.successes),
+               self.knows_success]  # fmt: skip
         sums = torch.tensor(own, dtype=torch.float64, device=device)
         torch.distributed.all_reduce(sums)
-        reward, length, count, successes, known = sums.tolist()
+        reward, length, count, successes, ended, known = sums.tolist()
         means = {"rollout/ep_rew_mean": reward / count, "rollout/ep_len_mean": length / count} if count else {}
         if known:
-            means["rollout/success_rate"] = successes / known
+            means["rollout/success_rate"] = successes / ended
         return means
 
     def forget(self, which: np.ndarray) -> None:
@@ -89,6 +95,7 @@ class EpisodeStatistics:
             "returns": list(self.returns),
             "lengths": list(self.lengths),
             "successes": list(self.successes),
+            "knows_success": self.knows_success,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,17 +104,17 @@ class EpisodeStatistics:
         self.returns.extend(state["returns"])
         self.lengths.extend(state["lengths"])
         self.successes.extend(state.get("successes", []))
+        # Older checkpoints hold the successes only of ends that came with the key.
+        self.knows_success = state.get("knows_success", bool(self.successes))
 
 
-def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float]:
-    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; without those that have none.
+def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float | None]:
+    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; None where the info lacks it.
 
     Args:
         done: the episode ended, [N] bool.
         info: the vector's infos of the step.
     """
     info = info.get("final_info", info)
-    if "is_success" not in info:
-        return {}
-    ended = done & np.asarray(info.get("_is_success", done), bool)
-    return {int(i): float(info["is_success"][i]) for i in np.flatnonzero(ended)}
+    said = np.asarray(info.get("_is_success", done), bool) if "is_success" in info else np.zeros_like(done)
+    return {int(i): float(info["is_success"][i]) if said[i] else None for i in np.flatnonzero(done)}

@@ -119,9 +119,9 @@ class TensorCollector(Collector):
     def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:
         """Keeps the rollout's rewards and ends for the statistics of episodes, in the host's memory."""
         arrays = [x.cpu().numpy() for x in (reward.double(), done, valid)]
-        succeeded: list[float] = []
+        succeeded: list[float | None] = []
         for t, info in enumerate(infos):
-            if info and arrays[1][t].any():
+            if arrays[1][t].any():
                 succeeded += successes(arrays[1][t], {key: x.cpu().numpy() for key, x in info.items()}).values()
         self._unreported = arrays[0], arrays[1], arrays[2], succeeded
         if self.reports_at_once:

@@ -22,13 +22,15 @@ def test_rollouts_of_any_length_add_up_to_episodes(seed: int, n_envs: int, ends:
     running: list[list[float]] = [[] for _ in range(n_envs)]
     finished: list[tuple[float, int]] = []
     known: list[float] = []
+    said = False
     for length in lengths:
         reward = rng.normal(size=(length, n_envs))
         valid = rng.random((length, n_envs)) < 0.8
         done = valid & (rng.random((length, n_envs)) < ends)
-        successes = rng.integers(0, 2, size=length % 3).tolist()
+        successes = rng.choice([0.0, 1.0, None], size=length % 3).tolist()  # type: ignore[arg-type]
         statistics.update(reward, done, valid, successes)
-        known += successes
+        known += [one or 0.0 for one in successes]
+        said = said or any(one is not None for one in successes)
         for t in range(length):
             for i in range(n_envs):
                 if valid[t, i]:
@@ -43,6 +45,20 @@ def test_rollouts_of_any_length_add_up_to_episodes(seed: int, n_envs: int, ends:
     means = {}
     if finished:
         means = dict(zip(("rollout/ep_rew_mean", "rollout/ep_len_mean"), np.mean(finished[-3:], 0), strict=True))
-    if known:
+    if said:
         means["rollout/success_rate"] = np.mean(known[-3:])
     assert statistics.means() == pytest.approx(means)
+
+
+def test_the_success_rate_falls_to_0_and_stays_where_the_window_has_lost_the_last_success() -> None:
+    """Episodes of one step, of which the first says that it succeeded and the others say nothing."""
+    statistics, one = EpisodeStatistics(1, window=2), np.ones((1, 1), bool)
+    assert "rollout/success_rate" not in statistics.means()
+    rates = []
+    for said in (1.0, None, None):
+        statistics.update(one.astype(float), one, one, [said])
+        rates.append(statistics.means()["rollout/success_rate"])
+    assert rates == [1.0, 0.5, 0.0]
+    resumed = EpisodeStatistics(1, window=2)
+    resumed.load_state_dict(statistics.state_dict())
+    assert resumed.means() == statistics.means()

@@ -161,6 +161,22 @@ def test_a_rollout_is_that_of_arrays(mode: str, observation: str, action: str) -
     assert "rollout/success_rate" in found.episodes.means()
 
 
+def test_an_episode_that_says_nothing_of_success_failed_where_others_say_it() -> None:
+    class TellsSuccess(Walk):
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            *returned, info = super().step(action)
+            return *returned, info if info.get("is_success") else {}  # type: ignore[return-value]
+
+    def made() -> Any:
+        return SyncVectorEnv([TellsSuccess] * 3, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    expected, found = Collector(made(), [5, 6, 7], 9, "walk"), TensorCollector(OfTensors(made()), [5, 6, 7], 9, "walk")
+    for collector in (expected, found):
+        collector.collect(acting(ACTIONS["Discrete"]), 12, torch.device("cpu"))
+    assert expected.episodes.means() == found.episodes.means()
+    assert 0 < found.episodes.means()["rollout/success_rate"] < 1
+
+
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 def test_nothing_passes_through_numpy_on_a_device(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device of the tests a tensor has no NumPy array, and an operation with one of the CPU fails."""

@@ -118,6 +118,24 @@ def test_the_success_rate_is_that_of_the_episodes_ends(mode: str, vectorization:
     assert data.metrics()["rollout/success_rate"] == pytest.approx(np.mean(episodes.returns))
 
 
+class TellsSuccess(Door):
+    """As ``Door``, with the key in the infos of successes only."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        *returned, info = super().step(action)
+        return *returned, info if info["is_success"] else {}  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_an_episode_that_says_nothing_of_success_failed_where_others_say_it(mode: str) -> None:
+    data = rollouts(TellsSuccess, n_envs=2, n_steps=30, total_timesteps=60, autoreset_mode=mode)
+    fit(PPO(), data)
+    episodes = data.collector.episodes
+    assert 0 < np.mean(episodes.returns) < 1
+    assert list(episodes.successes) == list(episodes.returns)
+    assert data.metrics()["rollout/success_rate"] == pytest.approx(np.mean(episodes.returns))
+
+
 def test_no_success_rate_where_nobody_says() -> None:
     data = RolloutDataModule("CartPole-v1", total_timesteps=256, n_steps=32, eval_freq=0)
     fit(PPO(), data)
