@@ -78,10 +78,10 @@ def evaluate(trainer: Trainer, model: Any, data: Any, controls: bool) -> tuple[d
 
 
 def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
-    """Plays the test episodes with the final policy; returns ``test/mean_reward`` and ``test/std_reward``."""
+    """Plays the test episodes with the final policy; returns the metrics that begin with ``test/``."""
     trainer.loggers = []  # the caller puts them back
     trainer.test(model, datamodule=data, verbose=False, weights_only=True)
-    return {name: trainer.callback_metrics[name].item() for name in ("test/mean_reward", "test/std_reward")}
+    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
 
 
 def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float], time: dict[str, float]) -> dict:

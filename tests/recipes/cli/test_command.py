@@ -6,12 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from datamodules import RolloutDataModule
 from recipes import configs
 from recipes.cli import config_files, main
+from recipes.cli.summary import evaluate_policy
+from rl_modules import PPO
+from tests.training import fit
 
 SMALL = [
     "--data.total_timesteps=1024",
@@ -66,7 +71,7 @@ def test_fit_leaves_best_and_last_checkpoint_curves_and_settings(trained):
         "rollout/ep_rew_mean", "rollout/ep_len_mean", "eval/mean_reward", "eval/mean_ep_length", "time/fps",
         "time/total_timesteps", "train/policy_gradient_loss", "train/value_loss", "train/entropy_loss",
         "train/approx_kl", "train/clip_fraction", "train/explained_variance", "train/learning_rate", "train/clip_range",
-        "test/mean_reward"
+        "test/mean_reward", "test/std_reward", "test/mean_ep_length",
     } <= tags  # fmt: skip
     # The axis is transitions: an epoch has 256 of them, and every fourth is logged.
     assert {e.step for e in events.Scalars("train/approx_kl")} <= {512, 1024}
@@ -76,6 +81,20 @@ def test_fit_leaves_best_and_last_checkpoint_curves_and_settings(trained):
     assert events.Scalars("train/learning_rate")[-1].value == 0.0
     assert any("config" in tag for tag in events.Tags()["tensors"])
     assert any("hparams" in tag for tag in events.summary_metadata)
+
+
+def test_the_final_evaluation_has_every_metric_of_a_test():
+    class Succeeds(gym.wrappers.TimeLimit):
+        def step(self, action):
+            *returned, info = super().step(action)
+            return *returned, {**info, "is_success": True}
+
+    data = RolloutDataModule(lambda: Succeeds(gym.make("CartPole-v1"), 5), n_envs=1, n_steps=8, total_timesteps=16,
+                             batch_size=8, eval_freq=0, n_test_episodes=2)  # fmt: skip
+    trainer = fit(PPO(net_arch=[8]), data)
+    found = evaluate_policy(trainer, trainer.model, data)
+    assert found == trainer.test(trainer.model, datamodule=data, verbose=False)[0]
+    assert found["test/mean_ep_length"] == 5 and found["test/success_rate"] == 1
 
 
 def test_a_reader_that_leaves_early_is_no_error():
