@@ -67,7 +67,7 @@ def make_env(
             :data:`datamodules.envs.masks.IGNORED`: they are taken out of its observations.
 
     Raises:
-        UsageError: unknown id, missing extra, unknown wrapper, unknown keyword.
+        UsageError: unknown id, missing extra, unknown wrapper, unknown keyword, a wrapper that does not fit.
     """
     env = _make_bare(env_id, env_kwargs or {})
     if isinstance(env, VectorEnv) and wrappers:
@@ -257,6 +257,11 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
         raise UsageError(_missing_extra(f"the wrapper {name}", str(error))) from error
     except TypeError as error:
         raise UsageError(f"wrappers: {path!r} does not take {arguments}: {error}") from error
+    except UsageError:
+        raise
+    except (gym.error.Error, ValueError, AssertionError) as error:
+        reason = str(error) or type(error).__name__
+        raise UsageError(f"wrappers: {path!r} with {arguments} does not fit {env}: {reason}") from error
 
 
 def _missing_extra(who: str, message: str) -> str:

@@ -1,3 +1,4 @@
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -204,6 +205,16 @@ def test_bad_arguments_get_one_sentence(arguments, message):
         RolloutDataModule("CartPole-v1", **{"n_steps": 32, "batch_size": 32, **arguments})
 
 
+class Refuses(gym.Wrapper):
+    def __init__(self, env):
+        raise gym.error.UnsupportedMode
+
+
+class RefusesInASentence(gym.Wrapper):
+    def __init__(self, env):
+        raise UsageError("mine")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,6 +228,19 @@ def test_bad_arguments_get_one_sentence(arguments, message):
             {"env_id": "CartPole-v1", "wrappers": [{"class_path": "TimeLimit", "init_args": {"steps": 3}}]},
             "does not take",
         ),
+        (
+            {"env_id": "CartPole-v1", "wrappers": ["GrayscaleObservation"]},
+            "^wrappers: 'GrayscaleObservation' with {} does not fit <.*CartPole-v1>+: .* requires an image with 3",
+        ),
+        (
+            {"env_id": "CartPole-v1", "wrappers": [{"class_path": "TimeLimit", "init_args": {"max_episode_steps": 0}}]},
+            "^wrappers: 'TimeLimit' with {'max_episode_steps': 0} does not fit <.*>: .*positive, actually: 0",
+        ),
+        (
+            {"env_id": "CartPole-v1", "wrappers": ["tests.datamodules.test_rollout.Refuses"]},
+            "^wrappers: 'tests.datamodules.test_rollout.Refuses' with {} does not fit <.*>: UnsupportedMode$",
+        ),
+        ({"env_id": "CartPole-v1", "wrappers": ["tests.datamodules.test_rollout.RefusesInASentence"]}, "^mine$"),
     ],
 )
 def test_environments_that_cannot_be_made_get_one_sentence(arguments, message):
@@ -225,8 +249,6 @@ def test_environments_that_cannot_be_made_get_one_sentence(arguments, message):
 
 
 def test_missing_extra_names_the_pip_command(monkeypatch):
-    import gymnasium as gym
-
     def fail(*args, **kwargs):
         raise gym.error.DependencyNotInstalled("Box2D is not installed, run pip install swig")
 
