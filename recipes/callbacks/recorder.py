@@ -49,11 +49,7 @@ def record_episodes(
         raise UsageError(f"n_episodes={n_episodes} must be at least 1")
     if folder.is_file():
         raise UsageError(f"the videos would go into the folder {folder}, but that is a file; give another")
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
-    env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
-    if isinstance(env, VectorEnv):
-        raise UsageError(f"recording films one environment, and {data.env_name} makes a vector of {env.num_envs}; give "
-                         "record an env_id that makes one of them")  # fmt: skip
+    env = environment_to_film(data)
     if (masks := data.environments.mask_source_of(env)) is not None:
         env = with_source(env, masks)
     stream = stream_seed(data.seed, 0, "record")
@@ -66,17 +62,53 @@ def record_episodes(
             try:
                 recorder = RecordVideo(env, str(folder), lambda _: True, name_prefix=name, disable_logger=True)
             except ValueError as error:
-                raise UsageError(f"the environment {data.env_name} has render_mode={env.render_mode!r} after it was "
-                                 "made with render_mode='rgb_array'; recording needs an environment that keeps the "
-                                 "argument, and renders frames") from error  # fmt: skip
-            with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
-                seed = episode_seed(stream, episode)
-                total = _play(policy, recorder, seed, data.eval_deterministic, data.eval_max_steps)
-            recorder.stop_recording()
+                raise _no_frames(env, data) from error
+            try:
+                with sampling_from(policy, stream_seed(data.seed, 0, "record actions", episode)):
+                    seed = episode_seed(stream, episode)
+                    total = _play(policy, recorder, seed, data.eval_deterministic, data.eval_max_steps)
+            except NotImplementedError as error:  # that of gymnasium.Env.render
+                raise UsageError(f"the environment {data.env_name} has no render method; define one that returns a "
+                                 "frame") from error  # fmt: skip
+            try:
+                recorder.stop_recording()
+            except AssertionError as error:  # Gymnasium gave up at the first frame
+                raise UsageError(f"the environment {data.env_name} renders no frames; have its render return an array "
+                                 "[height, width, 3] of uint8") from error  # fmt: skip
             written = folder / f"{name}-episode-0.mp4"
             files.append(written.rename(folder / f"{name}-return-{total:.1f}.mp4"))
     env.close()
     return files
+
+
+def environment_to_film(data: ControlDataModule) -> Any:
+    """Makes an environment of evaluation that renders frames.
+
+    Raises:
+        UsageError: the environment does not take ``render_mode``, or it is a vector.
+    """
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
+    try:
+        env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)
+    except UsageError as error:
+        if "unexpected keyword argument 'render_mode'" not in str(error):
+            raise
+        # A callable may choose the mode itself.
+        env = make_env(data.env_id, dict(data.eval_env_kwargs), data.eval_wrappers)
+        if env.render_mode is None:
+            raise UsageError(f"recording makes the environment {data.env_name} with render_mode='rgb_array', which it "
+                             "does not take; give it this argument, and have its render return frames"
+                             ) from error  # fmt: skip
+    if isinstance(env, VectorEnv):
+        raise UsageError(f"recording films one environment, and {data.env_name} makes a vector of {env.num_envs}; give "
+                         "record an env_id that makes one of them")  # fmt: skip
+    return env
+
+
+def _no_frames(env: gym.Env, data: ControlDataModule) -> UsageError:
+    return UsageError(f"the environment {data.env_name} has render_mode={env.render_mode!r} after it was made with "
+                      "render_mode='rgb_array'; recording needs an environment that keeps the argument, and renders "
+                      "frames")  # fmt: skip
 
 
 def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool, max_steps: int) -> float:
@@ -109,6 +141,13 @@ class EpisodeRecorder(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._next = self.every  # a second fit counts from 0; a checkpoint to resume from is loaded after this hook
+            # Found out now, not after the first of the transitions between two recordings.
+            data: Any = getattr(trainer, "datamodule", None)
+            if data is not None:  # the module refuses a Trainer without one
+                env = environment_to_film(data)
+                env.close()
+                if env.render_mode is None:
+                    raise _no_frames(env, data)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A resumed run may record more often than the one that wrote its checkpoint.

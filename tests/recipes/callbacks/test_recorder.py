@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from datamodules import RolloutDataModule
@@ -131,6 +132,62 @@ def test_what_renders_no_frames_is_one_sentence(monkeypatch, tmp_path):
         record_episodes(policy, RolloutDataModule(make_endless), tmp_path)
     with pytest.raises(UsageError, match=r"recording films one environment, and .*make_vector makes a vector of 2;"):
         record_episodes(policy, RolloutDataModule(make_vector), tmp_path)
+
+
+class Drawn(gym.Wrapper):
+    """CartPole that renders what a test says, or as every environment does that defines no ``render``."""
+
+    def __init__(self, frame=None, render_mode=None):
+        super().__init__(gym.make("CartPole-v1"))
+        self.frame, self.mode = frame, render_mode
+
+    @property
+    def render_mode(self):
+        return self.mode
+
+    def render(self):
+        return self.frame if isinstance(self.frame, np.ndarray | str) else gym.Env.render(self)
+
+
+FRAME = np.zeros((16, 16, 3), np.uint8)
+
+
+def make_without_the_argument():
+    return Drawn(FRAME)
+
+
+def make_with_its_own_mode():
+    return Drawn(FRAME, "rgb_array")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        (make_without_the_argument, "make_without_the_argument with render_mode='rgb_array', which it does not take;"),
+        (make_endless, "make_endless has render_mode=None after it was made with"),
+    ],
+)
+def test_a_run_that_can_not_be_recorded_ends_before_it_is_trained(monkeypatch, env_id, says):
+    monkeypatch.setattr("recipes.callbacks.recorder.record_episodes", None)
+    data = rollouts(env_id, n_envs=2, total_timesteps=32)
+    with pytest.raises(UsageError, match=says):
+        fit(A2C(net_arch=[8]), data, callbacks=[EpisodeRecorder(every=10**6)])
+    assert data.num_timesteps == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("frame", "says"), [(None, "has no render method"), ("a line of text", "renders no frames")])
+def test_a_render_method_that_draws_nothing_is_one_sentence(tmp_path, frame, says):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    data = RolloutDataModule(Drawn, env_kwargs={"frame": frame})
+    with pytest.raises(UsageError, match=f"the environment .*Drawn {says};"):
+        record_episodes(OneAction(), data, tmp_path)
+
+
+def test_a_callable_may_choose_its_mode_itself(tmp_path):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    (file,) = record_episodes(OneAction(), RolloutDataModule(make_with_its_own_mode), tmp_path)
+    assert file.stat().st_size > 0
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
