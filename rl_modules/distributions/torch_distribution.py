@@ -1,12 +1,18 @@
 """Distributions of torch, for networks that return one."""
 
 import copy
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+
+#: Torch's distributions draw from the process's global generators: one thread at a time may seed and draw (a
+#: distribution's `sample` may call another's).
+_GLOBAL_GENERATORS = threading.RLock()
 
 
 class TorchDistribution:
@@ -22,9 +28,12 @@ class TorchDistribution:
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         device = None if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        devices = _accelerators([self.distribution])
         # These objects draw from the global generators, which stay as they were.
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with torch.no_grad(), _GLOBAL_GENERATORS, torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(seed)
+            for device in devices:
+                _seed(device, seed)
             return self.distribution.sample()
 
     def mode(self) -> Tensor:
@@ -69,6 +78,30 @@ class TorchDistribution:
     def parameters(self) -> Tensor:
         raise UsageError(f"the KL penalty keeps the policy's parameters, which {type(self.distribution).__name__} does "
                          "not give as one tensor; return one of rl_modules.distributions")  # fmt: skip
+
+
+def _accelerators(parts: Iterable[Any]) -> set[torch.device]:
+    """The devices beside the CPU that distributions draw on: those of the tensors that they hold.
+
+    Args:
+        parts: distributions, tensors, collections of these; what is none of them has no device.
+    """
+    found: set[torch.device] = set()
+    for part in parts:
+        if isinstance(part, Tensor):
+            found |= {part.device} - {torch.device("cpu")}
+        elif isinstance(part, torch.distributions.Distribution):
+            found |= _accelerators(vars(part).values())
+        elif isinstance(part, list | tuple | dict):
+            found |= _accelerators(part.values() if isinstance(part, dict) else part)
+    return found
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)  # torch.cuda.manual_seed: the current GPU's
+    else:
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def in_full_precision(distribution: torch.distributions.Distribution) -> torch.distributions.Distribution:

@@ -1,5 +1,8 @@
 """The action distributions are torch's own densities, drawn from private generators."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from gymnasium import spaces
 from torch import distributions as td
 
 from rl_modules.common.errors import UsageError
-from rl_modules.distributions import distribution_from, make_distribution, parameter_count
+from rl_modules.distributions import as_distribution, distribution_from, make_distribution, parameter_count
 
 S = 7
 SPACES = {
@@ -106,3 +109,35 @@ def test_parameters_make_the_same_distribution(name):
 def test_spaces_without_a_distribution_are_refused():
     with pytest.raises(UsageError, match="has no action distribution; it must be Discrete, a vector Box"):
         parameter_count(spaces.Box(-1, 1, (2, 2)))
+
+
+class Slow(td.Categorical):
+    """Leaves another thread time between the seed and the draw."""
+
+    def sample(self, sample_shape=()):
+        time.sleep(0.002)
+        return super().sample(sample_shape)
+
+
+def test_threads_sample_a_distribution_of_torchs_as_one_after_the_other():
+    def draws(seed):
+        policy, generator = as_distribution(Slow(logits=torch.zeros(4, 100))), torch.Generator().manual_seed(seed)
+        return torch.stack([policy.sample(generator) for _ in range(10)])
+
+    alone = [draws(seed) for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(draws, range(2)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_sampling_on_the_cpu_touches_no_gpu(monkeypatch):
+    def touched(*args):
+        raise AssertionError("a GPU's generator")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    inner = td.Normal(torch.zeros(3, 2), torch.ones(3, 2))
+    before = torch.get_rng_state()
+    as_distribution(td.Independent(inner, 1)).sample(torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)
