@@ -200,7 +200,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self.n_test_episodes = at_least("n_test_episodes", n_test_episodes)
         self.eval_deterministic = eval_deterministic
         self.eval_max_steps = at_least("eval_max_steps", eval_max_steps)
-        at_least("stats_window_size", stats_window_size)
+        self.hparams["stats_window_size"] = at_least("stats_window_size", stats_window_size)
         if sign_reward and norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
         for name, bound in (("clip_obs", clip_obs), ("clip_reward", clip_reward)):

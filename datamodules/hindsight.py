@@ -204,7 +204,7 @@ class HindsightReplayBuffer(ReplayBuffer):
 
 
 def check_hindsight(arguments: Any) -> None:
-    """Refuses arguments of a replay datamodule that do not go together.
+    """Refuses arguments of a replay datamodule that do not go together; makes ``n_sampled_goal`` an int.
 
     Args:
         arguments: of the datamodule, by name.
@@ -213,7 +213,7 @@ def check_hindsight(arguments: Any) -> None:
         UsageError: in one sentence.
     """
     k, strategy = arguments["n_sampled_goal"], arguments["goal_selection_strategy"]
-    at_least("n_sampled_goal", k, 0)
+    arguments["n_sampled_goal"] = at_least("n_sampled_goal", k, 0)
     if strategy not in STRATEGIES:
         raise UsageError(f"goal_selection_strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
     if not k and strategy != "future":

@@ -114,17 +114,19 @@ class ReplayDataModule(ControlDataModule):
         **environment: Unpack[EnvironmentArguments],
     ) -> None:
         super().__init__(env_id, n_envs, **environment)
-        for name in ("buffer_size", "n_steps"):
-            at_least(name, self.hparams[name])
+        self.buffer_size, self.n_steps = at_least("buffer_size", buffer_size), at_least("n_steps", n_steps)
         n_envs = self.n_envs
         if gradient_steps < 1 and gradient_steps != -1:
             raise UsageError(f"gradient_steps={gradient_steps} must be at least 1, or -1 for as many as transitions")
+        self.hparams["gradient_steps"] = at_least("gradient_steps", gradient_steps, -1)
         if not 0 <= learning_starts < self.total_timesteps:
             raise UsageError(f"learning_starts={learning_starts} must lie in [0, total_timesteps={self.total_timesteps}"
                              "): nothing would be left to learn in")  # fmt: skip
         if checkpoint_buffer_size is not None and checkpoint_buffer_size < n_envs:
             raise UsageError(f"checkpoint_buffer_size={checkpoint_buffer_size} must be at least n_envs={n_envs}, a row "
                              "of each environment; or None for all rows")  # fmt: skip
+        bound = checkpoint_buffer_size
+        self.checkpoint_buffer_size = None if bound is None else at_least("checkpoint_buffer_size", bound)
         if prioritized_replay_alpha < 0 or not 0 <= prioritized_replay_beta0 <= 1 or prioritized_replay_eps <= 0:
             raise UsageError(f"prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got alpha="
                              f"{prioritized_replay_alpha}, beta0={prioritized_replay_beta0}, eps="
@@ -135,17 +137,14 @@ class ReplayDataModule(ControlDataModule):
                 raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
                                  "set that to true")  # fmt: skip
         check_hindsight(self.hparams)
-        self.buffer_size = buffer_size
         self.share_frames = share_frames
-        self.checkpoint_buffer_size = checkpoint_buffer_size
         self.learning_starts = learning_starts
-        self.n_steps = n_steps
         self.prioritized_replay = prioritized_replay
         self.alpha = prioritized_replay_alpha
         self.beta0 = prioritized_replay_beta0
         self.epsilon = prioritized_replay_eps
         if rollouts_per_epoch is not None:
-            at_least("rollouts_per_epoch", rollouts_per_epoch)
+            self.hparams["rollouts_per_epoch"] = at_least("rollouts_per_epoch", rollouts_per_epoch)
         self.resolve()
         self._position = 0
         self._left = 0

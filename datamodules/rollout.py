@@ -78,11 +78,11 @@ class RolloutDataModule(ControlDataModule):
         super().__init__(env_id, n_envs, **environment)
         for name in ("n_steps", "n_epochs", "rollouts_per_epoch"):
             if self.hparams[name] is not None:
-                at_least(name, self.hparams[name])
+                self.hparams[name] = at_least(name, self.hparams[name])
         if isinstance(batch_size, str) and batch_size != "auto":
             raise UsageError(f"batch_size={batch_size!r} must be a number, null for the whole rollout, or auto")
         if n_steps is not None and isinstance(self.hparams["batch_size"], int):
-            self._check_batch_size(self.hparams["batch_size"], self.n_envs * n_steps)
+            self._check_batch_size(self.hparams["batch_size"], self.n_envs * self.hparams["n_steps"])
         self.resolve()
         self._position = 0
         self._fields: Batch | None = None

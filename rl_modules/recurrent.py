@@ -173,7 +173,7 @@ class RecurrentMixin(ActorCriticModule):
     network: RecurrentActorCritic  # type: ignore[assignment]
 
     def check_memory(self) -> None:
-        """Check the memory's arguments.
+        """Check the memory's arguments, and make its whole numbers ints.
 
         Raises:
             UsageError: names the one that can't be used.
@@ -184,11 +184,11 @@ class RecurrentMixin(ActorCriticModule):
         if hp.shared_lstm and hp.enable_critic_lstm:
             raise UsageError("shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
                              "policy's memory or its own; give enable_critic_lstm=False")  # fmt: skip
-        at_least("lstm_hidden_size", hp.lstm_hidden_size)
-        at_least("n_lstm_layers", hp.n_lstm_layers)
-        at_least("burn_in", hp.burn_in, 0)
+        hp.lstm_hidden_size = at_least("lstm_hidden_size", hp.lstm_hidden_size)
+        hp.n_lstm_layers = at_least("n_lstm_layers", hp.n_lstm_layers)
+        hp.burn_in = at_least("burn_in", hp.burn_in, 0)
         if hp.sequence_length is not None:
-            at_least("sequence_length", hp.sequence_length)
+            hp.sequence_length = at_least("sequence_length", hp.sequence_length)
 
     def make_network(self, critic: bool = True) -> RecurrentActorCritic:  # type: ignore[override]
         """Policy, value function and their memories from the hyperparameters."""

@@ -93,7 +93,8 @@ class TQC(SAC):
             raise UsageError(f"top_quantiles_to_drop_per_net={top_quantiles_to_drop_per_net} must lie in "
                              f"[0, n_quantiles={n_quantiles})")  # fmt: skip
         #: How many of the sorted target quantiles are kept.
-        self.n_kept = n_critics * (n_quantiles - top_quantiles_to_drop_per_net)
+        dropped = at_least("top_quantiles_to_drop_per_net", top_quantiles_to_drop_per_net, 0)
+        self.n_kept = self.n_critics * (self.n_outputs - dropped)
 
     def td_target(self, batch: dict[str, Any], noise: Tensor, ent_coef: Tensor | float) -> Tensor:
         """Returns the targets of every quantile, [B, n_kept]; arguments as in SAC."""

@@ -29,6 +29,7 @@ from datamodules.language.text import voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
 from rl_modules.common.calls import CheckedCall
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
@@ -164,10 +165,10 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
                              "can't go with it")  # fmt: skip
         for name, least in (("batch_size", 1), ("streaming_buffer", 1), ("eval_num_generations", 1),
-                            ("eval_batch_size", 1), ("n_eval", 0),
-                            ("eval_steps", 0), ("seed", 0), ("eval_temperature", 0)):  # fmt: skip
-            if hp[name] < least:
-                raise UsageError(f"{name}={hp[name]} must be at least {least}")
+                            ("eval_batch_size", 1), ("n_eval", 0), ("eval_steps", 0), ("seed", 0)):  # fmt: skip
+            hp[name] = at_least(name, hp[name], least)
+        if hp.eval_temperature < 0:
+            raise UsageError(f"eval_temperature={hp.eval_temperature} must be at least 0")
         self.seed: int = hp.seed
         self.batch_size: int = hp.batch_size
         if task_kwargs and task is None:
@@ -179,7 +180,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         given_funcs: Any = [reward_funcs] if single else reward_funcs
         specs: list[Any] = list(given_funcs or (self.task.reward_funcs if self.task is not None else []))
         funcs = [load_reward_func(spec, self.task) for spec in specs]
-        self.rewards = RewardFunctions(funcs, reward_time_limit_s, reward_workers)
+        self.rewards = RewardFunctions(funcs, reward_time_limit_s, int(reward_workers))
         self.rewards.trainer_state = TrainerState()
         self.train_records: list[Record] = []
         #: The training records while streaming; ``train_records`` is then empty.

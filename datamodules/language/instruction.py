@@ -13,6 +13,7 @@ from datamodules.language.notices import notice
 from datamodules.language.sequences import Sequences
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
@@ -69,7 +70,7 @@ class InstructionDataModule(LanguageDataModule):
         self.completion_only_loss = completion_only_loss
         self.packing = packing
         self.group_by_length = group_by_length
-        self.max_length = max_length
+        self.max_length = None if max_length is None else at_least("max_length", max_length)
         self.sequences: Sequences | None = None
         self._position = 0  # micro-batches handed out
         self._has_saved = False  # since the fit began

@@ -16,6 +16,7 @@ from datamodules.language.preference_forms import as_preference
 from datamodules.language.sources import load_records
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 
 
@@ -113,8 +114,8 @@ class PreferenceDataModule(LanguageDataModule):
             eval_steps=eval_steps, eval_on_start=eval_on_start, eval_batch_size=eval_batch_size, seed=seed,
         )  # fmt: skip
         for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
-            if value is not None and value < least:
-                raise UsageError(f"{name}={value} must be at least {least}")
+            if value is not None:
+                self.hparams[name] = at_least(name, value, least)
         self.train_pairs = self.eval_pairs = Pairs([], [], [])
         self.demonstration_ids: list[Tensor] = []
         self._position = 0  # micro-batches handed out since the run began

@@ -18,6 +18,7 @@ from datamodules.language.sources import load_records
 from datamodules.language.trainer_state import TrainerState
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.sampling import Completions
@@ -69,8 +70,7 @@ class PromptDataModule(LanguageDataModule):
         hp: Any = self.hparams
         for name, least in (("num_generations", 1), ("steps_per_generation", 1), ("num_iterations", 1),
                             ("dynamic_sampling", 0), ("async_generations", 0), ("ptx_batch_size", 0)):  # fmt: skip
-            if hp[name] < least:
-                raise UsageError(f"{name}={hp[name]} must be at least {least}")
+            hp[name] = at_least(name, hp[name], least)
         self.num_generations: int = hp.num_generations
         self.steps_per_generation: int = hp.steps_per_generation
         self.num_iterations: int = hp.num_iterations

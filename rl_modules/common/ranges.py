@@ -1,7 +1,7 @@
 """The values that hyperparameters may have, by name: checked in one place for every algorithm and datamodule."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from rl_modules.common.calls import declared_here
@@ -46,8 +46,8 @@ OPTIONAL = {
 WORDS = {"ent_coef": ("",), "batch_size": ("auto",)}
 
 
-def check_ranges(settings: Mapping[str, Any], owner: type) -> None:
-    """Refuses numbers out of their range, and what is no number.
+def check_ranges(settings: MutableMapping[str, Any], owner: type) -> None:
+    """Refuses numbers out of their range, and what is no number; a whole number given as float becomes an int.
 
     Args:
         settings: hyperparameters by name; names that no table has are skipped.
@@ -64,7 +64,7 @@ def check_ranges(settings: Mapping[str, Any], owner: type) -> None:
         if (value is None and name in OPTIONAL) or (isinstance(value, str) and _is_word(name, value)):
             continue
         if name in WHOLE:
-            whole_number(name, value, WHOLE[name])
+            settings[name] = whole_number(name, value, WHOLE[name])  # torch takes no 64.0 as a size
             continue
         low, high = CLOSED.get(name) or OPEN[name]
         excluded = name in OPEN

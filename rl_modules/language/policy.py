@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.logits import prepare_head
@@ -60,6 +61,8 @@ class LanguagePolicy(LanguageModule):
     ) -> None:
         super().__init__(model_name_or_path, **model)
         check_sampler(sampler, sampler_options or {}, max_rows_in_flight, cache_implementation)
+        if max_rows_in_flight is not None:
+            self.hparams["max_rows_in_flight"] = at_least("max_rows_in_flight", max_rows_in_flight)
         self._sampler: Sampler | None = None
         self._sampler_run: str | None = None
 

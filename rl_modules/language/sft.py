@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import text_config
@@ -49,7 +50,7 @@ class SFT(LanguagePolicy):
             raise UsageError(f"max_completion_length={max_completion_length!r} must be a number of tokens; a model is "
                              "given as model_name_or_path=…")  # fmt: skip
         super().__init__(**language)
-        self.max_completion_length = max_completion_length
+        self.max_completion_length = at_least("max_completion_length", max_completion_length)
         self._drops = False
 
     @property
