@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from datamodules.language.csv_files import as_number
 from datamodules.language.notices import notice
 from datamodules.language.preference_forms import as_preference, refuse_lost
 from rl_modules.common.errors import UsageError
@@ -22,7 +23,7 @@ def as_judgement(row: Record, place: str) -> Record:
     Raises:
         UsageError: neither form, a label that is not true or false, or a completion of several messages.
     """
-    completion, label = row.get("completion"), row.get("label")
+    completion, label = row.get("completion"), as_number(row.get("label"))
     if completion is None and label is None and row.get("chosen") is not None and row.get("rejected") is not None:
         return as_preference(row, place)
     if completion is None or label is None:

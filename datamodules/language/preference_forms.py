@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from datamodules.language.base import Record
+from datamodules.language.csv_files import as_number
 from rl_modules.common.errors import UsageError
 
 
@@ -25,6 +26,7 @@ def as_preference(row: Record, place: str) -> Record:
         UsageError: a margin that is no number, an answer in another form than the other, conversations that part
             before their last message.
     """
+    row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
     margin = row.get("margin")
     if margin is not None and not (_is_number(margin) and math.isfinite(margin)):
         raise UsageError(f"{place}: margin={margin!r} is not a number; give the units of reward by which the chosen "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from datamodules.language.csv_files import options_of_folder, options_of_texts
 from datamodules.language.notices import notice
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record, fill
@@ -40,7 +41,7 @@ def load_records(
     Args:
         task: a task, its name or its import path.
         task_kwargs: the task's settings.
-        path: JSONL file, one object per line; or a parquet, arrow or csv file.
+        path: JSONL file, one object per line; or a parquet, arrow or csv file. The cells of a csv file are texts.
         dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads; or one of its objects.
         dataset_config: the hub dataset's configuration.
         dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
@@ -277,8 +278,10 @@ def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
         kind = kinds.get(path.suffix) or ("parquet" if is_table(path) else None)
         if kind is None:
             raise ValueError(f"a file ending in {path.suffix!r}, not in one of {', '.join(kinds)}")
-        return datasets.load_dataset(kind, data_files=name, streaming=streaming)
-    return datasets.load_dataset(name, config, streaming=streaming)
+        options = options_of_texts(name) if kind == "csv" else {}
+        return datasets.load_dataset(kind, data_files=name, streaming=streaming, **options)
+    options = options_of_folder(name, config) if path.is_dir() else {}
+    return datasets.load_dataset(name, config, streaming=streaming, **options)
 
 
 def unreadable(name: str, error: Exception) -> str:

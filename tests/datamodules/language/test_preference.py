@@ -342,6 +342,12 @@ def test_a_dataset_with_other_columns_and_splits(tmp_path, form):
 # -------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.parametrize(("cell", "margin"), [("1.5", 1.5), ("-2", -2), (".5", 0.5), ("1e-1", 0.1), ("", None)])
+def test_a_csv_file_writes_its_margins_as_texts(cell, margin):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": cell, "probability": "0.25"}
+    assert as_preference(row, "here") == {**row, "margin": margin, "probability": 0.25}
+
+
 AB = {"prompt": "a", "chosen": "b"}
 ABC = {**AB, "rejected": "c"}
 PARTING = {

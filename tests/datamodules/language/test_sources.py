@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from datamodules.language.sources import check_prompt_lengths, load_records
+from datamodules.language.streaming import open_stream
 from rl_modules.common.errors import UsageError
 
 GSM8K = [
@@ -178,6 +179,24 @@ def test_a_path_may_be_a_table(tmp_path, name):
     assert load_records(path=place) == rows
     with pytest.raises(UsageError, match=rf"{name}, row 0: there is no 'completion'"):
         load_records(path=place, required=("prompt", "completion"))
+
+
+CSV = "prompt,answer,zip,day\n007,1.50,02134,2024-05-01\n1.0,12,00501,\nNA,,null,None\n"
+CELLS = [{"prompt": "007", "answer": "1.50", "zip": "02134", "day": "2024-05-01"},
+         {"prompt": "1.0", "answer": "12", "zip": "00501", "day": ""},
+         {"prompt": "NA", "answer": "", "zip": "null", "day": "None"}]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["path", "file", "folder"])
+def test_cells_of_a_csv_file_are_the_texts_that_it_holds(tmp_path, kind):
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / "train.csv"
+    file.write_text(CSV)
+    source = {"path": {"path": file}, "file": {"dataset": str(file)}, "folder": {"dataset": str(file.parent)}}[kind]
+    assert load_records(**source, texts=()) == CELLS
+    rows = open_stream(str(file) if kind == "path" else None, source.get("dataset"), None, "train")
+    assert [row for _, row in rows(0)] == CELLS and [row for _, row in rows(2)] == CELLS[2:]
 
 
 def test_splits_and_parts_of_them(tmp_path):

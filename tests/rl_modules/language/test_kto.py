@@ -190,6 +190,13 @@ def test_forms_of_a_judgement():
     assert as_judgement({"chosen": "x y", "rejected": "x z"}, "")["prompt"] == "x"
 
 
+@pytest.mark.parametrize(
+    ("cell", "label"), [("True", True), ("false", False), ("1", True), ("0", False), ("0.0", False)]
+)
+def test_a_csv_file_writes_its_labels_as_texts(cell, label):
+    assert as_judgement({"prompt": "a", "completion": "b", "label": cell}, "")["label"] is label
+
+
 def test_overlong_answers_are_refused_or_left_out(make_trainer, data, tmp_path):
     path = write(tmp_path / "long.jsonl", [*JUDGEMENTS, {"prompt": "1+1=", "completion": "2" * 40, "label": False}])
     with pytest.raises(UsageError, match=r"answer \d+ has 45 tokens, 20 are allowed"):

@@ -1,0 +1,51 @@
+"""CSV files, whose cells are read as the texts that they are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def options_of_texts(file: str | Path) -> dict[str, Any]:
+    """Settings under which ``datasets`` reads each cell of a csv file as it is written.
+
+    By itself it takes a column of numbers for numbers, 007 for 7 and 1.50 for 1.5, and an empty cell,
+    NA or null for nothing.
+
+    Args:
+        file: the first of the files, whose header names the columns.
+    """
+    import pandas
+    from datasets import Features, Value
+
+    names = pandas.read_csv(file, nrows=0).columns
+    return {"features": Features({str(name): Value("string") for name in names}), "keep_default_na": False}
+
+
+def options_of_folder(name: str, config: str | None) -> dict[str, Any]:
+    """The same for a directory, where it holds csv files; nothing for another.
+
+    Args:
+        name: the directory.
+        config: the dataset's configuration.
+    """
+    import datasets
+
+    builder = datasets.load_dataset_builder(name, config)
+    files = builder.config.data_files or {}
+    first = next((str(file) for split in files.values() for file in split), None)
+    return options_of_texts(first) if builder.info.builder_name == "csv" and first is not None else {}
+
+
+def as_number(value: Any) -> Any:
+    """The number or truth value that a text spells, None for an empty one; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _NUMBER.fullmatch(text):
+        number = float(text)
+        return int(number) if number.is_integer() else number
+    return value if text else None
