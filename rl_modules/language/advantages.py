@@ -58,6 +58,24 @@ def imported_at_use() -> Iterator[None]:
         _loads_checkpoint.reset(token)
 
 
+def path_of(given: str | GroupScores | None) -> str | None:
+    """A function by its import path, which a checkpoint may hold; names and paths are returned as they are.
+
+    Args:
+        given: the argument ``advantages``.
+
+    Raises:
+        UsageError: a function that no path leads to, or neither function nor text.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    path = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', '')}"
+    if not callable(given) or isinstance(given, type) or "<" in path or path.endswith(":"):
+        raise UsageError(f"advantages={given!r} has no import path, by which a checkpoint could find it again; give a "
+                         "function at the first level of a module, or override score_group in a subclass")  # fmt: skip
+    return path
+
+
 def load_advantages(name: str) -> GroupScores:
     """An advantage function by name or import path.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.advantages import imported_at_use, load_advantages
+from rl_modules.language.advantages import imported_at_use, load_advantages, path_of
 from rl_modules.language.group_metrics import (
     clip_metrics,
     generation_metrics,
@@ -62,7 +62,8 @@ class GRPO(JudgedPolicy):
         scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
             generation over all ranks), or not at all (``none``).
         advantages: function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards:
-            ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``.
+            ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in
+            Python also the function itself.
         importance_sampling_level: ratio of each ``token``, of the whole ``sequence`` (GSPO), or the sequence ratio with
             a gradient per token (``sequence_token``: GSPO-token, for advantages that differ between tokens).
         kl_estimator: ``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``.
@@ -145,12 +146,16 @@ class GRPO(JudgedPolicy):
         learning_rate: float = 1e-6,
         **model: Any,
     ) -> None:
+        path = path_of(advantages)
         super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
+        # A function is code, which a checkpoint must not hold.
+        self._hparams["advantages"] = self._hparams_initial["advantages"] = path
         hp: Any = self.hparams
         check_arguments(hp)
         self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
         self.loss_type, self.scale_rewards = loss_type, scale_rewards
-        self.advantage_function = None if advantages is None else load_advantages(advantages)
+        by_path = None if path is None else load_advantages(path)
+        self.advantage_function = advantages if callable(advantages) else by_path
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,8 +244,9 @@ def signs(rewards):
     return (rewards - rewards.mean(1, keepdim=True)).sign()
 
 
-def test_an_advantage_of_ones_own_by_import_path(tmp_path):
-    module = grpo(advantages="tests.rl_modules.language.test_rloo.signs")
+@pytest.mark.parametrize("given", ["tests.rl_modules.language.test_rloo.signs", signs])
+def test_an_advantage_of_ones_own_by_import_path_or_as_a_function(given, tmp_path):
+    module = grpo(advantages=given)
     seen = []
     module.score_group = lambda rewards, own=module.score_group: seen.append((rewards, own(rewards))) or seen[-1][1]
     fit(module, small_addition(tmp_path), max_steps=1).save_checkpoint(tmp_path / "signs.ckpt")
@@ -284,6 +286,9 @@ def too_few(rewards):
     ("rlo", r"advantages 'rlo' is not known.*did you mean.*rloo"),
     ("tests.rl_modules.language.test_rloo:nothing", r"can't be imported"),
     ("tests.rl_modules.language.test_rloo:VARIANTS", r"is a dict; name a function"),
+    (lambda rewards: rewards, r"advantages=<function .* has no import path, .*; give a function at the first level"),
+    (partial(signs), r"has no import path"),
+    (3, r"advantages=3 has no import path"),
 ])  # fmt: skip
 def test_refused_advantages(advantages, sentence):
     with pytest.raises(UsageError, match=sentence):
