@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.dropout import remove_dropout
 from rl_modules.language.lora import begins_unchanged, merged
-from rl_modules.language.models import add_lora, make_model, remove_dropout
+from rl_modules.language.models import add_lora, make_model
 from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.scoring import Extent, completion_log_probs, completion_positions, extent_of
 from rl_modules.language.sharding import Splitter

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.dropout import original_dropout, remove_dropout, restore_dropout
 from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_no_model
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
@@ -60,7 +61,7 @@ def make_config(
         model_name_or_path: directory, hub name, or a model that has it; None: from scratch.
         model_config: fields that differ; another ``model_type`` brings that type's own defaults instead.
         tokenizer: gives a model from scratch its vocabulary and special tokens.
-        dropout: False sets every dropout rate of the config to 0.
+        dropout: False sets every dropout rate of the config to 0; an export has the original ones.
 
     Raises:
         UsageError: the config can't be read or needs code of its own, a type is unknown, or the tokenizer has tokens
@@ -93,7 +94,9 @@ def make_config(
             raise UsageError(f"model_config has model_type={kind!r}, which transformers does not know") from error
         _complete_text_config(config, fields, special)
     _check_fields(config, fields)
-    if not dropout:
+    if dropout:
+        restore_dropout(config)  # of a model that reinforcement learning has trained
+    else:
         remove_dropout(config)
     words = text_config(config).vocab_size
     if len(tokenizer) > words:
@@ -137,14 +140,6 @@ def _complete_text_config(config: PretrainedConfig, fields: dict[str, Any], spec
     if text is not config:
         for name in special.keys() - nested:
             setattr(text, name, special[name])
-
-
-def remove_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout rate of a config, and of the language model's in it, to 0."""
-    for part in (config, text_config(config)):
-        for name, value in part.to_dict().items():
-            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-                setattr(part, name, 0.0)
 
 
 def make_model(
@@ -253,7 +248,8 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
     """Write a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
 
     An output layer that is tied to the embedding is written as a weight of its own where adapters have parted them. The
-    generation config names the tokenizer's EOS token, with which training ended completions, beside its own.
+    generation config names the tokenizer's EOS token, with which training ended completions, beside its own. The config
+    has the model's dropout rates, which reinforcement learning sets to 0.
 
     Args:
         model: a transformers model, or one with LoRA. Where its weights are sharded all ranks call this, the first
@@ -273,7 +269,8 @@ def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | P
         model = merged(model)
     folder = Path(folder)
     _name_eos_token(model, tokenizer)
-    model.save_pretrained(folder)
+    with original_dropout(model.config):
+        model.save_pretrained(folder)
     export_tokenizer(tokenizer, folder)
     return folder
 
@@ -286,7 +283,8 @@ def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
     state = whole(model.state_dict(keep_vars=True), keep=writes)
     if writes:
         _name_eos_token(model, tokenizer)
-        model.save_pretrained(folder, state_dict=state)
+        with original_dropout(model.config):
+            model.save_pretrained(folder, state_dict=state)
         export_tokenizer(tokenizer, folder)
     torch.distributed.barrier()
     return folder

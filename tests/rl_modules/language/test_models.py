@@ -10,10 +10,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
+from datamodules import PromptDataModule
 from rl_modules import GRPO, RLHFPPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.models import checkpoint_activations, export_model
 from rl_modules.language.tokenizer import ALPHABET, character_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from tests.training import fit
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -232,3 +234,32 @@ def test_an_export_that_is_read_in_other_tokens_says_so(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         export_model(model.model, theirs, tmp_path / "model")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["c_attn"]}])
+def test_an_export_has_the_dropout_rates_of_the_model(lora, tmp_path):
+    rates = {"resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0.0}
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2}
+    start = SFT(model_config={"model_type": "gpt2", **sizes, **rates})
+    start.configure_model()
+    start.export(tmp_path / "start")
+    module = GRPO(str(tmp_path / "start"), lora=lora)
+    module.configure_model()
+    assert module.model.config.resid_pdrop == 0.0 and dropped(module.model) == {0.0}
+    trainer = fit(module, PromptDataModule("addition", batch_size=4, num_generations=4, n_train=4), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    for name, exported in (("own", module), ("loaded", loaded)):
+        exported.export(tmp_path / name)
+        fields = json.loads((tmp_path / name / "config.json").read_text())
+        assert {rate: fields[rate] for rate in rates} == rates and "removed_dropout" not in fields
+        assert dropped(exported.model) == {0.0} and exported.model.config.resid_pdrop == 0.0, "it may train further"
+    again = SFT(model_name_or_path=str(tmp_path / "own"))
+    again.configure_model()
+    assert dropped(again.model) == {0.0, 0.1, 0.2}
+
+
+def dropped(model):
+    return {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}

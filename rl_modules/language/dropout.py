@@ -1,0 +1,44 @@
+"""Dropout rates of transformers configs: 0 in reinforcement learning, the model's own in its export."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import PretrainedConfig
+
+#: Field of a config with the rates that :func:`remove_dropout` has set to 0; checkpoints hold it with the others.
+REMOVED = "removed_dropout"
+
+
+def remove_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout rate of a config, and of the language model's in it, to 0; each keeps its own rates aside."""
+    for part in _parts(config):
+        rates = {name: value for name, value in part.to_dict().items()
+                 if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value}  # fmt: skip
+        for name in rates:
+            setattr(part, name, 0.0)
+        if rates:
+            setattr(part, REMOVED, {**getattr(part, REMOVED, {}), **rates})
+
+
+def restore_dropout(config: PretrainedConfig) -> bool:
+    """Give a config the rates back that :func:`remove_dropout` took; returns whether there were any."""
+    removed = [(part, part.__dict__.pop(REMOVED, {})) for part in _parts(config)]
+    for part, rates in removed:
+        for name, rate in rates.items():
+            setattr(part, name, rate)
+    return any(rates for _, rates in removed)
+
+
+@contextmanager
+def original_dropout(config: PretrainedConfig) -> Iterator[None]:
+    """Within it a config has its model's own rates, as an export writes them."""
+    was_removed = restore_dropout(config)
+    try:
+        yield
+    finally:
+        if was_removed:
+            remove_dropout(config)
+
+
+def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
+    return config, config.get_text_config(decoder=True)
