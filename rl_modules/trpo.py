@@ -282,8 +282,10 @@ class TRPO(ActorCriticModule):
         losses = []
         for _ in range(self.n_critic_updates):
             order = torch.randperm(len(returns), generator=self.shuffler).to(returns.device)
-            for rows in self._minibatches(order):
-                self._weight = self.rank_weight(len(rows))
+            for chunk in self._minibatches(order):
+                self._weight = self.rank_weight(len(chunk))
+                # A mean over no row is NaN, which a weight of 0 does not remove: any row serves.
+                rows = chunk if len(chunk) else order[:1]
                 value = self.state_value(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
                 loss = self.value_loss(value, {"returns": returns[rows]})
                 # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
@@ -340,7 +342,9 @@ class TRPO(ActorCriticModule):
         return self.trainer.strategy.reduce(x * self._weight, reduce_op="mean")
 
     def _minibatches(self, order: Tensor) -> Sequence[Tensor]:
-        """The critic's minibatches: as many on every process, which would otherwise wait for each other for ever."""
+        """The critic's minibatches: as many on every process, which would otherwise wait for each other for ever. One
+        is empty where this rank has fewer transitions than another has minibatches.
+        """
         if self._is_alone or not self.source.ranks_differ_in_size:
             return order.split(self.batch_size)
         return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))

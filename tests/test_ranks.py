@@ -529,6 +529,17 @@ def test_two_ranks_of_trpo_resume_exactly_where_their_rollouts_differ_in_size(tm
     assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
 
 
+@pytest.mark.long
+def test_a_rank_with_fewer_transitions_than_trpos_minibatches_spoils_none(tmp_path: Path) -> None:
+    def both() -> dict[str, Tensor]:
+        model = TRPO(n_critic_updates=2, batch_size=T)
+        fit(model, with_one_row()(2), devices=2, strategy="ddp")
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    one, other = on_ranks(both, tmp_path)
+    assert all(value.isfinite().all() and torch.equal(value, other[name]) for name, value in one.items())
+
+
 class SaveAt(L.Callback):
     """Writes a checkpoint after a number of minibatches."""
 
