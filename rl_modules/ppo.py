@@ -127,6 +127,8 @@ class PPO(ActorCriticModule):
             if positive is not None and not positive > 0:
                 raise UsageError(f"{name}={positive} must be positive")
         self.penalizes = policy_objective == "penalty"
+        if self.penalizes and target_kl == math.inf:
+            raise UsageError("target_kl=inf must be finite with policy_objective=penalty, which keeps the KL near it")
         #: In nats; infinity: no early stop. It may be set between two updates.
         self.target_kl = target_kl if target_kl is not None else 0.01 if self.penalizes else math.inf
         self.kl_coef = float(kl_coef)

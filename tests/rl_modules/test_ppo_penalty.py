@@ -88,6 +88,11 @@ class Watch(L.Callback):
             self.kls.append(old.kl(pl_module.network(fields["observation"])[0]).mean().item())
 
 
+def test_an_infinite_target_is_refused() -> None:
+    with pytest.raises(UsageError, match="target_kl=inf must be finite with policy_objective=penalty"):
+        PPO(policy_objective="penalty", target_kl=float("inf"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target_kl", [1e-6, 1e-3, 10.0])
 def test_coefficient_changes_once_per_rollout_by_the_kl_of_all_of_it(target_kl: float) -> None:
