@@ -14,7 +14,10 @@ SIGMA = 0.5
 
 
 class NoisyLinear(nn.Module):
-    """A linear layer with weights μ + σ ⊙ ε, where ε = f(ε_in) f(ε_out)ᵀ and f(x) = sgn(x) √|x|.
+    """A linear layer with weights μ + σ ⊙ ε and biases likewise, f(x) = sgn(x) √|x|.
+
+    ε is f(ε_out) f(ε_in)ᵀ for the weights [out, in], its transpose for those of parallel layers [K, in, out], and
+    f(ε_out) for the biases.
 
     Without noise, as after :func:`remove_noise`, the weights are μ.
 

@@ -283,7 +283,12 @@ class RecurrentMixin(ActorCriticModule):
 
     @staticmethod
     def _burn_in(rollout: Any, steps: int, length: int, burn_in: int) -> dict[str, Any]:
-        """The steps before each sequence, as far as they are in the rollout."""
+        """The ``burn_in`` steps before each sequence, with the memory's state before the first of them.
+
+        Returns:
+            observation and episode_start [T/L, N, burn_in, …], state [T/L, N, K, H], and exists [T/L, N]: false where
+            the rollout holds fewer steps before the sequence, which then begins from its stored state.
+        """
         begins = torch.arange(0, steps, length)
         first = begins - burn_in
         index = (first[:, None] + torch.arange(burn_in)).clamp_min(0)

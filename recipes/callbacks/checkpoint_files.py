@@ -37,7 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def rotate(folder: Path, keep_previous: bool) -> None:
     """Renames ``next.ckpt`` to ``last.ckpt``, and the old ``last.ckpt`` to ``previous.ckpt``.
 
-    A whole ``last.ckpt`` exists at any time.
+    A whole ``last.ckpt`` exists at any time; on a filesystem without links, while the names change, a whole
+    ``previous.ckpt``.
 
     Args:
         folder: of the three files.
