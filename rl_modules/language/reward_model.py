@@ -112,6 +112,13 @@ class RewardModel(LanguageModule):
 
     # ---------------------------------------------------------------- evaluation
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.judged.reset()  # of an evaluation that was interrupted
+
+    def on_test_start(self) -> None:
+        self.judged.reset()
+
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         chosen, rejected = self.pair_scores(batch)
         self.judged.update(chosen, rejected, self.loss(chosen, rejected, batch["margin"]), batch["probability"])

@@ -456,6 +456,23 @@ def test_metrics_begin_anew_after_reset():
         judged.reset()
 
 
+@pytest.mark.parametrize("entry", ["validate", "test"])
+def test_an_interrupted_evaluation_leaves_nothing_to_the_next(entry, make_trainer, data):
+    module, pairs = model(), data(eval_batch_size=4)
+    module.configure_model()
+    whole = getattr(make_trainer(), entry)(module, datamodule=pairs)
+
+    class Interrupt(L.Callback):
+        def on_validation_batch_end(self, *arguments):
+            raise RuntimeError("stopped")
+
+        on_test_batch_end = on_validation_batch_end
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        getattr(make_trainer(callbacks=[Interrupt()]), entry)(module, datamodule=pairs)
+    assert getattr(make_trainer(), entry)(module, datamodule=pairs) == whole
+
+
 def test_the_picture_shows_the_bins():
     reliability = Reliability(bins=2)
     reliability.update(torch.tensor([0.1, -0.1, 3.0, 3.0]))
