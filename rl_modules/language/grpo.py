@@ -233,7 +233,7 @@ class GRPO(JudgedPolicy):
         everyone = self.gathered(rollout["reward"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         fields["advantage"] = self.advantages(everyone, rollout["num_generations"])[own]
-        judged = self.in_parts(rollout, self.judged) if self.rescores or self.beta else {}
+        judged = self.forward_passes(rollout)
         fields |= {name: judged[name] for name in judged if name != "entropy"}
         if self.corrects:
             fields["sampling_log_prob"] = rollout["log_prob"]
@@ -244,6 +244,10 @@ class GRPO(JudgedPolicy):
             fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
         self.record_generation(rollout, fields, judged.get("entropy"))
         return fields
+
+    def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
+        """Returns what :meth:`judged` computes, of a whole generation; empty where no forward pass is needed."""
+        return self.in_parts(rollout, self.judged) if self.rescores or self.beta else {}
 
     def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""

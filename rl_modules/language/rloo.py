@@ -76,25 +76,30 @@ class RLOO(GRPO):
         """Subtracts the KL penalty from the rewards, then prepares the rollout as GRPO does."""
         if self.kl_coefficient:
             self.sync_reference()
-            sums = self.in_parts(rollout, self.log_prob_sums)
+            judged = self.in_parts(rollout, self.judged)
             mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
-            policy = sums["policy"] if self.rescores else torch.where(mask, rollout["log_prob"], 0.0).sum(-1)
-            kl = policy - sums["reference"]
+            log_prob = judged["log_prob"] if self.rescores else rollout["log_prob"]
+            kl = torch.where(mask, log_prob, 0.0).sum(-1) - judged.pop("reference")
             earned = rollout["reward"]
-            rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned}
+            rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned, "judged": judged}
             self.record(rollout["length"].sum(), kl=kl.sum() / rollout["length"].sum())
         return super().prepare(rollout)
 
-    def log_prob_sums(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """Σ_t log π_ref(y_t) of each completion, [b]; and Σ_t log π(y_t), if sampling and training differ in it."""
+    def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
+        # The KL in the reward needed them already.
+        return rollout["judged"] if self.kl_coefficient else super().forward_passes(rollout)
+
+    def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+        """Runs the forward passes that a generation needs: log π and entropy, [b, L] each, if sampling and training
+        differ in them; and Σ_t log π_ref(y_t) of each completion, [b].
+        """
         text = (tokens, prompt_length, length)
-        sums = {}
-        if self.rescores:
-            sums["policy"] = completion_log_probs(self.model, *text, self.temperature)[0].sum(-1)
-        with self.reference_model() as reference:
-            require_room("reference", reference, tokens)
-            sums["reference"] = completion_log_probs(reference, *text, self.temperature)[0].sum(-1)
-        return sums
+        result = super().judged(*text)
+        if self.kl_coefficient:
+            with self.reference_model() as reference:
+                require_room("reference", reference, tokens)
+                result["reference"] = completion_log_probs(reference, *text, self.temperature)[0].sum(-1)
+        return result
 
     # ---------------------------------------------------------------- optimization
 

@@ -154,6 +154,19 @@ def test_rewards_pay_for_the_distance_and_the_others_are_the_baseline(tmp_path):
     assert kl.abs().max() > 0.1 and "ref_log_prob" not in fields
 
 
+def test_the_policy_reads_a_generation_once(monkeypatch):
+    read, module = [], rloo(beta=0.3, top_k=7)
+
+    def counted(model, *arguments, **options):
+        read.append(model)
+        return completion_log_probs(model, *arguments, **options)
+
+    for name in ("grpo", "rloo"):
+        monkeypatch.setattr(f"rl_modules.language.{name}.completion_log_probs", counted)
+    fit(module, addition(), max_steps=1)
+    assert [model is module.model for model in read] == [True, False]
+
+
 @pytest.mark.parametrize("case", ["rloo", "cispo"])
 def test_a_run_stopped_within_a_generation_resumes_exactly(case, tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
