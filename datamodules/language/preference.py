@@ -23,12 +23,14 @@ from rl_modules.common.errors import UsageError
 class PreferenceDataModule(LanguageDataModule):
     """Preferences from a file, a dataset, or a task that generates them: pairs of answers, or single judged answers.
 
-    A record has ``prompt``, ``chosen``, ``rejected`` and optionally a ``margin`` in units of reward. Without
-    ``prompt``, the common beginning of both answers is the prompt. Answers are texts or lists of chat messages. For a
-    module that learns from single answers (its attribute ``unpaired`` is true, as :class:`~rl_modules.KTO`'s), a record
-    may instead have ``prompt``, ``completion`` and ``label``, true where the answer is good; pairs become two such
-    records, and "pairs" below are answers. One epoch is one pass over the pairs; the next pass uses pairs that did not
-    fill an optimizer step.
+    A record has ``prompt``, ``chosen``, ``rejected`` and optionally a ``margin`` in units of reward and the
+    ``probability`` with which the chosen answer wins. Without ``prompt``, the common beginning of both answers is the
+    prompt. Answers are texts or lists of chat messages. For a module that learns from single answers (its attribute
+    ``unpaired`` is true, as :class:`~rl_modules.KTO`'s), a record may instead have ``prompt``, ``completion`` and
+    ``label``, true where the answer is good; pairs become two such records, and "pairs" below are answers.
+
+    One epoch is one pass over the pairs, in an order of its own; it leaves out the last pairs, which do not fill an
+    optimizer step.
 
     Args:
         task: a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``.
@@ -59,8 +61,8 @@ class PreferenceDataModule(LanguageDataModule):
         packing: concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are
             computed once and little is padded; scores and steps do not change. The mask's memory grows with the square
             of the longest pair. None: if the model supports it; False: one row per answer.
-        demonstrations_path: JSONL file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a reward
-            model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
+        demonstrations_path: JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to
+            be 0, for a reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
         n_demonstrations: how many of them are scored; ≥ 1.
         eval_steps: optimizer steps between evaluations; 0: none.
         eval_on_start: where there are evaluations, evaluate before the first update too. A resumed run does not repeat

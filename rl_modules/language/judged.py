@@ -186,12 +186,13 @@ class JudgedPolicy(LanguagePolicy):
     # ---------------------------------------------------------------- passes over a generation
 
     def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
-        """The reward model's score of whole texts, [b]."""
+        """The reward model's score of whole texts minus its offset, [b]."""
         require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def judge_scores(self, rollout: Rollout) -> Tensor:
-        """The reward model's score of each completion, [B]; in its own tokens where they are not the policy's.
+        """The reward model's score of each completion minus its offset, [B]; in its own tokens where they are not the
+        policy's.
 
         Args:
             rollout: tokens, prompt_length, length; read again also ``asked``, ``texts`` and ``finished``.

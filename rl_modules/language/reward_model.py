@@ -194,9 +194,13 @@ class RewardModel(LanguageModule):
 
         Args:
             prompts: b texts or lists of chat messages.
-            completions: b texts, without EOS.
+            completions: b texts; EOS is added.
             chat_template: put prompts that are text into the tokenizer's chat template; None: where it has one, as
-                the datamodule of the training does.
+                ``PreferenceDataModule`` does by default. Its ``system_prompt`` and ``chat_template_kwargs`` are not
+                known here: give the system prompt as the first message.
+
+        Raises:
+            UsageError: messages, and no chat template to put them in.
         """
         if self.model is None:
             self.configure_model()

@@ -74,7 +74,9 @@ class NextToken:
         return token.squeeze(-1), log_prob.squeeze(-1).float()
 
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The logarithms of the probabilities, up to a constant: (B, V) float32, -inf for what can't be drawn."""
+        """The logarithms of the probabilities, up to a constant: (B, V) float32, -inf for what can't be drawn. At
+        temperature 0 the logits after the penalty, whose largest is the draw.
+        """
         scores = logits.float()
         if self.penalizes:
             if seen is None:
