@@ -367,6 +367,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         torch.set_flush_denormal(False)
 
     def on_train_start(self) -> None:
+        self._check_schedulers()
         super().on_train_start()
         # As in Stable-Baselines3, targets come without dropout and from running statistics. Not earlier: Lightning
         # warns of parts in evaluation mode before this.
@@ -442,7 +443,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
 
     def step_schedulers(self) -> None:
-        """Steps the learning-rate schedulers after an epoch, as Lightning does under automatic optimization.
+        """Steps the learning-rate schedulers of epochs after one, as Lightning does under automatic optimization: those
+        whose ``frequency`` divides the number of epochs.
 
         Raises:
             UsageError: a scheduler needs a metric.
@@ -453,7 +455,27 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "
                                  "Lightning keeps no monitor then; override step_schedulers, which is called after "
                                  "every epoch, or take another scheduler")  # fmt: skip
-            self.lr_scheduler_step(scheduler, None)
+            # `current_epoch` counts one more where the end of a checkpoint's epoch is made up for.
+            progress: Any = self.trainer.fit_loop.epoch_progress.current
+            if config.interval == "epoch" and progress.processed % config.frequency == 0:
+                self.lr_scheduler_step(scheduler, None)
+
+    def step_schedulers_of_updates(self) -> None:
+        """Steps the learning-rate schedulers with ``interval: step`` after an update, as Lightning does under automatic
+        optimization: those whose ``frequency`` divides the number of updates in this epoch.
+        """
+        for config in self.trainer.lr_scheduler_configs:
+            updates = self.trainer.fit_loop.epoch_loop.batch_idx + 1
+            is_due = config.interval == "step" and updates % config.frequency == 0
+            if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):  # `step_schedulers` refuses it
+                self.lr_scheduler_step(config.scheduler, None)
+
+    def _check_schedulers(self) -> None:
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval not in ("step", "epoch") or config.frequency < 1:
+                raise UsageError(f"{type(self).__name__}.configure_optimizers returns a scheduler with interval="
+                                 f"{config.interval!r} and frequency={config.frequency!r}; give step or epoch, and at "
+                                 "least 1")  # fmt: skip
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         # The optimizer's own method does the same inside a profiler's scope, which takes longer than the work.

@@ -146,12 +146,12 @@ class CrossQ(SAC):
         critic_loss = self.critic_loss(q, target, batch.get("weight"))
         self.step(lists["critics"], self.gradients_of(critic_loss, lists["critics"]))
         self.record(critic_loss=critic_loss, ent_coef=ent_coef)
-        self.finish_update()
         loss = critic_loss.detach()
-        if self.n_updates % self.policy_delay == 0:
+        if (self.n_updates + 1) % self.policy_delay == 0:
             loss = loss + self.update_policy(batch["observation"], here, ent_coef)
         if "index" in batch:
             self.td_error = self.absolute_error(q.detach(), target)
+        self.finish_update()
         return loss
 
     def joint_values(self, batch: dict[str, Any], next_action: Tensor) -> tuple[Tensor, Tensor]:

@@ -299,11 +299,12 @@ class OffPolicyActorCritic(ControlModule):
         return [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
 
     def finish_update(self) -> None:
-        """Count the update as one optimizer step, which ``max_steps`` and checkpoints go by."""
+        """Count the update as one optimizer step, which ``max_steps`` and checkpoints go by; steps the schedulers."""
         self.n_updates += 1
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
+        self.step_schedulers_of_updates()
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:

@@ -118,9 +118,8 @@ class TD3(OffPolicyActorCritic):
         loss = self.critic_loss(q, target, batch.get("weight"))
         self.step(lists["critics"], self.gradients_of(loss, lists["critics"]))
         self.record(critic_loss=loss)
-        self.finish_update()
         loss = loss.detach()
-        if self.n_updates % self.policy_delay == 0:
+        if (self.n_updates + 1) % self.policy_delay == 0:
             policy_loss = self.actor_loss(batch)
             self.step(lists["policy"], self.gradients_of(policy_loss, lists["policy"]))
             self.update_target()
@@ -128,6 +127,7 @@ class TD3(OffPolicyActorCritic):
             loss = loss + policy_loss.detach()
         if "index" in batch:
             self.td_error = (q.detach() - target).abs().mean(0)
+        self.finish_update()
         return loss
 
     # ---------------------------------------------------------------- pieces to override

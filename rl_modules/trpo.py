@@ -182,6 +182,7 @@ class TRPO(ActorCriticModule):
         step = self.update_policy(batch)
         value_loss = self.update_critic(batch)
         self.record(**step, value_loss=value_loss)
+        self.step_schedulers_of_updates()
         return value_loss
 
     # ---------------------------------------------------------------- the policy

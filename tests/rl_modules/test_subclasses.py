@@ -5,12 +5,14 @@ Hooks of the control algorithms: ``tests/conformance/test_control.py``.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium as gym
 import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -471,6 +473,65 @@ def test_a_scheduler_that_needs_a_metric_asks_for_it(cls, make_data):
     monitoring = type("Monitoring", (cls,), {"step_schedulers": step_schedulers, "__module__": __name__})
     trainer = fit(monitoring(net_arch=[16]), make_data(), max_epochs=3)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+
+
+def scheduled(algorithm, **config):
+    """The algorithm with a rate that a scheduler halves, and the rates at the start of each minibatch."""
+
+    class Halves(algorithm):
+        rates: ClassVar[list[float]] = []
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1, 0.5), **config}}
+
+        def on_train_batch_start(self, batch, batch_idx):
+            Halves.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    return Halves
+
+
+def four_minibatches(algorithm):
+    """Data of four minibatches per epoch."""
+    if algorithm in (PPO, TRPO):
+        return rollouts("CartPole-v1", n_envs=2, n_steps=4, rollouts_per_epoch=4)
+    env_id = "CartPole-v1" if algorithm is DQN else "Pendulum-v1"
+    return replayed(env_id, n_envs=1, rollouts_per_epoch=4, train_freq=1, learning_starts=8, total_timesteps=10**6)
+
+
+@pytest.mark.parametrize("algorithm", [DQN, PPO, SAC, TD3, CrossQ, TRPO])  # the first two optimize automatically
+@pytest.mark.parametrize(
+    ("config", "halvings"),
+    [
+        ({}, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),
+        ({"frequency": 2}, [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]),
+        ({"interval": "step"}, list(range(12))),
+        ({"interval": "step", "frequency": 3}, [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]),
+    ],
+)
+def test_interval_and_frequency_of_a_scheduler_mean_the_same_to_all_algorithms(algorithm, config, halvings):
+    cls = scheduled(algorithm, **config)
+    fit(cls(net_arch=[8], learning_rate=0.5), four_minibatches(algorithm), max_epochs=3)
+    assert cls.rates == [0.5**n * 0.5 for n in halvings]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [{"frequency": 2}, {"interval": "step", "frequency": 3}])
+def test_a_resumed_run_steps_its_scheduler_when_the_uninterrupted_one_does(tmp_path, config):
+    make_data = lambda: four_minibatches(SAC)  # noqa: E731
+    whole = scheduled(SAC, **config)
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, save_weights_only=False)
+    fit(whole(net_arch=[8], learning_rate=0.5), make_data(), max_epochs=4, callbacks=[saves], enable_checkpointing=True)
+    for stop in (1, 2, 3, 4, 7, 8, 11, 12):
+        resumed = scheduled(SAC, **config)
+        fit(resumed(net_arch=[8], learning_rate=0.5), make_data(), tmp_path / f"step={stop}.ckpt", max_epochs=4)
+        assert resumed.rates == whole.rates[stop:], stop
+
+
+@pytest.mark.parametrize("config", [{"interval": "batch"}, {"frequency": 0}])
+def test_an_interval_that_no_scheduler_has_is_refused(config):
+    with pytest.raises(UsageError, match="Halves.configure_optimizers returns a scheduler with interval='.*; give"):
+        fit(scheduled(SAC, **config)(net_arch=[8]), four_minibatches(SAC), max_epochs=1)
 
 
 # ---------------------------------------------------------------- hooks of mixins
