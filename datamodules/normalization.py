@@ -180,6 +180,15 @@ class RewardNormalizer:
         self.returns[done] = 0.0
         return np.clip(reward / self.running.scale(), -self.clip, self.clip)
 
+    def add_recorded(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
+        """Merge the returns of recorded rewards, [T, N] each; those of the running episodes stay."""
+        returns = np.zeros(reward.shape, np.float64)
+        running = np.zeros(reward.shape[1], np.float64)
+        for t in range(len(reward)):
+            returns[t] = running = np.where(valid[t], running * self.gamma + reward[t], running)
+            running = np.where(done[t], 0.0, running)
+        self.running.update(returns[valid])
+
     def scaled(self, reward: np.ndarray) -> np.ndarray:
         """Rewards scaled by the current statistics, which stay as they are; any shape, float32."""
         return np.clip(reward / self.running.scale(), -self.clip, self.clip).astype(np.float32)

@@ -48,6 +48,20 @@ class Normalizers:
         if self.of_rewards is not None:
             sample["reward"] = torch.from_numpy(self.of_rewards.scaled(sample["reward"].numpy()))
 
+    def add_recorded(self, rollout: dict[str, Any]) -> None:
+        """Merge transitions that the environments of the run have not returned.
+
+        Args:
+            rollout: CPU tensors [T, N, …], of which observation, reward, terminated, truncated and valid are read; not
+                normalised.
+        """
+        valid = rollout["valid"].numpy()
+        if self.of_observations is not None:
+            self.of_observations.update(tree_map(lambda x: x.numpy()[valid], rollout["observation"]))
+        if self.of_rewards is not None:
+            done = (rollout["terminated"] | rollout["truncated"]).numpy()
+            self.of_rewards.add_recorded(rollout["reward"].double().numpy(), done, valid)
+
     def forget(self, which: np.ndarray) -> None:
         """Begin new episodes in the environments chosen by a mask, [N]."""
         if self.of_rewards is not None:

@@ -50,7 +50,7 @@ class ReplayDataModule(ControlDataModule):
     Batches hold up to n rewards each, not their discounted sum: the module owns γ and sums them in ``prepare``.
     Other values that ``act`` returns are not stored, because they belong to an outdated policy.
     With ``norm_obs`` and ``norm_reward`` the buffer holds what the environments returned, and minibatches are
-    normalised with the current statistics.
+    normalised with the current statistics, to which rows count that a subclass adds.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -151,6 +151,8 @@ class ReplayDataModule(ControlDataModule):
         self._drawn: deque[Batch] = deque()
         self._learning: Tensor | None = None
         self._parts: list[torch.nn.Module] = []
+        # Rows that a subclass added, until the statistics of the normalisers have them.
+        self._recorded: list[Batch] = []
 
     def _resolve(self) -> None:
         """Fill in what was not given by what the algorithm asks for.
@@ -205,6 +207,7 @@ class ReplayDataModule(ControlDataModule):
         self._drawn.clear()
         self._learning = None
         self._parts = []
+        self._recorded = []
 
     def _make_buffer(self) -> ReplayBuffer:
         sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
@@ -273,6 +276,10 @@ class ReplayDataModule(ControlDataModule):
         """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
         length = self._epoch_length
         position = self._position
+        if self._world_size > 1 and position % length == 0:
+            # A subclass that collects nothing would leave each rank with the statistics of its own rows.
+            self._count_recorded()
+            self.collector.normalizers.merge_ranks(self._gather)
         # Lightning knows how many of them an epoch has.
         for _ in range(length):
             position = 0 if position >= length else position
@@ -347,6 +354,7 @@ class ReplayDataModule(ControlDataModule):
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
         self.before_collecting()
+        self._count_recorded()
         # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
         self.collector.is_unfinished = True  # until the buffer has it
@@ -359,12 +367,26 @@ class ReplayDataModule(ControlDataModule):
         """Gives new rows of the buffer their priorities, those that a subclass adds among them."""
         if isinstance(self.sampler, PrioritizedSampler):
             self.sampler.added(transitions, blocked)
+        if not self.collector.is_unfinished and self.collector.normalizers.parts():
+            self._recorded.append(rollout)
+
+    def _count_recorded(self) -> None:
+        """Merges rows that a subclass added into the statistics of the normalisers; not when they are added, because
+        the statistics of an earlier run, which come first, are known later.
+        """
+        if self._recorded:
+            self.before_collecting()
+            for rollout in self._recorded:
+                self.collector.normalizers.add_recorded(rollout)
+            self._recorded = []
+            self.hand_over_statistics()
 
     def _draw(self, remaining: int) -> None:
         """Draw up to ``remaining`` minibatches, let the module prepare them, and queue them."""
         module: Any = self.learner
         # With priorities every minibatch is drawn after what was learned from the last.
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)
+        self._count_recorded()
         index = self.sampler.draw(count * self.batch_size)
         sample = self.replay.gather(index, self.n_steps)
         self.collector.normalizers.sample(sample)
@@ -413,6 +435,7 @@ class ReplayDataModule(ControlDataModule):
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector, the buffer, the priorities, and the minibatches already drawn."""
         self._update_priorities()
+        self._count_recorded()
         return {
             **super().rank_state(),
             "position": self._position,
@@ -443,6 +466,7 @@ class ReplayDataModule(ControlDataModule):
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
         self.replay.valid.zero_()  # a subclass may have filled rows beyond those of the checkpoint
+        self._recorded = []  # the checkpoint's statistics have them
         self.replay.load_state_dict(state["replay"])
         self.replay.break_off(self.collector.begun_anew)
         if left_out := state["replay"]["left_out"]:

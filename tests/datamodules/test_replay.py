@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.free_memory import available_bytes
+from datamodules.normalization import RewardNormalizer
 from datamodules.samplers import PrioritizedSampler, SumTree, UniformSampler
 from rl_modules import DQN, PPO
 from rl_modules.common.errors import UsageError
@@ -746,6 +747,7 @@ def recorded(**arguments):
     return Recorded("CartPole-v1", **{**sizes, "rollouts_per_epoch": 4, "eval_freq": 0, **arguments})
 
 
+@pytest.mark.long
 def test_rows_that_a_subclass_adds_are_drawn_by_priority(tmp_path):
     """They had no priority: a run that collects nothing divided by 0, one that collects never drew them."""
     data = recorded(prioritized_replay=True)
@@ -782,3 +784,50 @@ def test_a_bounded_checkpoint_replaces_all_rows_that_a_subclass_adds(tmp_path, p
     assert int(data.replay.valid.sum()) == 2 - 1
     if prioritized:
         assert (data.sampler.tree[np.arange(17)] > 0).tolist() == data.replay.valid.tolist()
+
+
+def test_rows_that_a_subclass_adds_count_in_the_statistics(tmp_path):
+    """Observations 0 to 5, rewards of 0, episodes of three rows; a run that collects nothing and one that does."""
+
+    class Looks(DQN):
+        def training_step(self, batch, batch_idx):
+            seen.extend(batch["observation"][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    seen: list[float] = []
+    data, model = recorded(norm_obs=True), Looks(net_arch=[8])
+    fit(model, data)
+    scaled = (np.arange(6) - 2.5) / np.arange(6).std()
+    assert sorted(set(seen)) == pytest.approx(scaled, abs=1e-3)
+    mean, scale, _ = model.observation_statistics
+    assert (mean, scale) == (pytest.approx([2.5] * 4, abs=1e-3), pytest.approx([np.arange(6).std()] * 4, abs=1e-3))
+
+    class Filled(Recorded):
+        new_experience = ReplayDataModule.new_experience
+
+    data = Filled("CartPole-v1", learning_starts=0, train_freq=1, batch_size=8, norm_obs=True, total_timesteps=6,
+                  eval_freq=0, buffer_size=100)  # fmt: skip
+    trainer = fit(model, data)
+    # Those of the first fit, the six rows once more, and what was collected.
+    assert data.collector.normalizers.of_observations.running.count == pytest.approx(6 + 6 + 7, abs=1e-3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(Looks(net_arch=[8]), data, tmp_path / "a.ckpt")
+    assert data.collector.normalizers.of_observations.running.count == pytest.approx(6 + 6 + 7, abs=1e-3)
+
+
+@pytest.mark.long
+def test_statistics_of_added_rows_are_those_of_a_resumed_run(tmp_path):
+    make = lambda: recorded(norm_obs=True, norm_reward=True)  # noqa: E731
+    assert_resumes_exactly(lambda: DQN(net_arch=[8]), make, tmp_path, epochs=3)
+
+
+def test_recorded_rewards_count_as_those_of_an_environment():
+    one, other = RewardNormalizer(2, gamma=0.9), RewardNormalizer(2, gamma=0.9)
+    rng = np.random.default_rng(0)
+    reward, done, valid = rng.normal(size=(9, 2)), rng.random((9, 2)) < 0.3, rng.random((9, 2)) < 0.8
+    other.returns[:] = 7.0  # of running episodes
+    other.add_recorded(reward, done & valid, valid)
+    for t in range(9):
+        one(reward[t], done[t] & valid[t], valid[t])
+    assert other.running.mean == pytest.approx(one.running.mean) and other.running.var == pytest.approx(one.running.var)
+    assert other.returns.tolist() == [7.0, 7.0]
