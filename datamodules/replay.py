@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from typing_extensions import Unpack
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 #: Minibatches of one round are drawn together, as far as they fit into this many bytes.
 DRAWN_TOGETHER_BYTES = 64 * 2**20
+#: Action spaces whose actions are one array.
+STORED_ACTIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 #: Steps of each environment between two writes into the buffer while nothing is learned yet.
 WARM_UP_STEPS = 128
 
@@ -191,6 +194,11 @@ class ReplayDataModule(ControlDataModule):
     def begin_run(self) -> None:
         super().begin_run()
         self.resolve()
+        if not isinstance(self.action_space, STORED_ACTIONS):
+            known = ", ".join(space.__name__ for space in STORED_ACTIONS)
+            raise UsageError(f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
+                             f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
+                             )  # fmt: skip
         self._require_memory()
         self.replay = self._make_buffer()
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs

@@ -16,7 +16,7 @@ from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.free_memory import available_bytes
 from datamodules.normalization import RewardNormalizer
 from datamodules.samplers import PrioritizedSampler, SumTree, UniformSampler
-from rl_modules import DQN, PPO
+from rl_modules import DQN, PPO, SAC
 from rl_modules.common.errors import UsageError
 from tests.datamodules.envs import Counter, Forgetful
 from tests.training import assert_resumes_exactly, fit
@@ -831,3 +831,16 @@ def test_recorded_rewards_count_as_those_of_an_environment():
         one(reward[t], done[t] & valid[t], valid[t])
     assert other.running.mean == pytest.approx(one.running.mean) and other.running.var == pytest.approx(one.running.var)
     assert other.returns.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Dict(a=spaces.Discrete(2)), spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3))), spaces.Text(3)]
+)
+@pytest.mark.parametrize("algorithm", [DQN, SAC])
+def test_actions_that_no_buffer_stores_are_refused(algorithm, space):
+    class Acts(gym.Env):
+        observation_space, action_space = spaces.Discrete(2), space
+
+    name = type(space).__name__
+    with pytest.raises(UsageError, match=rf"Acts has the action space {name}\(.*stores actions of Box, Disc"):
+        fit(algorithm(net_arch=[8]), ReplayDataModule(Acts, eval_freq=0))
