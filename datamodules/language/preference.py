@@ -284,8 +284,8 @@ class PreferenceDataModule(LanguageDataModule):
         """This rank's micro-batches of one optimizer step; see :func:`collate` for what they hold.
 
         Besides, ``step_pairs``: this rank's pairs in the step; ``step_chosen_tokens``: tokens of the step's chosen
-        answers, the mean over ranks; ``n_micro``: this rank's micro-batches; ``num_tokens``: tokens of the step over
-        all ranks, recorded once, with its last micro-batch.
+        answers, the mean over ranks; ``n_micro``: this rank's micro-batches; ``num_tokens``: tokens of the step's
+        pairs or judged answers with their prompts, over all ranks, recorded once, with its last micro-batch.
         """
         n_micro = self._n_micro
         pairs, records, rows = self._drawn(number)
@@ -294,7 +294,8 @@ class PreferenceDataModule(LanguageDataModule):
         own = rows[self._rank :: self._world_size]
         # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
         parts = [own[i::n_micro] for i in range(n_micro)] if packs else list(own.tensor_split(n_micro))
-        tokens = int(pairs.total[rows].sum())
+        # As in TRL: the mismatched answers, which estimate KTO's KL, don't count.
+        tokens = int(pairs.lengths[rows, :2].sum() if self.unpaired else pairs.total[rows].sum())
         chosen_tokens = int(pairs.lengths[rows, 1].sum()) / self._world_size
         # A stream's pairs have no number by which a policy could keep what it knows of them.
         left_out = {"index"} if self.stream is not None else set()

@@ -152,6 +152,14 @@ def test_good_answers_gain_on_bad_ones(make_trainer, data):
     assert seen["eval/loss"] < 0.35
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+def test_tokens_are_those_of_the_judged_answers_and_their_prompts(make_trainer, data, micro):
+    module, judgements = model(), data(batch_size=len(JUDGEMENTS))
+    make_trainer(max_steps=2, accumulate_grad_batches=micro).fit(module, datamodule=judgements)
+    once = sum(len(record["prompt_ids"]) + len(record["chosen_ids"]) for record in judgements.train_records)
+    assert module.num_tokens == 2 * once
+
+
 def test_predictions_are_implicit_rewards(make_trainer, data):
     module = model()
     make_trainer(max_steps=3).fit(module, datamodule=data())
