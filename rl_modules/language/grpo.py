@@ -76,8 +76,9 @@ class GRPO(JudgedPolicy):
         ref_model_mixup_alpha: α of π_ref ← α π + (1 - α) π_ref, on the weights; in (0, 1].
         ref_model_sync_steps: optimizer steps between two such updates.
         mask_truncated_completions: exclude truncated completions from the loss (DAPO's overlong filter).
-        top_entropy_quantile: share of a micro-batch's tokens in the policy loss, those with the highest entropy (Wang
-            et al. 2025, arXiv:2506.01939: 0.2); in (0, 1].
+        top_entropy_quantile: share of the tokens that the policy loss keeps: those with the highest entropies of a
+            micro-batch over all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term
+            and in the number of tokens that the loss is divided by. 1: all; in (0, 1].
         entropy_coef: weight of the entropy bonus, in units of advantage per nat: the mean entropy of the tokens'
             distributions, over the tokens of ``top_entropy_quantile``. 0: none.
         temperature: of sampling, and of all log-probabilities; > 0.
@@ -414,8 +415,8 @@ class GRPO(JudgedPolicy):
         return scores
 
     def uncertain_tokens(self, entropy: Tensor, mask: Tensor) -> Tensor:
-        """Returns which tokens are in the ``top_entropy_quantile`` with the highest entropies, [b, L] bool. The
-        quantile is over all ranks.
+        """Returns which tokens the policy loss keeps, [b, L] bool: those whose entropy is at least the quantile
+        1 - ``top_entropy_quantile`` of the micro-batch's entropies over all ranks, as in TRL.
         """
         values = torch.where(mask, entropy, torch.nan)
         if self._world_size > 1:
