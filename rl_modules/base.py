@@ -21,7 +21,6 @@ from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import warn_of_missing
-from rl_modules.common.finished_epoch import is_cut_off
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.import_path import networks_to_plain, require_class
 from rl_modules.common.launched import CHECKPOINT
@@ -449,7 +448,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         Raises:
             UsageError: a scheduler needs a metric.
         """
-        for config in () if is_cut_off(self.trainer) else self.trainer.lr_scheduler_configs:
+        for config in () if self.is_cut_off else self.trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "

@@ -61,7 +61,7 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["normalizer_state"] = self.normalizer_state
         checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
         checkpoint["lacks_epoch_end"] = self.is_fitting and is_in_last_batch(self.trainer)
-        if self.is_fitting:
+        if self.is_fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
         own = self.rank_state()
         # Lightning saves what the first rank has.

@@ -150,6 +150,11 @@ class MetricsMixin(L.LightningModule):
         """Whether a ``fit`` is running."""
         return self._trainer is not None and self._trainer.state.fn == "fit"
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a run that resumes has batches left in the last epoch; one of all ``total_timesteps`` has none."""
+        return is_cut_off(self.trainer) and not self.source.is_complete
+
     # ---------------------------------------------------------------- curves
 
     def write_metrics(self, rollout: dict[str, float], step: int) -> None:
@@ -196,7 +201,7 @@ class MetricsMixin(L.LightningModule):
         # episode's end too.
         mean = rollout.get("rollout/ep_rew_mean", source.partial_return)
         self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
-        if is_cut_off(self.trainer):
+        if self.is_cut_off:
             # Its point is written at its end, by the run that resumes; callbacks monitor the means so far.
             self._hand_to_callbacks(self._sums.means(None if is_alone(self.trainer) else self.trainer.strategy))
         elif self.logs_this_epoch:

@@ -175,6 +175,10 @@ class ExperienceSource(Protocol):
     total_timesteps: int
 
     @property
+    def is_complete(self) -> bool:
+        """Whether ``total_timesteps`` transitions were collected and all of them were learned from."""
+
+    @property
     def env_name(self) -> str:
         """The environment's name in messages and checkpoints."""
 

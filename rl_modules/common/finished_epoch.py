@@ -6,7 +6,8 @@ from typing import Any
 
 
 def is_cut_off(trainer: Any) -> bool:
-    """Whether the last epoch has batches left: ``max_steps``, ``max_time`` or a callback has stopped the run within it.
+    """Whether the last epoch lacks batches: ``max_steps``, ``max_time`` or a callback has stopped the run within it, or
+    its source has ended.
 
     Args:
         trainer: at the end of an epoch, or after its fit.
@@ -15,7 +16,7 @@ def is_cut_off(trainer: Any) -> bool:
 
 
 def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Has a run that resumes go on within an epoch that was cut off; Lightning counts it as done and begins another.
+    """Has a run that resumes go on within an epoch that a stop cut off; Lightning counts it as done and begins another.
 
     Args:
         trainer: of the run.
@@ -23,7 +24,7 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """
     epochs, batches = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop.batch_progress
     # Before the epoch's end and after the first batch of the next, nothing is counted yet.
-    if not batches.current.completed or epochs.current.processed < epochs.current.started or not is_cut_off(trainer):
+    if not batches.current.completed or epochs.current.processed < epochs.current.started:
         return
     # A run that has resumed at an epoch's end counts fewer as started.
     number = epochs.current.processed

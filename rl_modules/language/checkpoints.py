@@ -8,7 +8,7 @@ from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
-from rl_modules.common.finished_epoch import begin_next_epoch, reopen_epoch
+from rl_modules.common.finished_epoch import begin_next_epoch, is_cut_off, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.storable import make_loadable
@@ -66,7 +66,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
         checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
         checkpoint["generators"] = self._generators.state(self.device)
-        if self._trainer is not None and self._fitting:
+        if self._trainer is not None and self._fitting and is_cut_off(self.trainer):
             reopen_epoch(self.trainer, checkpoint)
         # Lightning saves what the first rank has.
         own = {name: checkpoint[name] for name in ("unlogged", "generators")}
