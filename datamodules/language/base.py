@@ -186,6 +186,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         #: The training records while streaming; ``train_records`` is then empty.
         self.stream: RecordStream | None = None
         self.eval_records: list[Record] = []
+        # The rewards of a batch that is being written.
+        self._scoring: EarlyRewards | None = None
         self._permutations: dict[int, list[int]] = {}
         self._encoder: TextEncoder | None = None
         self._told_of_ends = self._told_of_texts = False
@@ -461,7 +463,15 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         if not self.hparams["reward_overlap"] or not len(self.rewards):
             return None
         self._ready_rewards()
-        return EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
+        self._scoring = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
+        return self._scoring
+
+    def on_exception(self, exception: BaseException) -> None:
+        # Lightning calls no `teardown` then, and the process would not end before every call that waits has been made.
+        if self._scoring is not None:
+            self._scoring.stop()
+            self._scoring = None
+        super().on_exception(exception)
 
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
@@ -491,6 +501,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self._ready_rewards()
         # Metrics of an evaluation are reduced over ranks, where the device's collectives take no CPU tensor.
         scores = self.rewards(repeated, texts, ids) if early is None else early.result(repeated, texts)
+        self._scoring = None
         rewards = scores.to(written.tokens.device, non_blocking=True)
         spread = self.rewards.take_token_rewards(scores, lengths)
         correct = None

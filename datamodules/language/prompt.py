@@ -405,11 +405,11 @@ class PromptDataModule(LanguageDataModule):
             written: Completions = module.sampler.sample(prompts, self.num_generations, seeds, module.settings())
             return written
         self._ready_rewards()
-        early = EarlyRewards(self.rewards, module.tokenizer, records, self.num_generations)
+        early = self._early[first] = EarlyRewards(self.rewards, module.tokenizer, records, self.num_generations)
         written = module.act(prompts, seeds, self.num_generations, on_ended=early.on_ended)
         state = asdict(early.trainer_state or TrainerState())
         del state["max_steps"]  # of the run, which a resume may make longer
-        self._early[first], self._states[first] = early, state
+        self._states[first] = state
         version = torch.full_like(written.length, self.learner_trainer.global_step)
         return replace(written, version=version)
 
@@ -443,6 +443,14 @@ class PromptDataModule(LanguageDataModule):
 
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
+        self._stop_ahead()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._stop_ahead()
+        super().on_exception(exception)
+
+    def _stop_ahead(self) -> None:
+        """Ends what is written and scored ahead, but for what is under way."""
         self._ahead.stop()
         for early in self._early.values():
             early.stop()

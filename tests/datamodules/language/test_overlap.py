@@ -392,6 +392,44 @@ def test_rewards_are_computed_while_the_last_generation_trains() -> None:
     assert len(asked) > 4 and all(asked)
 
 
+class Breaks(Noted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise RuntimeError("broken")
+
+
+class BreaksOff(NativeSampler):
+    def sample(self, *arguments: Any, **options: Any) -> Any:
+        super().sample(*arguments, **options)
+        raise RuntimeError("broken")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["training", "writing"])
+def test_an_exception_ends_the_calls_that_wait(when: str) -> None:
+    threads, ended = [], threading.Event()
+
+    def waits(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        # Training begins with the rewards of the first generation.
+        if when == "writing" or prompts[0] not in [data.record(place)["prompt"] for place in range(4)]:
+            threads.append(threading.current_thread())
+            assert ended.wait(30)
+        return [0.0] * len(completions)
+
+    module = noted()
+    module.__class__ = Breaks
+    data = addition(reward_funcs=[waits], async_generations=2)
+    if when == "writing":
+        data = addition(reward_funcs=[waits], reward_overlap=True)
+        module.configure_model()
+        module._sampler = BreaksOff(module.model)
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(module, data, max_steps=3)
+    ended.set()
+    for thread in set(threads):
+        thread.join(3)
+    assert len(threads) <= 2, "one call under way for each generation"
+
+
 @pytest.mark.slow
 def test_a_reward_that_waits_costs_little_beside_the_writing() -> None:
     """Writing and judging take .2 s per group each, 8 groups: 1.8 s in place of 3.2."""
