@@ -301,7 +301,7 @@ class PromptDataModule(LanguageDataModule):
         """
         prompts, names = rollout["prompts"], self.rewards.names
         is_judgeable = bool(names) and len(set(prompts)) > 1 and not self.rewards.has_failed
-        if is_judgeable and bool(rollout["reward"].isnan().all()):
+        if is_judgeable and bool(rollout["rewards"].isnan().all()):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.dropout import original_dropout, remove_dropout, restore_dropout
+from rl_modules.language.dropout import REMOVED, original_dropout, remove_dropout, restore_dropout
 from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refuse_no_model
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
@@ -118,7 +118,7 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
         known: Any = type(config)()
     except (TypeError, ValueError):  # some composite configs need their parts
         known = None
-    for name in fields if known is not None else ():
+    for name in fields.keys() - {REMOVED} if known is not None else ():
         if not hasattr(known, name) and (near := get_close_matches(name, known.to_dict(), n=1, cutoff=0.85)):
             raise UsageError(f"model_config has no field {name!r} for model_type={config.model_type}; did you mean "
                              f"{near[0]}?")  # fmt: skip

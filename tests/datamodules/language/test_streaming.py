@@ -249,9 +249,12 @@ def test_two_ranks_learn_from_streamed_preferences_what_one_learns(algorithm, tm
 def test_streamed_preferences_in_bf16_mixed_are_near_those_in_float32(algorithm, tmp_path):
     path = written_pairs(tmp_path)
     exact, rounded = streamed_on(1, algorithm, path), streamed_on(1, algorithm, path, precision="bf16-mixed")
-    assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
-    for name in exact:
-        torch.testing.assert_close(exact[name], rounded[name], atol=0.02, rtol=0.05)
+    start = algorithm(model_config=TINY)
+    start.configure_model()
+    # As vectors: the error of a single weight depends on how a processor sums in 16 bits.
+    way, error = (torch.cat([(a - b[name]).flatten() for name, a in exact.items()])
+                  for b in (start.model.state_dict(), rounded))  # fmt: skip
+    assert 0 < error.norm() < 0.1 * way.norm()
 
 
 def test_an_empty_streamed_prompt_is_refused_to_a_policy(tmp_path):
