@@ -93,6 +93,18 @@ def test_a_callback_has_something_to_monitor_in_a_run_that_is_stopped_within_its
     assert stopped.global_step == 2 and stopped.callback_metrics["train/loss"].isfinite()
 
 
+@pytest.mark.parametrize("case", ["ppo", "dqn"])
+def test_the_curves_of_a_complete_run_end_with_its_last_transition(case: str, tmp_path: Path) -> None:
+    """``total_timesteps`` are reached within an epoch, which no run resumes."""
+    make_model, make_data, _ = CASES[case]
+    data, curves = make_data(), Curves()
+    data.total_timesteps = 56 if case == "dqn" else 96
+    trainer = fit(make_model(), data, logger=curves)
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.completed < trainer.num_training_batches
+    assert max(step for name, step, _ in points(curves) if name == "train/loss") == data.total_timesteps
+    assert not data.learner._sums.means()
+
+
 def points(curves: Curves) -> set[tuple[str, int, float]]:
     assert len(set(curves.points)) == len(curves.points), "no point comes twice"
     return {point for point in curves.points if not point[0].startswith("time/")}
