@@ -32,7 +32,8 @@ options of fit, validate, test, predict and record:
   --data CLASS             a datamodule by name (RolloutDataModule) or import path
   --model.X, --data.X, --trainer.X
                            any argument of the model, the datamodule or Lightning's Trainer
-  --model.init_from PATH   fit: start a new run from the weights of a checkpoint (warm start)
+  --model.init_from PATH   fit: start a new run from the weights of a checkpoint (warm start); a language model starts
+                           from a directory that `rl export` wrote: --model.model_name_or_path FOLDER
   --resume                 fit: resume the newest run of this model on this data, in its folder
   --ckpt_path PATH|last|best|previous
                            a checkpoint file, or a checkpoint of the newest run

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes import configs
 from rl_modules.common.errors import UsageError, did_you_mean
-from rl_modules.common.foreign_names import INSTEAD, MEANT, difference
+from rl_modules.common.foreign_names import CONTROL, INSTEAD, MEANT, difference
 
 #: Options without a group, of ``fit`` and of the commands that play or write.
 GROUPS = ("model", "data", "trainer", "checkpoint")
@@ -78,7 +78,8 @@ def _meant(name: str, chosen: dict[str, Any] | None = None) -> str:
     """The clause that says what an option without a group was probably meant to be."""
     if name in INSTEAD:
         return f"; {INSTEAD[name]}"
-    if name in MEANT and _exists(MEANT[name], chosen):
+    is_of_language = name in CONTROL and (chosen or {}).get("model") is not None
+    if name in MEANT and _exists(MEANT[name], chosen) and (is_of_language or name not in CONTROL):
         return f"; did you mean --{MEANT[name]}{difference(name)}?"
     near = did_you_mean(name, [*ALONE, *GROUPS])
     if places := places_of(name):

@@ -50,8 +50,10 @@ TRL = {
     "model_name": "model.model_name_or_path", "tokenizer": "model.tokenizer_name_or_path",
     "assistant_only_loss": "data.completion_only_loss", "dataset_text_field": "data.columns",
 }  # fmt: skip
+#: Arguments of the control algorithms, for a language module.
+CONTROL = {"init_from": "model.model_name_or_path"}
 #: The full name of an option by the name that a person knows.
-MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL}
+MEANT = {**GENERAL, **STABLE_BASELINES3, **CLEANRL, **TRL, **CONTROL}
 #: What is different about an option that has another name here, by the name that a person knows.
 DIFFERENT = {
     "num_train_epochs": "with PromptDataModule an epoch is one generation, and n passes over the prompts are "
@@ -60,6 +62,7 @@ DIFFERENT = {
     "gradient_accumulation_steps": "which divides batch_size into micro-batches",
     "assistant_only_loss": "of a conversation it counts the assistant's turns, by default",
     "dataset_text_field": "{text: the field}",
+    "init_from": "a language model starts from the directory that `rl export --ckpt_path PATH --output FOLDER` writes",
 }  # fmt: skip
 _ONE_TURN = ("a completion is one turn here: nothing calls tools or an environment while it is written, and reward "
              "functions get it when it has ended")  # fmt: skip
@@ -93,7 +96,7 @@ def in_python(name: str, known: Iterable[str]) -> str:
         return f"; {INSTEAD[name]}"
     group, _, rest = MEANT.get(name, "").partition(".")
     if group == "model" and rest in known:
-        return f"; did you mean {rest}?"
+        return f"; did you mean {rest}{difference(name)}?"
     return f"; here it is {_OWNERS[group]} {rest}{difference(name)}" if rest and group in _OWNERS else ""
 
 

@@ -268,6 +268,8 @@ def test_without_reward_functions_the_best_is_that_of_the_least_loss(rl):
     [
         (["fit", "--config", "tiny.yaml", "--model.learning_rat", "1"], "did you mean learning_rate"),
         (["fit", "--config", "tiny.yaml", "--data.packin", "true"], "did you mean packing"),
+        (["fit", "--config", "tiny.yaml", "--model.init_from", "x.ckpt"], "--model.model_name_or_path .*rl export"),
+        (["fit", "--config", "tiny.yaml", "--init_from", "x.ckpt"], "--model.model_name_or_path .*rl export"),
         (["fit", "--config", "tiny.yaml", "--data.task", "additon"], "did you mean addition"),
         (["fit", "--config", "tiny.yaml", "--model.model_name_or_path", "no/such"], "no/such.*give a directory"),
         (["fit", "--config", "tiny.yaml", "--data.task", "null"], "exactly one of task, path and dataset; got none"),
