@@ -155,8 +155,12 @@ class RLCLI(LightningCLI):
     def _take_description(self) -> None:
         """Takes a language model's architecture and tokenizer from the checkpoint: their directory may be gone."""
         saved = self.checkpoint or {}
-        description = (saved.get("hyper_parameters") or {}).get("description")
+        parameters = saved.get("hyper_parameters") or {}
+        description = parameters.get("description")
         if description is not None and saved.get("algorithm") == type(self.model).__name__:
+            from rl_modules.language.lora import require_same_adapters  # imports transformers
+
+            require_same_adapters(self.model.hparams["lora"], parameters.get("lora"))
             self.model.hparams["description"] = description
 
     def _check_environment(self) -> None:

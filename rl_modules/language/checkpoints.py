@@ -13,6 +13,7 @@ from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.storable import make_loadable
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
+from rl_modules.language.lora import require_same_adapters
 from rl_modules.language.metric_names import monitors
 from rl_modules.language.metrics import LanguageMetrics
 from rl_modules.language.sharding import is_sharded, share, whole
@@ -109,7 +110,10 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         if algorithm != here:
             raise UsageError(f"the checkpoint holds {algorithm or 'no language algorithm'}, not {here}; load it with "
                              "that class")  # fmt: skip
-        description = checkpoint.get("hyper_parameters", {}).get("description") or {}
+        parameters = checkpoint.get("hyper_parameters", {})
+        if "lora" in parameters:
+            require_same_adapters(self.hparams["lora"], parameters["lora"])
+        description = parameters.get("description") or {}
         saved = description.get("frozen", {})
         require_same_weights(self._sources, saved, self.hparams)
         # What the checkpoint holds may differ from what the path has by now, and is written on.

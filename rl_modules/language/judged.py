@@ -118,8 +118,10 @@ class JudgedPolicy(LanguagePolicy):
         if reference is None:
             self.reference = self._described("reference_config", "causal", self.tokenizer)
             if self.wants_reference and self.reference is None and hp.lora is None:
-                raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; begin a "
-                                 "new run from an export of it, whose weights are then the reference")  # fmt: skip
+                as_it_was = "reference_free=true" if "reference_free" in hp else "beta=0"
+                raise UsageError(f"beta={hp.beta} needs a reference, which the checkpoint's run did not have; give "
+                                 f"{as_it_was}, or begin a new run from an export of it, whose weights are then the "
+                                 "reference")  # fmt: skip
         elif hp.ref_model_name_or_path is not None:
             self.reference = frozen(self._read_reference(reference))
         else:

@@ -72,6 +72,24 @@ def refuse_no_model(name: str) -> None:
                          "there")  # fmt: skip
 
 
+def require_same_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
+    """Refuses a checkpoint with adapters where there are none, and the other way round.
+
+    Args:
+        given: the argument ``lora``.
+        saved: its value in the checkpoint.
+
+    Raises:
+        UsageError: names both.
+    """
+    if given is None and saved is not None:
+        raise UsageError(f"lora=None, but the checkpoint's run trained adapters with lora={saved}; give the same lora, "
+                         "which the run's config.yaml has")  # fmt: skip
+    if given is not None and saved is None:
+        raise UsageError(f"lora={given}, but the checkpoint's run trained all weights, without adapters; leave lora "
+                         "out, or begin a new run from an export")  # fmt: skip
+
+
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
     """Freeze the model and add low-rank adapters.
 

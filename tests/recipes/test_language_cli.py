@@ -290,6 +290,21 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.long
+def test_weights_with_adapters_are_evaluated_with_the_same_lora(rl, tmp_path):
+    start = SFT(model_config=TINY)
+    start.configure_model()
+    start.export(tmp_path / "start")
+    run = ["--config", "tiny.yaml", "--model.model_config", "null", "--model.model_name_or_path", "start"]
+    lora = ["--model.lora", "{r: 2}"]
+    assert rl("fit", *run, *lora, "--trainer.max_steps", "1")[0] == 0
+    (last,) = tmp_path.glob("logs/*/version_0/checkpoints/last.ckpt")
+    code, _, err = rl("validate", *run, "--ckpt_path", str(last))
+    assert code == 1 and "lora=None, but the checkpoint's run trained adapters with lora={'r': 2}" in err
+    code, out, err = rl("validate", *run, *lora, "--ckpt_path", str(last))
+    assert code == 0 and "eval/loss" in out, err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -399,3 +399,22 @@ def test_what_is_no_lora_config_is_refused() -> None:
         SFT(model_config=TINY, lora=8)
     with pytest.raises(UsageError, match=r"^lora.layer_replication is a map, which no checkpoint can hold"):
         SFT(model_config=TINY, lora={"r": 2, "layer_replication": map(int, "12")})
+
+
+@pytest.mark.parametrize("algorithm", [SFT, DPO])
+def test_a_checkpoint_with_adapters_is_not_read_without_them(algorithm: Any, tmp_path: Path) -> None:
+    written = {}
+    for name, lora in (("adapters", LORA), ("whole", None)):
+        module = algorithm(model_config=TINY, lora=lora)
+        trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        trainer.strategy.connect(module)
+        module.configure_model()
+        trainer.save_checkpoint(written.setdefault(name, tmp_path / f"{name}.ckpt"))
+    for name, lora, message in (
+        ("adapters", None, r"^lora=None, but the checkpoint's run trained adapters with lora=\{'r'"),
+        ("whole", LORA, r"^lora=\{'r'.* but the checkpoint's run trained all weights"),
+    ):
+        other = algorithm(model_config=TINY, lora=lora)
+        other.configure_model()
+        with pytest.raises(UsageError, match=message):
+            other.on_load_checkpoint(torch.load(written[name], weights_only=True))
