@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
+from rl_modules.common.finite import finite
 from rl_modules.common.tables import markdown_table
 
 Columns = Mapping[str, Sequence[Any]]
@@ -92,7 +93,7 @@ class CSVAdapter(LoggerAdapter):
         with self._file(f"{name}.jsonl").open("a", encoding="utf-8") as file:
             for values in list(zip(*columns.values(), strict=True))[:rows]:
                 row = {"step": step, **dict(zip(columns, values, strict=True))}
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps(finite(row), ensure_ascii=False, default=str) + "\n")
 
     def write_histogram(self, name: str, values: Tensor, step: int) -> None:
         path = self._file(f"{name}_bars.csv")

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.finite import finite
 
 
 class EpisodeWriter(BasePredictionWriter):
@@ -41,7 +42,7 @@ class EpisodeWriter(BasePredictionWriter):
         rows = self.rows(predictions)
         with self.path.open("w", encoding="utf-8", newline="") as file:
             if self.path.suffix == ".jsonl":
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(finite(row)) + "\n" for row in rows)
             else:
                 writer = csv.DictWriter(file, fieldnames=list(rows[0]))
                 writer.writeheader()

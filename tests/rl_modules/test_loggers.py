@@ -13,8 +13,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.cli import main
 from rl_modules import GRPO
+from rl_modules.common.finite import finite
 from rl_modules.loggers import adapters
 from tests.chaos import TINY
 
@@ -38,12 +40,22 @@ def test_a_csv_loggers_table_and_histogram_are_files_beside_its_curves(tmp_path)
     assert [row["step"] for row in rows] == [3, 5, 5]
     assert rows[0] == {"step": 3, "prompt": "1+1=", "reward": 0.5, "completion": "2"}
     assert rows[2]["prompt"] == COLUMNS["prompt"][1] and rows[2]["completion"] == "<eos>|"
+    assert rows[2]["reward"] is None, "NaN is no JSON"
     adapter.write_histogram("length", torch.tensor([1, 1, 2, 5]), 7)
     with (tmp_path / "run/tables/length_bars.csv").open(newline="") as file:
         bars = list(csv.DictReader(file))
     assert sum(int(bar["count"]) for bar in bars) == 4 and {bar["step"] for bar in bars} == {"7"}
     first = bars[0]
     assert float(first["low"]) <= 1 <= float(first["high"]) and first["count"] == "2"
+
+
+def test_predictions_hold_no_number_that_json_lacks(tmp_path):
+    writer = EpisodeWriter(str(tmp_path / "a.jsonl"))
+    values = torch.tensor([1.5, float("nan"), float("inf"), -float("inf")])
+    writer.write_on_epoch_end(SimpleNamespace(), SimpleNamespace(), [{"return": values}], None)
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [row["return"] for row in rows] == [1.5, None, None, None]
+    assert finite({"parsed": [1, float("nan"), (True, "NaN")]}) == {"parsed": [1, None, [True, "NaN"]]}
 
 
 def test_tensorboard_gets_text_and_histogram(tmp_path):
