@@ -21,6 +21,7 @@ from datamodules.language.sources import (
     check_prompt_lengths,
     describe_dataset,
     load_records,
+    place_of,
     refuse_stream,
 )
 from datamodules.language.streaming import RecordStream, open_stream
@@ -291,8 +292,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         prompts = self.encode_prompts([record["prompt"] for record in records], records)
         for i, ids in enumerate(prompts):
             if not ids:
-                raise UsageError(f"{self.source}: record {i} has an empty prompt; a completion needs something to "
-                                 "start from")  # fmt: skip
+                place = place_of(records[i], self.source)
+                raise UsageError(f"{place}: record {i} has an empty prompt, where a text should be that a completion "
+                                 "can start from; write one, or leave the row out")  # fmt: skip
         limit = self.policy.max_length - 1
         kept = check_prompt_lengths([len(ids) for ids in prompts], limit, self.source, self.hparams["overlong"])
         return [{**records[i], "prompt_ids": prompts[i]} for i in kept]

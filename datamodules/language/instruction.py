@@ -133,7 +133,10 @@ class InstructionDataModule(LanguageDataModule):
         """
         row = {name: value for name, value in row.items() if name not in ADDED}
         text = row.get("text")
-        if isinstance(text, str) and text.strip() and all(row.get(k) is None for k in ("prompt", "messages")):
+        is_whole = "text" in row and all(row.get(k) is None for k in ("prompt", "messages"))
+        if is_whole and row.get("completion") is None and not (isinstance(text, str) and text.strip()):
+            raise UsageError(f"{place}: 'text' is {text!r}, where a text to learn should be; leave the row out")
+        if is_whole and isinstance(text, str) and text.strip():
             return {**row, "prompt": text[: len(text) - len(text.lstrip())] + text.split()[0], "completion": text,
                     "whole": True}  # fmt: skip
         return as_conversation(row, place)

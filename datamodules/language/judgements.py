@@ -8,7 +8,7 @@ from datamodules.language.preference_forms import as_preference, refuse_lost
 from rl_modules.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from datamodules.language.base import LanguageDataModule
+    from datamodules.language.preference import PreferenceDataModule
 
 Record = dict[str, Any]
 
@@ -54,7 +54,7 @@ def unpair(records: list[Record]) -> list[Record]:
     return single
 
 
-def encode_judgements(data: "LanguageDataModule", records: list[Record], limit: int) -> list[Record]:
+def encode_judgements(data: "PreferenceDataModule", records: list[Record], limit: int) -> list[Record]:
     """Add token ids: the prompt's, the answer's as ``chosen_ids``, and another record's answer's as ``rejected_ids``.
 
     The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the first
@@ -84,6 +84,8 @@ def encode_judgements(data: "LanguageDataModule", records: list[Record], limit: 
     if len(kept) < 2:
         raise UsageError(f"{data.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, to "
                          "match prompts with the answers to others")  # fmt: skip
+    for i in kept:
+        data.refuse_empty_prompt(prompts[i], records[i])
     partners = mismatched([prompts[i] for i in kept])
     return [
         {

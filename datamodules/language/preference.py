@@ -13,7 +13,7 @@ from datamodules.language.judgements import as_judgement, encode_judgements
 from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
-from datamodules.language.sources import load_records
+from datamodules.language.sources import load_records, place_of
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
 from rl_modules.common.checks import at_least
@@ -212,6 +212,7 @@ class PreferenceDataModule(LanguageDataModule):
             elif chosen == rejected:
                 equal += 1
             else:
+                self.refuse_empty_prompt(prompt, record)
                 kept.append({**record, "prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
         for count, why in ((overlong, f"are longer than {limit} tokens"), (equal, "have chosen equal to rejected")):
             if count == len(records):
@@ -255,6 +256,21 @@ class PreferenceDataModule(LanguageDataModule):
             notice(f"{len(ids) - len(fitting)} of {len(ids)} demonstrations left out, they are longer than "
                            f"{self._limit} tokens")  # fmt: skip
         return fitting
+
+    def refuse_empty_prompt(self, ids: list[int], record: Record) -> None:
+        """Refuses a pair or judgement without a prompt, except for a reward model, which reads whole texts.
+
+        Args:
+            ids: tokens of the prompt.
+            record: as it was read.
+
+        Raises:
+            UsageError: names its file and line.
+        """
+        if not ids and hasattr(self.policy, "check_pairs"):
+            place = place_of(record, "")
+            raise UsageError(f"{self.source}: a prompt is empty{place and f' ({place})'}; write one, or leave the row "
+                             "out: the first token of an answer needs something that predicts it")  # fmt: skip
 
     # ---------------------------------------------------------------- training batches
 

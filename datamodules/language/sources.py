@@ -323,6 +323,24 @@ def _position(text: str | None, length: int) -> int | None:
 # -------------------------------------------------------------------- one record
 
 
+class PlacedRecord(dict[str, Any]):
+    """A record that knows its file and line, for what is found only when it is tokenized; copies are plain dicts.
+
+    Args:
+        record: its columns.
+        place: its file and line, or dataset and row.
+    """
+
+    def __init__(self, record: Record, place: str) -> None:
+        super().__init__(record)
+        self.place = place
+
+
+def place_of(record: Record, source: str) -> str:
+    """A record's file and line, or dataset and row; where it has none, the name of its source."""
+    return record.place if isinstance(record, PlacedRecord) else source
+
+
 def as_record(
     row: dict[str, Any],
     place: str,
@@ -365,7 +383,7 @@ def as_record(
         if not found:
             raise UsageError(f"{place}: the answer has no {answer_after!r}, as answer_after wants it to")
         record["answer"] = answer.strip()
-    return record
+    return PlacedRecord(record, place)
 
 
 def _refuse_other_formats(row: dict[str, Any], place: str) -> None:

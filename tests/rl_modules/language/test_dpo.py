@@ -399,8 +399,8 @@ def test_refuses_what_it_cannot_learn_from(make_trainer, data, tmp_path):
     judged = write(tmp_path / "judged.jsonl", [{"prompt": "1+1=", "completion": "2", "label": True}])
     with pytest.raises(UsageError, match=r"judged.jsonl:1: 'completion' and 'label' are a judgement .* DPO needs"):
         make_trainer(max_steps=1).fit(model(), datamodule=data(path=judged))
-    empty = write(tmp_path / "empty.jsonl", [{**row, "prompt": ""} for row in PAIRS])
-    with pytest.raises(UsageError, match="a prompt is empty"):
+    empty = write(tmp_path / "empty.jsonl", [*PAIRS, *({**row, "prompt": ""} for row in PAIRS)])
+    with pytest.raises(UsageError, match=rf"a prompt is empty \(.*empty.jsonl:{len(PAIRS) + 1}\); write one"):
         make_trainer(max_steps=1).fit(model(), datamodule=data(path=empty))
 
 

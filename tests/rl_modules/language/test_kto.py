@@ -190,6 +190,12 @@ def test_refuses_records_by_place(row, message):
         as_judgement(row, "line 1")
 
 
+def test_an_empty_prompt_is_named_by_its_line(make_trainer, data, tmp_path):
+    path = write(tmp_path / "empty.jsonl", [*JUDGEMENTS, {**JUDGEMENTS[0], "prompt": ""}])
+    with pytest.raises(UsageError, match=rf"a prompt is empty \(.*empty.jsonl:{len(JUDGEMENTS) + 1}\)"):
+        make_trainer(max_steps=1).fit(model(), datamodule=data(path=path))
+
+
 def test_forms_of_a_judgement():
     message = [{"role": "assistant", "content": "b"}]
     assert as_judgement({"prompt": "a", "completion": message, "label": 1}, "") == {
