@@ -98,6 +98,11 @@ class InstructionDataModule(LanguageDataModule):
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds the token ids of prompts and, for demonstrations, of completions with their EOS."""
+        system_prompt = self.hparams["system_prompt"]
+        if system_prompt is not None and records and all(record.get("whole") for record in records):
+            raise UsageError(f"{self.source}: system_prompt={system_prompt!r} is read by the chat template, through "
+                             "which the texts of a column 'text' do not go; leave it out, or give prompt and "
+                             "completion, or messages")  # fmt: skip
         records = super().encode(records)
         for i, record in enumerate(records):
             if "conversation" in record:

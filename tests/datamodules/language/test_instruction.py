@@ -259,6 +259,7 @@ def test_turns_of_the_assistant_count_however_rows_are_laid_out(tmp_path, packin
         ([{"text": "a b"}, {"text": ""}], {}, r"a\.jsonl:2: 'text' is '', where a text to learn should be; leave"),
         ([{"text": " \n"}], {}, r"a\.jsonl:1: 'text' is ' \\n'"),
         ([{"text": None}], {}, r"a\.jsonl:1: 'text' is None"),
+        ([{"text": "a b"}], {"system_prompt": "s"}, "system_prompt='s' is read by the chat template.*column 'text'"),
         ([{"prompt": "a" * 70, "completion": "b"}], {}, "prompts are longer than 63 tokens .*overlong=drop"),
         ([{"prompt": "a", "completion": "b" * 80}], {}, "longer than 64 tokens .*record 0 has 82.*overlong=drop"),
         ([{"prompt": "a", "completion": "b" * 80}], {"overlong": "drop"}, "1 of 1 records are longer than 64 tokens"),
