@@ -33,10 +33,11 @@ def as_judgement(row: Record, place: str) -> Record:
         raise UsageError(f"{place}: label={label!r} must be true or false")
     if isinstance(completion, list):
         last = completion[0] if len(completion) == 1 else None
+        if isinstance(last, dict):
+            refuse_lost(last, "completion", place)
         if not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: 'completion' has {len(completion)} messages, where exactly one with role and "
                              "content should be")  # fmt: skip
-        refuse_lost(last, "completion", place)
         completion = last["content"]
     return {**row, "completion": completion, "label": bool(label)}
 

@@ -68,10 +68,11 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         shared += 1
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         last = messages[-1] if messages else None
+        if isinstance(last, dict):
+            refuse_lost(last, name, place)
         if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages after the {shared} that both "
                              "answers share, where exactly one with role and content should be")  # fmt: skip
-        refuse_lost(last, name, place)
     if shared:
         before = chosen[:shared]
         if isinstance(prompt, list) and prompt != before:

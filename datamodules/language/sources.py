@@ -391,6 +391,11 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
         raise UsageError(f"{place}: 'completions' with 'labels' is stepwise supervision of a process reward model, "
                          "which nothing here learns from; give prompt, completion and label")  # fmt: skip
+    messages = row.get("messages", row.get("conversations"))
+    first = messages[0] if isinstance(messages, list) and messages else None
+    if isinstance(first, dict) and "from" in first and "value" in first and "role" not in first:
+        raise UsageError(f"{place}: messages have from and value, ShareGPT's format, where role (system, user, "
+                         "assistant) and content should be; convert them, and give them as messages")  # fmt: skip
     for name in ("image", "images"):
         if row.get(name) is not None:
             raise UsageError(f"{place}: {name!r} belongs to a vision dataset, and every algorithm here reads text "

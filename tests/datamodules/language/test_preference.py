@@ -349,6 +349,7 @@ def test_a_csv_file_writes_its_margins_as_texts(cell, margin):
 
 
 AB = {"prompt": "a", "chosen": "b"}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 ABC = {**AB, "rejected": "c"}
 PARTING = {
     "chosen": [say("user", "a"), say("assistant", "b")],
@@ -368,6 +369,7 @@ PARTING = {
         ({**ABC, "chosen": [say("assistant", "b")]}, "one of chosen and rejected is text"),
         (PARTING, "'chosen' has 2 messages after the 0 that both answers share"),
         ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
+        ({"prompt": "a", "chosen": [CALL], "rejected": [say("assistant", "b")]}, "'chosen' calls tools, which is lost"),
         ("{not json", "not valid JSON"),
     ],
 )

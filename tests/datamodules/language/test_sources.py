@@ -56,6 +56,11 @@ def test_chat_prompts_are_kept_as_messages(tmp_path):
             "data.jsonl:2: there is no 'prompt', only promt, answer; did you mean promt",
         ),
         (b'{"prompt": null}', "data.jsonl:2: 'prompt' is null"),
+        (
+            b'{"conversations": [{"from": "human", "value": "a"}]}',
+            "data.jsonl:2: messages have from and value, ShareGPT",
+        ),
+        (b'{"messages": [{"from": "human", "value": "a"}]}', "ShareGPT's format, where role .* and content should be"),
         (b'{"prompt": 3}', "data.jsonl:2: 'prompt' is int 3, where text or a list of messages"),
         (b'{"prompt": []}', r"'prompt' is list \[\]"),
         (b'{"prompt": [{"role": "user"}]}', "list of messages with role and content"),
