@@ -145,7 +145,13 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         weights = super().weights_to_start_from(checkpoint)
-        if parse_ent_coef(checkpoint["hyper_parameters"]["ent_coef"]) == parse_ent_coef(self.hparams["ent_coef"]):
+        before = checkpoint["hyper_parameters"].get("ent_coef")
+        if before is None:
+            # The constructor of a subclass has chosen it, and chooses it again: no new value, unless one is fixed.
+            is_same = ("log_ent_coef" in weights) == self.learns_ent_coef
+        else:
+            is_same = parse_ent_coef(before) == parse_ent_coef(self.hparams["ent_coef"])
+        if is_same:
             return weights
         # A new value of the argument overrides the checkpoint's α.
         weights = {name: x for name, x in weights.items() if name != "log_ent_coef"}

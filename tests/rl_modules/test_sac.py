@@ -229,6 +229,35 @@ def test_a_run_from_other_weights_begins_with_the_alpha_that_it_is_given(
     assert (second.log_ent_coef is None) == (after == 0.2)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("before", "after"), [({}, {}), ({"ent_coef": 0.2}, {"ent_coef": 0.2}), ({}, {"ent_coef": 0.2})]
+)
+def test_a_subclass_with_a_constructor_of_its_own_starts_from_weights(before: Any, after: Any, tmp_path: Path) -> None:
+    """Its checkpoints hold no argument of SAC's that nobody gave: the constructor may choose it, and would again."""
+
+    def subclass(**chosen: Any) -> Any:
+        class Mine(SAC):
+            def __init__(self, own: float = 1.0, **arguments: Any) -> None:
+                super().__init__(**chosen, **arguments)
+                self.own = own
+
+            def begin_run(self) -> None:
+                super().begin_run()
+                self.begins = {name: x.clone() for name, x in self.state_dict().items()}
+
+        return Mine
+
+    first = subclass(**before)(net_arch=[8])
+    fit(first, data_module()).save_checkpoint(tmp_path / "first.ckpt")
+    assert "ent_coef" not in torch.load(tmp_path / "first.ckpt", weights_only=True)["hyper_parameters"]
+    second = subclass(**after)(net_arch=[8], init_from=str(tmp_path / "first.ckpt"))
+    fit(second, data_module())
+    trained = first.state_dict()
+    assert ("log_ent_coef" in second.begins) == (not after)
+    assert all(torch.equal(x, trained[name]) for name, x in second.begins.items())
+
+
 def test_target_networks_move_by_tau_every_interval() -> None:
     moved = []
 
