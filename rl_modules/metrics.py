@@ -82,6 +82,12 @@ def _add_outside_of_graphs(sums: MetricSums, values: Mapping[str, Tensor | float
     sums._add(values)
 
 
+@_disable_dynamo
+def _log_outside_of_graphs(module: "MetricsMixin", *arguments: Any) -> None:
+    """Lightning looks at signatures and keeps numbers by name, which Dynamo can't follow."""
+    module._log_value(*arguments)
+
+
 def _over_ranks(sums: dict[str, tuple[float, int]], device: torch.device) -> dict[str, tuple[float, int]]:
     """Sums and counts over all ranks. A rank may lack a name that another has."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -123,6 +129,12 @@ class MetricsMixin(L.LightningModule):
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:  # type: ignore[override]
         """Lightning's ``log``. In training the epoch's mean is drawn over ``total_timesteps``, like every curve."""
+        if torch.compiler.is_compiling():
+            _log_outside_of_graphs(self, name, value, prog_bar, logger, options)
+        else:
+            self._log_value(name, value, prog_bar, logger, options)
+
+    def _log_value(self, name: str, value: Any, prog_bar: bool, logger: bool | None, options: dict[str, Any]) -> None:
         trainer = self._trainer
         if trainer is not None and trainer.training and options.get("reduce_fx", "mean") == "mean":
             if logger is not False and isinstance(value, Tensor | int | float) and self.logs_this_epoch:

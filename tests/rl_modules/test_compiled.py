@@ -6,6 +6,7 @@ import torch
 from datamodules import RolloutDataModule
 from recipes import Trainer
 from rl_modules import PPO
+from tests.datamodules.test_first_evaluation import Curves
 from tests.training import fit
 
 pytest.importorskip("torch._dynamo")
@@ -24,6 +25,29 @@ def test_recording_metrics_compiles_no_graph_per_update() -> None:
         sums.append([p.detach().double().sum().item() for p in model.parameters()])
     assert sums[0] == sums[1]
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+
+
+class Logging(PPO):
+    """Logs by Lightning's method, too."""
+
+    def minibatch_loss(self, policy, value, batch):
+        loss = super().minibatch_loss(policy, value, batch)
+        self.log("own/value", value.mean())
+        self.log_dict({"own/loss": loss})
+        return loss
+
+
+@pytest.mark.long
+def test_what_a_compiled_module_logs_is_the_same() -> None:
+    curves = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        points = Curves()
+        model = Logging(net_arch=[8])
+        data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=16, batch_size=8, total_timesteps=32, eval_freq=0)
+        fit(torch.compile(model, backend="eager") if compiles else model, data, logger=points)
+        curves.append({point for point in points.points if point[0].startswith("own/")})
+    assert curves[0] == curves[1] and {name for name, _, _ in curves[0]} == {"own/value", "own/loss"}
 
 
 @pytest.mark.long
