@@ -25,6 +25,7 @@ from rl_modules.language.lora import add_lora, freeze_unread_parts, merged, refu
 from rl_modules.language.model_objects import CLASSES, copy_of
 from rl_modules.language.sharding import is_sharded, whole
 from rl_modules.language.tokenizer import export_tokenizer, needs_own_code
+from rl_modules.language.weight_files import read_model, require_all_weights
 
 #: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
 SMALL = {
@@ -126,6 +127,10 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
     if isinstance(width, int) and isinstance(heads, int) and width % heads and not getattr(text, "head_dim", None):
         raise UsageError(f"model_config: hidden_size={width} must be divisible by num_attention_heads={heads}")
+    layers, kinds = getattr(text, "num_hidden_layers", None), getattr(text, "layer_types", None)
+    if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) < layers:
+        raise UsageError(f"model_config: num_hidden_layers={layers} is more than the {len(kinds)} layers that the "
+                         "model's layer_types name; leave it as it is")  # fmt: skip
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -165,7 +170,7 @@ def make_model(
 
     Raises:
         UsageError: an architecture without such a head or whose score is not read at the last token, a directory
-            without weights, a hub that is out of reach, an unknown dtype or way of checkpointing.
+            without all of the weights, a hub that is out of reach, an unknown dtype or way of checkpointing.
     """
     require_head(config, head)
     if torch_dtype not in _DTYPES:
@@ -179,19 +184,22 @@ def make_model(
     # Without storage there is nothing to read: another rank reads the weights and scatters them.
     is_empty = torch.get_default_device().type == "meta"
     name = type(model_name_or_path).__name__ if isinstance(model_name_or_path, PreTrainedModel) else model_name_or_path
+    found: dict[str, Any] | None = None
     try:
         if model_name_or_path is None or is_empty:
             model = _HEADS[head].from_config(config, **options, trust_remote_code=False)
         elif isinstance(model_name_or_path, PreTrainedModel):
             model = copy_of(model_name_or_path, config, head, **options)
         else:
-            model = _HEADS[head].from_pretrained(model_name_or_path, config=config, **options, trust_remote_code=False)
+            model, found = read_model(_HEADS[head], model_name_or_path, config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UsageError(_unreadable(str(name or config.model_type), error)) from error
     if head == "score" and not isinstance(getattr(model, "score", None), nn.Linear):
         raise UsageError(f"a {config.model_type} model has no linear head named score, read at the last token; take a "
                          "causal architecture such as Qwen2, Llama, GPT-2 or GPT-NeoX")  # fmt: skip
     freeze_unread_parts(model)
+    if found is not None:
+        require_all_weights(str(name), model, config, found)
     checkpoint_activations(model, gradient_checkpointing)
     if lora is not None:
         model = add_lora(model, lora, "CAUSAL_LM" if head == "causal" else "SEQ_CLS", gradient_checkpointing)

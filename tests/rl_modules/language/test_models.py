@@ -3,10 +3,12 @@
 import builtins
 import json
 import re
+import shutil
 import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -263,3 +265,57 @@ def test_an_export_has_the_dropout_rates_of_the_model(lora, tmp_path):
 
 def dropped(model):
     return {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+
+
+# -------------------------------------------------------------------- weights that a directory lacks
+
+
+def rewrite(folder, target, rename):
+    """A copy of a model's directory with its weights under other names; None: left out."""
+    shutil.copytree(folder, target)
+    file = target / "model.safetensors"
+    weights = {rename(name): weight for name, weight in load_file(file).items()}
+    save_file({name: weight for name, weight in weights.items() if name is not None}, file, {"format": "pt"})
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("directories")
+    for name, algorithm in (("causal", SFT), ("score", RewardModel)):
+        module = algorithm(model_config=TINY)
+        module.configure_model()
+        module.export(folder / name)
+    return folder
+
+
+def test_a_directory_that_lacks_weights_is_refused(directories, tmp_path):
+    compiled = rewrite(directories / "causal", tmp_path / "compiled", lambda name: f"_orig_mod.{name}")
+    half = rewrite(directories / "causal", tmp_path / "half", lambda name: None if "layers.1" in name else name)
+    with pytest.raises(UsageError, match=r"compiled' lacks 27 .* such as lm_head.weight and has _orig_mod.model.embed"):
+        SFT(model_name_or_path=compiled).configure_model()
+    for algorithm in (SFT, RewardModel):
+        with pytest.raises(UsageError, match=r"half' lacks 12 of the model's weights, such as model.layers.1.input"):
+            algorithm(model_name_or_path=half).configure_model()
+
+
+def test_only_a_causal_model_may_lack_the_reward_head(directories, tmp_path):
+    RewardModel(model_name_or_path=str(directories / "causal")).configure_model()
+    headless = rewrite(directories / "score", tmp_path / "headless", lambda name: None if "score" in name else name)
+    with pytest.raises(UsageError, match=r"headless' lacks 1 of the model's weights, such as score.weight"):
+        RewardModel(model_name_or_path=headless).configure_model()
+    judged = RLHFPPO(model_name_or_path=str(directories / "causal"), reward_model_name_or_path=headless)
+    with pytest.raises(UsageError, match=r"can't judge: .* such as score.weight"):
+        judged.configure_model()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_size": 64}, r"has model.embed_tokens.weight of shape \(99, 32\), its config of \(99, 64\)"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3 is more than the 2 layers"),
+    ],
+)
+def test_sizes_that_the_weights_have_not_are_refused(fields, reason, directories):
+    with pytest.raises(UsageError, match=reason):
+        SFT(model_name_or_path=str(directories / "causal"), model_config=fields).configure_model()
