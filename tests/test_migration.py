@@ -28,11 +28,17 @@ def arguments(*classes: type) -> dict[str, Any]:
 
 
 def rows(page: str) -> Iterator[tuple[str, str]]:
-    """Both cells of each row of a page's table."""
+    """Both cells of each row of a page's tables of two columns."""
+    yield from ((theirs, ours) for theirs, ours in cells(page, 2))
+
+
+def cells(page: str, n_columns: int) -> Iterator[list[str]]:
+    """The cells of each row of a page's tables of so many columns."""
     for line in (PAGES / page).read_text("utf-8").splitlines():
         if line.startswith("|") and not line.startswith("|---"):
-            _, theirs, ours, _ = re.split(r"(?<!\\)\|", line)
-            yield theirs, ours
+            found = re.split(r"(?<!\\)\|", line)[1:-1]
+            if len(found) == n_columns:
+                yield found
 
 
 def names(cell: str) -> list[str]:
@@ -88,6 +94,20 @@ def test_names_that_are_trl_s_are_trl_s() -> None:
             assert set(names(theirs)) <= arguments(cls).keys(), f"{theirs} in {cls.__name__}"
             checked += len(names(theirs))
     assert checked > 10
+
+
+def test_defaults_that_differ_are_trl_s() -> None:
+    trl = pytest.importorskip("trl", reason="needs the test extra")
+    given = {"num_generations": trl.RLOOConfig, "disable_dropout": trl.GRPOConfig}
+    checked = 0
+    for what, theirs, _ in cells("from_trl.md", 3):
+        for name, value in [*re.findall(r"`(\w+)=([^`]+)`", theirs), *((name, theirs.strip()) for name in names(what))]:
+            defaults = {field.name: field.default for field in dataclasses.fields(given.get(name, trl.SFTConfig))}
+            if name in defaults and re.fullmatch(r"[\d,]+|true|false", value):
+                stated = {"true": True, "false": False}.get(value, value.replace(",", ""))
+                assert str(defaults[name]).removesuffix(".0") == str(stated), f"{name}: TRL has {defaults[name]}"
+                checked += 1
+    assert checked >= 6
 
 
 def test_batches_count_as_the_page_says() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from rl_modules import functional as F
@@ -40,6 +41,8 @@ def reinforce_plus_plus(rewards: Tensor) -> Tensor:
 ADVANTAGES: dict[str, GroupScores] = {
     function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_plus_plus)
 }
+#: Those whose baseline is the group's: a group of one completion has none.
+IN_GROUPS = (grpo, dr_grpo, rloo)
 
 #: Whether import paths are those of a checkpoint that is being loaded.
 _loads_checkpoint: ContextVar[bool] = ContextVar("loads_checkpoint", default=False)
@@ -100,3 +103,30 @@ def _imported(name: str) -> GroupScores:
         raise UsageError(f"advantages={name!r} is a {type(function).__name__}; name a function from rewards [P, G] to "
                          "advantages [P, G]")  # fmt: skip
     return function
+
+
+def require_advantages(advantage: Tensor, reward: Tensor, width: int) -> Tensor:
+    """Checks the advantages of a generation, which may be a subclass's own; all ranks see the same ones.
+
+    Args:
+        advantage: A of each completion over all ranks, [B] or [B, L].
+        reward: of the same completions, [B]; NaN: not scored.
+        width: tokens of this rank's longest completion.
+
+    Returns:
+        The advantages, 0 where nothing was scored: a NaN would spread to all weights.
+
+    Raises:
+        UsageError: another shape; an advantage of a scored completion that is not finite.
+    """
+    enough = advantage.ndim == 1 or (advantage.ndim == 2 and advantage.shape[1] >= width)
+    if not enough or len(advantage) != len(reward):
+        raise UsageError(f"advantages have shape {tuple(advantage.shape)} for {len(reward)} completions of up to "
+                         f"{width} tokens; return one number per completion [B], or per token [B, L]")  # fmt: skip
+    unscored = reward.isnan() if advantage.ndim == 1 else reward.isnan().unsqueeze(1)
+    advantage = torch.where(unscored, 0.0, advantage)
+    if not bool(advantage.isfinite().all()):
+        row = int((~advantage.isfinite()).view(len(reward), -1).any(1).nonzero()[0])
+        raise UsageError(f"advantages of completion {row}, whose reward is {float(reward[row]):g}, are not finite; a "
+                         "reward of NaN is none, which nanmean leaves out where mean does not")  # fmt: skip
+    return advantage

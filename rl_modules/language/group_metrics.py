@@ -21,12 +21,11 @@ def generation_metrics(
         entropy: sum over each completion's tokens in nats, [B].
         num_generations: completions per prompt.
     """
-    centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
-    return {
-        "frac_reward_zero_std": (centred == 0).all(1).float().mean(),
-        "entropy": entropy.sum() / length.sum(),
-        **length_metrics(length, finished),
-    }
+    metrics = {"entropy": entropy.sum() / length.sum(), **length_metrics(length, finished)}
+    if num_generations > 1:  # a baseline of another kind takes groups of one, which have no spread
+        centred = F.group_advantages(reward, num_generations, "none").view(-1, num_generations)
+        metrics["frac_reward_zero_std"] = (centred == 0).all(1).float().mean()
+    return metrics
 
 
 def quantile(values: Tensor, q: float) -> Tensor:

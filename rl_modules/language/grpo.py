@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
-from rl_modules.language.advantages import imported_at_use, load_advantages, path_of
+from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
 from rl_modules.language.group_metrics import (
     clip_metrics,
     generation_metrics,
@@ -200,8 +200,16 @@ class GRPO(JudgedPolicy):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if stage == "fit" and getattr(self.trainer.datamodule, "num_generations", 2) < 2:  # type: ignore[attr-defined]
+        single = getattr(self.trainer.datamodule, "num_generations", 2) < 2  # type: ignore[attr-defined]
+        if stage == "fit" and single and self.compares_groups:
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the baseline is the group's, with which a single completion of a prompt would have no advantage."""
+        cls = type(self)
+        is_own = cls.advantages is not GRPO.advantages or cls.score_group is not GRPO.score_group
+        return not is_own and self.advantage_function in (None, *IN_GROUPS)
 
     def check_architecture(self) -> None:
         super().check_architecture()
@@ -233,7 +241,8 @@ class GRPO(JudgedPolicy):
         fields["group"] = torch.arange(len(mask), device=mask.device) // rollout["num_generations"]
         everyone = self.gathered(rollout["reward"])
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
-        fields["advantage"] = self.advantages(everyone, rollout["num_generations"])[own]
+        advantage = self.advantages(everyone, rollout["num_generations"])
+        fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
         judged = self.forward_passes(rollout)
         fields |= {name: judged[name] for name in judged if name != "entropy"}
         if self.corrects:

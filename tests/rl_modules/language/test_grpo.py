@@ -66,6 +66,10 @@ def small_tokenizer(folder: Any) -> str:
 HERE = "tests.rl_modules.language.test_grpo"
 
 
+def scored_odd_only(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+    return [float(i % 4) if i % 2 else None for i in range(len(completions))]
+
+
 def addition(reward: str = "digit_reward", **arguments: Any) -> PromptDataModule:
     defaults = {"batch_size": 16, "num_generations": 4, "eval_steps": 0, "n_train": 24,
                 "reward_funcs": [f"{HERE}:{reward}"]}  # fmt: skip
@@ -664,3 +668,41 @@ def test_two_ranks_evaluate_the_records_that_one_does_where_they_do_not_divide_t
     assert one["eval/rewards/number_if_asked"] == pytest.approx((1 + 6 + 4 + 7) / 4)
     for rank in on_ranks(lambda: evaluated(str(path), 2, eval_batch_size), tmp_path / "ranks"):
         assert rank == pytest.approx(one)
+
+
+# ---------------------------------------------------------------- advantages of a subclass
+
+
+class Baseline(GRPO):
+    """A subclass with a baseline of its own, and a chosen result."""
+
+    def advantages(self, reward, num_generations):
+        return self.given(reward)
+
+
+def test_an_unscored_completion_has_no_advantage_whatever_a_subclass_returns():
+    module = Baseline(model_config=TINY, max_completion_length=5, learning_rate=1e-3)
+    module.given = lambda reward: reward - reward.nanmean()
+    fit(module, addition("scored_odd_only", num_generations=1), max_steps=1)
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    (lambda reward: reward - reward.mean(), r"completion 1, whose reward is 1, are not finite; a reward"),
+    (lambda reward: reward.view(-1, 4).mean(1), r"shape \(4,\) for 16 completions of up to \d tokens"),
+    (lambda reward: reward.view(-1, 1).expand(-1, 1), r"shape \(16, 1\) for 16 completions"),
+])  # fmt: skip
+def test_advantages_that_can_not_be_used_are_refused(given, sentence):
+    module = Baseline(model_config=TINY, max_completion_length=5)
+    module.given = given
+    with pytest.raises(UsageError, match=sentence):
+        fit(module, addition("scored_odd_only"), max_steps=1)
+
+
+@pytest.mark.long
+def test_a_baseline_over_the_batch_takes_groups_of_one():
+    module = grpo(advantages="reinforce_plus_plus")
+    fit(module, addition(num_generations=1), max_steps=1)
+    assert module.latest_metrics["train/grad_norm"] > 0
+    with pytest.raises(UsageError, match="num_generations=1 leaves a completion nothing"):
+        fit(grpo(advantages="rloo"), addition(num_generations=1), max_steps=1)
