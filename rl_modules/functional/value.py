@@ -168,7 +168,7 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
         returns: R in units of reward, shape S.
 
     Returns:
-        Scalar of at most 1 (negative: worse than a constant), detached; NaN when the returns do not vary.
+        Scalar of at most 1 (negative: worse than a constant), detached; NaN when the returns do not vary or there are none.
 
     Raises:
         ValueError: shapes differ.
@@ -178,6 +178,8 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
     require_tensors(value=value)
     require_shape("returns", returns, value.shape, "value")
     value, returns = as_constant(value).flatten(), as_constant(returns).flatten()
+    if not value.numel():
+        return value.new_full((), torch.nan)
     # From the first one: around a rounded mean, constant returns would have a variance, by which is divided.
     total = (returns - returns[:1]).var(correction=0)
     # 0 / 0 is already NaN; the case to catch is a critic that is wrong about constant returns, -inf otherwise.

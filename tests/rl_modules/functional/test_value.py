@@ -177,6 +177,11 @@ def test_explained_variance_of_known_critics():
         explained_variance(returns, returns[:, None])
 
 
+@pytest.mark.filterwarnings("error")
+def test_nothing_has_no_explained_variance():
+    assert explained_variance(torch.empty(0), torch.empty(0)).isnan()
+
+
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_is_averaged_in_float32(half):
     value, zero = torch.full((1000,), 1.0, dtype=half), torch.zeros(1000, dtype=half)
