@@ -591,7 +591,9 @@ for name, reward_says in {
     "short": ("'short'", "1 values for"), "nan": ("nan", "NaN|finite"), "fails": ("'fails'", "ZeroDivisionError"),
     "needs": ("'needs'", "colour"), "missing": ("missing",), "Judge": ("Judge", "function"),
 }.items():  # fmt: skip
-    cli(f"reward {name}", [*GRPO_ADDITION, f"--data.reward_funcs=judges:{name}"], *reward_says, judges__py=rewards)
+    # Of two prompts: a single one may be of a kind that no function judges.
+    cli(f"reward {name}", [*GRPO_ADDITION, "--data.batch_size=16", f"--data.reward_funcs=judges:{name}"],
+        *reward_says, judges__py=rewards)  # fmt: skip
 
 for name, text, record_says in (
     ("syntax", '{"prompt": "1"\n', (r"mine\.jsonl:1", "JSON")),

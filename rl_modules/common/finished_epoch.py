@@ -23,6 +23,9 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint: about to be written, changed in place.
     """
     epochs, batches = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop.batch_progress
+    # What a rank returns to the process that started it says nothing of loops: it is not resumed from.
+    if "loops" not in checkpoint:
+        return
     # Before the epoch's end and after the first batch of the next, nothing is counted yet.
     if not batches.current.completed or epochs.current.processed < epochs.current.started:
         return
