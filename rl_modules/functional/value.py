@@ -168,7 +168,7 @@ def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
         returns: R in units of reward, shape S.
 
     Returns:
-        Scalar of at most 1 (negative: worse than a constant), detached; NaN when the returns do not vary or there are none.
+        Scalar of at most 1 (negative: worse than a constant), detached; NaN when no returns vary.
 
     Raises:
         ValueError: shapes differ.
