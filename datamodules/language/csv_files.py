@@ -15,12 +15,31 @@ def options_of_texts(file: str | Path) -> dict[str, Any]:
 
     Args:
         file: the first of the files, whose header names the columns.
+
+    Raises:
+        ValueError: see :func:`_header`.
     """
-    import pandas
     from datasets import Features, Value
 
-    names = pandas.read_csv(file, nrows=0).columns
+    names = _header(file)
     return {"features": Features({str(name): Value("string") for name in names}), "keep_default_na": False}
+
+
+def _header(file: str | Path) -> list[str]:
+    """The names of a csv file's columns.
+
+    Raises:
+        ValueError: the first row has more cells than names. pandas takes the first cells for an index then, and gives
+            each name its neighbour's cell.
+    """
+    import pandas
+
+    table = pandas.read_csv(file, nrows=1, dtype=str, keep_default_na=False)
+    names = [str(name) for name in table.columns]
+    if len(table) and not isinstance(table.index, pandas.RangeIndex):
+        raise ValueError(f"{file}: row 0 has {len(names) + table.index.nlevels} cells under the {len(names)} names of "
+                         f"the header, {', '.join(names)}: cells with commas need quotes")  # fmt: skip
+    return names
 
 
 def options_of_folder(name: str, config: str | None) -> dict[str, Any]:
@@ -34,8 +53,12 @@ def options_of_folder(name: str, config: str | None) -> dict[str, Any]:
 
     builder = datasets.load_dataset_builder(name, config)
     files = builder.config.data_files or {}
-    first = next((str(file) for split in files.values() for file in split), None)
-    return options_of_texts(first) if builder.info.builder_name == "csv" and first is not None else {}
+    names = [str(file) for split in files.values() for file in split]
+    if builder.info.builder_name != "csv" or not names:
+        return {}
+    for file in names[1:]:
+        _header(file)
+    return options_of_texts(names[0])
 
 
 def as_number(value: Any) -> Any:

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -272,7 +272,7 @@ class RewardFunctions:
             middle = (start + stop) // 2
             pieces = [(i, i + 1) for i in range(start, stop)] if alone else [(start, middle), (middle, stop)]
             return [value for piece in pieces for value in self._scores(call, arguments, given, *piece)]
-        if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        if not _is_sequence(values):
             raise UsageError(f"reward function {name!r} returned a {type(values).__name__}, not a list of {n} numbers")
         if len(values) != n:
             raise UsageError(f"reward function {name!r} returned {len(values)} values for {n} completions")
@@ -404,6 +404,13 @@ def _run(func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
+
+
+def _is_sequence(values: Any) -> bool:
+    """Whether values have a length and an order: a set has none, a tensor or array without dimensions no length."""
+    if isinstance(values, str | bytes | dict | Set) or getattr(values, "ndim", 1) == 0:
+        return False
+    return hasattr(values, "__len__") and hasattr(values, "__iter__")
 
 
 def _is_list(value: Any) -> bool:

@@ -17,7 +17,7 @@ from rl_modules.language.group_metrics import (
     terminated_lengths,
 )
 from rl_modules.language.grpo_arguments import check_arguments
-from rl_modules.language.judged import JudgedPolicy, Rollout, moments, require_room
+from rl_modules.language.judged import JudgedPolicy, Rollout, check_reward_weights, moments, require_room
 from rl_modules.language.policy import with_logged_columns
 from rl_modules.language.sampling.correction import correction_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
@@ -160,6 +160,7 @@ class GRPO(JudgedPolicy):
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.importance_sampling_level = importance_sampling_level
         self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
+        check_reward_weights(hp.reward_weights)
         self.reward_weights = hp.reward_weights
         self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, hp.top_entropy_quantile
         self.entropy_coef: float = hp.entropy_coef

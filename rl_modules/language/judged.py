@@ -1,6 +1,7 @@
 """Base class for algorithms that sample completions and keep a frozen reference and reward model."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.common.indices import on
+from rl_modules.common.ranges import real_number
 from rl_modules.language.base import plain_config
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.lora import check_switched_off
@@ -180,6 +182,7 @@ class JudgedPolicy(LanguagePolicy):
                 "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
             )
         names, weights = rollout["reward_names"], self.reward_weights
+        check_reward_weights(weights)
         if weights is not None and len(weights) != len(names):
             raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
                              f"{', '.join(names)}; give one for each")  # fmt: skip
@@ -334,6 +337,21 @@ class JudgedPolicy(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
+
+
+def check_reward_weights(weights: Any) -> None:
+    """Refuses weights that are no finite numbers: one of NaN would make all rewards NaN, which is none.
+
+    Raises:
+        UsageError: names ``reward_weights``.
+    """
+    if weights is None:
+        return
+    if not isinstance(weights, list | tuple):
+        raise UsageError(f"reward_weights={weights!r} must be a list of numbers, one per reward")
+    for weight in weights:
+        if not math.isfinite(real_number("reward_weights", weight)):
+            raise UsageError(f"reward_weights={weights} must be finite numbers, one per reward")
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from rl_modules import ranks
 from rl_modules.common.errors import UsageError
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
 from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, length_metrics, require_room
+from rl_modules.language.judged import JudgedPolicy, Rollout, check_reward_weights, length_metrics, require_room
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy import with_logged_columns
 from rl_modules.language.scoring import (
@@ -136,6 +136,7 @@ class RLHFPPO(JudgedPolicy):
             raise UsageError(f"kl_estimator={kl_estimator!r} must be k1 or k3")
         if target_kl is not None and beta == 0:
             raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
+        check_reward_weights(hp.reward_weights)
         self.reward_weights = hp.reward_weights
         self.beta: float = hp.beta
         self.target_kl, self.kl_gain, self.kl_estimator = hp.target_kl, hp.kl_gain, kl_estimator

@@ -306,6 +306,8 @@ def never(completions, **columns):
         (lambda completions, **c: [0.0], r"'<lambda>' returned 1 values for 3 completions"),
         (lambda completions, **c: 0.0, "returned a float, not a list of 3 numbers"),
         (lambda completions, **c: "abc", "returned a str"),
+        (lambda completions, **c: torch.tensor(1.0), "returned a Tensor, not a list of 3 numbers"),
+        (lambda completions, **c: {0.0, 1.0, 2.0}, "returned a set, not a list of 3 numbers"),
         (lambda completions, **c: [0.0, "1", 2], r"returned '1' for sample 1 \(completion 'abc'\)"),
         (lambda completions, **c: [0.0, 1.0, [2.0]], "for sample 2"),
         (lambda completions, **c: [0.0, math.inf, 0.0], "returned inf for sample 1"),

@@ -244,10 +244,12 @@ def test_datasets_that_cannot_be_read(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": ')
     (tmp_path / "data.txt").write_bytes(b"a")
     (tmp_path / "bad.csv").write_bytes(b"prompt\n\xff\n")
+    (tmp_path / "wide.csv").write_text("prompt,completion\nSay yes, please,yes\n")
     for name, message in (
         ("data.jsonl", "can't be read.*JSON"),
         ("data.txt", "ending in '.txt'"),
         ("bad.csv", "utf-8"),
+        ("wide.csv", "row 0 has 3 cells under the 2 names of the header, prompt, completion: cells with commas need"),
     ):
         with pytest.raises(UsageError, match=message):
             load_records(dataset=str(tmp_path / name))

@@ -18,6 +18,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.group_metrics import quantile
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
+from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.sft import SFT
 from tests.ranks import on_ranks
@@ -602,6 +603,18 @@ def test_a_group_of_one_is_refused():
 def test_weights_must_be_as_many_as_rewards():
     with pytest.raises(UsageError, match="are 2 numbers for 1 rewards, digit_reward"):
         fit(grpo(reward_weights=[1.0, 2.0]), addition(), max_steps=1)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, RLHFPPO])
+@pytest.mark.parametrize(("weights", "sentence"), [
+    ([1.0, math.nan], "must be finite numbers, one per reward"),
+    ([math.inf], "must be finite numbers, one per reward"),
+    (["1"], "reward_weights='1' must be a number"),
+    (2.0, r"reward_weights=2\.0 must be a list of numbers"),
+])  # fmt: skip
+def test_weights_are_finite_numbers(algorithm, weights, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        algorithm(model_config=TINY, reward_weights=weights)
 
 
 def test_completions_without_any_reward_are_refused(tmp_path):
