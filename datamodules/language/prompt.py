@@ -12,7 +12,7 @@ from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.demonstrations import Demonstrations
 from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.reward_arguments import refuse_own_names
-from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined
+from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined, require_rewards
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.language.trainer_state import TrainerState
@@ -354,7 +354,7 @@ class PromptDataModule(LanguageDataModule):
             "num_generations": n_each,
             "generation": self.generation,
         }
-        rollout["reward"] = module.rewards(rollout)
+        rollout["reward"] = require_rewards(module.rewards(rollout), len(written.finished), module)
         if self.dynamic_sampling and rollout["reward"].ndim > 1:
             raise UsageError(f"dynamic_sampling={self.dynamic_sampling} compares one reward per completion, and a "
                              "reward function returned one per token; set it to 0")  # fmt: skip

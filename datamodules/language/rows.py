@@ -11,10 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.common.errors import UsageError
+
 #: Tokens of the shortest prompt, of the longest row, and of the longest completion of a batch.
 Extent = tuple[int, int, int]
 #: Two-dimensional fields whose columns are no completion tokens.
 _OTHER_COLUMNS = frozenset({"tokens", "rewards", "correct"})
+
+
+def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
+    """Checks what a policy's ``rewards`` returned, which a subclass may override.
+
+    Args:
+        rewards: one number per completion, [n]; of a policy that takes rewards per token also [n, L].
+        n: completions.
+        policy: whose method it was.
+
+    Raises:
+        UsageError: no tensor, or one of another shape.
+    """
+    dims = (1, 2) if getattr(policy, "takes_token_rewards", False) else (1,)
+    if isinstance(rewards, Tensor) and rewards.ndim in dims and len(rewards) == n:
+        return rewards
+    got = f"shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else f"a {type(rewards).__name__}"
+    raise UsageError(f"{type(policy).__name__}.rewards returned {got} for {n} completions; return a tensor with one "
+                     f"number for each, [{n}]")  # fmt: skip
 
 
 def has_signal(reward: Tensor, num_generations: int) -> Tensor:

@@ -719,3 +719,17 @@ def test_a_baseline_over_the_batch_takes_groups_of_one():
     assert module.latest_metrics["train/grad_norm"] > 0
     with pytest.raises(UsageError, match="num_generations=1 leaves a completion nothing"):
         fit(grpo(advantages="rloo"), addition(num_generations=1), max_steps=1)
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    (lambda reward: reward.tolist(), "returned a list for 16 completions"),
+    (lambda reward: reward.view(-1, 1), r"returned shape \(16, 1\) for 16 completions"),
+    (lambda reward: reward.view(-1, 4).mean(1), r"returned shape \(4,\) for 16 completions"),
+])  # fmt: skip
+def test_rewards_of_another_shape_are_refused(given, sentence):
+    class Rewarded(GRPO):
+        def rewards(self, rollout):
+            return given(super().rewards(rollout))
+
+    with pytest.raises(UsageError, match=f"Rewarded.rewards {sentence}; return a tensor with one number for each"):
+        fit(Rewarded(model_config=TINY, max_completion_length=2), addition(), max_steps=1)
