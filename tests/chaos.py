@@ -292,10 +292,13 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="the cases are whole names")
     parser.add_argument("--fresh", action="store_true", help="start Python anew for every run, instead of forking")
     options = parser.parse_args()
-    names = [
-        name for name in CASES
-        if not options.cases or any(name == part or (part in name and not options.exact) for part in options.cases)
-    ]  # fmt: skip
+    chosen = {
+        part: [name for name in CASES if name == part or (part in name and not options.exact)] for part in options.cases
+    }
+    for part, found in chosen.items():
+        if not found:
+            parser.error(f"{part} is no case; the cases are {', '.join(CASES)}")
+    names = [name for name in CASES if not options.cases or any(name in found for found in chosen.values())]
     results: dict[str, Outcome] = {}
     print(f"{'case':20} {'kills':>5} {'no checkpoint':>13} {'mid-epoch':>9} {'runs':>5} {'identical':>9} {'s':>6}")
     for name in names:
