@@ -105,7 +105,8 @@ class EpisodeMonitor(L.Callback):
         return {"ranks": gather_ranks(own, trainer.global_rank, trainer.world_size)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._trainer is None:
+            return  # an evaluation or a prediction, which writes no episodes
         ranks = state_dict.get("ranks")
-        assert self._trainer is not None
         if ranks and len(ranks) == self._trainer.world_size:
             self._saved = ranks[self._trainer.global_rank]

@@ -187,3 +187,16 @@ def test_a_checkpoint_with_it_loads_without_code(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]["EpisodeMonitor"]
     assert state["ranks"][0]["size"] == (tmp_path / "monitor.csv").stat().st_size
     assert math.isfinite(state["ranks"][0]["t_start"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_checkpoint_of_a_run_that_had_one_is_evaluated_with_one(stage: str, tmp_path: Path) -> None:
+    """As ``rl validate --config …`` does, whose config names the callback."""
+    trainer = fit(PPO(), rollouts(), callbacks=[EpisodeMonitor(tmp_path)], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    written = (tmp_path / "monitor.csv").read_text("utf-8")
+    data = rollouts(n_eval_episodes=1, n_test_episodes=1)
+    evaluator = L.Trainer(accelerator="cpu", logger=False, callbacks=[EpisodeMonitor(tmp_path)])
+    getattr(evaluator, stage)(PPO(), datamodule=data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert (tmp_path / "monitor.csv").read_text("utf-8") == written
