@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.common.calls import refuse_foreign_call
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import plain
 
@@ -129,7 +130,7 @@ def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
     """The inverse of :func:`to_plain`; a noise is returned as it is.
 
     Raises:
-        UsageError: a class that is none of this module's.
+        UsageError: a class that is none of this module's, or an argument that it does not take.
     """
     if data is None or isinstance(data, ActionNoise):
         return data
@@ -138,7 +139,9 @@ def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
     if name not in known:
         raise UsageError(f"action_noise={data!r} must be a NormalActionNoise or an OrnsteinUhlenbeckActionNoise, or a "
                          "dictionary with class_path, one of these names, and init_args")  # fmt: skip
-    return known[name](**data.get("init_args", {}))
+    arguments = data.get("init_args") or {}
+    refuse_foreign_call(known[name], (), arguments)
+    return known[name](**arguments)
 
 
 def check_width(noise: ActionNoise, width: int) -> None:
@@ -160,7 +163,10 @@ def _normal(shape: torch.Size, generator: torch.Generator | None) -> Tensor:
 
 
 def _numbers(name: str, value: Numbers, at_least_zero: bool = False) -> Tensor:
-    tensor = torch.as_tensor(value, dtype=torch.float32)
+    try:
+        tensor = torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.tensor(torch.nan)  # no numbers
     if tensor.dim() > 1 or not tensor.isfinite().all() or (at_least_zero and (tensor < 0).any()):
         bound = ", none of them negative" if at_least_zero else ""
         raise UsageError(f"{name}={value} must be a number, or a list of one number per action dimension{bound}")

@@ -74,6 +74,10 @@ def one_sentence(
         return f"{key}: {who} needs {needed.group(1).split(' -')[0].strip()}; give it as --{key}.init_args.NAME VALUE"
     if (known := _class_names(key)) and (given := _given_class(text, value)):
         return _class_sentence(key, given, known)
+    if lacking := re.search(r"module '[\w.]+' has no attribute '(\w+)'|No module named '([\w.]+)'", text):
+        nested = re.search(rf"(\w+)={{'class_path': '([\w.]*{lacking.group(1) or lacking.group(2)}[\w.]*)'", text)
+        where = f"{key}.{nested.group(1)}={nested.group(2)!r}" if nested else key
+        return f"{where} names no class that fits: {lacking.group(0)}"
     wanted = _wanted(text)
     return f"{key}={value!r} can't be used; it must be {wanted}" if wanted else f"{key}={value!r} can't be used: {text}"
 

@@ -174,6 +174,18 @@ def test_a_checkpoint_brings_its_noise_back() -> None:
     assert made(action_noise=Mine()).hparams["action_noise"] is None
 
 
+def test_wrong_arguments_of_a_noise_are_named() -> None:
+    def described(**arguments: Any) -> dict[str, Any]:
+        return {"class_path": "OrnsteinUhlenbeckActionNoise", "init_args": arguments}
+
+    with pytest.raises(UsageError, match="OrnsteinUhlenbeckActionNoise takes no argument 'sigmaa'; did you mean sigma"):
+        TD3(action_noise=described(sigmaa=0.1))
+    for value in ("much", None, [[0.1], [0.1, 0.2]]):
+        with pytest.raises(UsageError, match="sigma=.* must be a number, or a list of one number per action dimension"):
+            TD3(action_noise=described(sigma=value))
+    assert isinstance(TD3(action_noise={**described(), "init_args": None}).action_noise, OrnsteinUhlenbeckActionNoise)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [TD3, DDPG])
 def test_pendulum_is_learned(cls: Any) -> None:
