@@ -107,6 +107,7 @@ class RLCLI(LightningCLI):
         if config["threads"] < 1:
             raise UsageError(f"threads={config['threads']} must be at least 1")
         torch.set_num_threads(config["threads"])
+        _gather_init_args(config["model"])
         trainer_settings.check(config["trainer"])
         runs.set_folder(config)
         if self.command == "fit" and not config["trainer"].get("fast_dev_run"):
@@ -276,6 +277,20 @@ class RLCLI(LightningCLI):
         seconds = time.monotonic() - self.started_s
         if summary.finish(self.trainer, self.model, self.datamodule, seconds):
             raise SystemExit(130)
+
+
+def _gather_init_args(model: Any) -> None:
+    """Moves arguments of a user's network into its ``init_args``: the parser, which does not know the class, writes
+    those of ``--model.network.init_args.width 3`` beside them.
+    """
+    settings = model.get("init_args") or {}
+    for name in ControlModule.own_networks:
+        given = settings.get(name)
+        if isinstance(given, dict) and "class_path" in given:
+            beside = {key: value for key, value in given.items() if key not in ("class_path", "init_args")}
+            if beside:
+                arguments = {**(given.get("init_args") or {}), **beside}
+                settings[name] = {"class_path": given["class_path"], "init_args": arguments}
 
 
 def _is_lightnings(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules import RolloutDataModule
@@ -141,6 +142,36 @@ def test_validate_and_predict_evaluate_a_checkpoint(rl, trained):
     assert rows["csv"] == rows["jsonl"]
     assert [set(row) for row in rows["csv"]] == [{"episode", "return", "length", "seed"}] * 3
     assert all(row["return"] == row["length"] for row in rows["csv"])
+
+
+@pytest.mark.long
+def test_an_argument_of_a_users_network_can_be_given_alone(rl, tmp_path):
+    config = tmp_path / "mine.yaml"
+    features = {"class_path": "tests.networks.Features", "init_args": {"width": 3}}
+    config.write_text(yaml.safe_dump({"model": {"class_path": "PPO", "init_args": {"features_extractor": features}}}))
+    words = ["--config", "ppo/cartpole.yaml", "--config", str(config), "--data.total_timesteps=512",
+             "--data.eval_freq=0", "--data.n_test_episodes=2"]  # fmt: skip
+    code, _, err = rl("fit", *words, "--model.features_extractor.init_args.width=5")
+    assert code == 0, err
+    recorded = yaml.safe_load(next(tmp_path.glob("logs/*/version_0/config.yaml")).read_text())
+    taken = recorded["model"]["init_args"]["features_extractor"]
+    assert taken == {"class_path": "tests.networks.Features", "init_args": {"width": 5}}
+    code, _, err = rl("fit", *words, "--model.features_extractor.init_args.height=5")
+    assert code == 1 and "features_extractor: tests.networks.Features can't be made" in err and "'height'" in err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("nowhere.Noise", "No module named 'nowhere'"), ("rl_modules.action_noise.Noise", "has no attribute 'Noise'")],
+)
+def test_a_class_in_a_config_that_does_not_exist_is_named(rl, tmp_path, path, why):
+    noise = {"class_path": path, "init_args": {"sigma": 0.2}}
+    settings = {"model": {"class_path": "TD3", "init_args": {"action_noise": noise}},
+                "data": {"class_path": "ReplayDataModule", "init_args": {"env_id": "Pendulum-v1"}}}  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    code, _, err = rl("fit", "--config", str(tmp_path / "mine.yaml"))
+    assert code == 1 and f"model.action_noise='{path}' names no class that fits" in err and why in err
 
 
 @pytest.mark.long
