@@ -50,7 +50,10 @@ def begin_next_epoch(trainer: Any) -> None:
     is_finished = batches.restarted_on_last and batches.batch_progress.current.ready >= trainer.num_training_batches
     if not (is_finished and batches.restarting):
         return
-    if batches._should_check_val_fx(epochs._data_fetcher):
+    epoch = epochs.epoch_progress.current
+    # A completed epoch has been evaluated: the checkpoint was written after its fit.
+    is_completed = epoch.completed == epoch.processed == epoch.started == epoch.ready
+    if not is_completed and batches._should_check_val_fx(epochs._data_fetcher):
         if epochs.restarted_on_epoch_end:  # Lightning counts the epoch as processed again, after the evaluation
             for progress in (epochs.epoch_progress.total, epochs.epoch_progress.current):
                 progress.processed -= 1

@@ -169,3 +169,33 @@ def test_a_run_of_max_steps_resumes_exactly_where_no_evaluation_is_due(accumulat
     for epoch in range(3):
         run(tmp_path / f"epoch={epoch}.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
         assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["ppo", "dqn", "sac", "trpo"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_max_steps_ended_at_an_epochs_end_resumes_with_the_next(
+    case: str, every: int, tmp_path: Path
+) -> None:
+    """It began with an epoch without batches, so that evaluations came at other steps."""
+    make_model, make_data, _ = CASES[case]
+    length = fit(make_model(), make_data(), max_epochs=1).num_training_batches
+    evaluated: list[tuple[int, int]] = []
+
+    class Evaluations(L.Callback):
+        def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            evaluated.append((trainer.current_epoch, trainer.global_step))
+
+    def run(epochs: int, ckpt_path: Path | None = None) -> L.Trainer:
+        data = make_data()
+        data.eval_freq, data.n_eval_episodes, data.eval_on_start = 1, 1, False
+        return fit(make_model(), data, ckpt_path, max_steps=epochs * length, callbacks=[Evaluations()],
+                   check_val_every_n_epoch=every)  # fmt: skip
+
+    run(4).save_checkpoint(tmp_path / "whole.ckpt")
+    whole = evaluated[:]
+    evaluated.clear()
+    run(1).save_checkpoint(tmp_path / "part.ckpt")
+    run(4, tmp_path / "part.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
+    assert evaluated == whole
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
