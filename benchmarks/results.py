@@ -33,6 +33,8 @@ STORE = Path(__file__).parent / "results"
 #: Where a run's checkpoints lie until its result is stored.
 RUNS = Path(__file__).parent.parent / "runs" / "results"
 DOCS = Path(__file__).parent.parent / "docs"
+#: Folder in a row's where ``benchmarks.peers`` keeps the runs of Stable-Baselines3.
+PEER = "stable-baselines3"
 #: Where an algorithm's page has its results.
 BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->\n", "<!-- end of results -->\n"
 #: Algorithms that share a page, by their folders of configs; the others have one of their own.
@@ -267,6 +269,7 @@ def report(where: str) -> None:
     ]
     if missing := [f"{row.config} (target {row.target})" for row in ROWS.values() if row.target and row not in stored]:
         lines += ["", f"These rows have a target and no result yet: {', '.join(missing)}."]
+    lines += beside_peers(stored)
     lines += [
         "",
         "## Learning curves",
@@ -305,6 +308,40 @@ def table(stored: dict[Row, list[dict]], root: str) -> list[str]:
                  took]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def beside_peers(stored: dict[Row, list[dict]]) -> list[str]:
+    """Lines of Markdown: rows that ``benchmarks.peers`` has trained too, ours and theirs."""
+    from rliable.metrics import probability_of_improvement
+
+    lines = []
+    for row, runs in stored.items():
+        theirs = [json.loads(path.read_text(encoding="utf-8")) for path in (STORE / row.config / PEER).glob("*.json")]
+        if not theirs:
+            continue
+        both = [np.array([run["final"] for run in some]) for some in (runs, theirs)]
+        cells = [f"{len(finals)} | {iqm:.2f} | {low:.2f} … {high:.2f}"
+                 for finals, (iqm, low, high) in zip(both, map(interquartile_mean, both), strict=True)]  # fmt: skip
+        above = float(probability_of_improvement(*(finals[:, None] for finals in both)))
+        versions = ", ".join(sorted({run["version"] for run in theirs}))
+        name = f"[{row.config}](../configs/{row.config}.yaml)"
+        target = "" if row.target is None else f"{row.target:.4g}"
+        lines.append(f"| {' | '.join((name, target, *cells, f'{above:.2f}', versions))} |")
+    if not lines:
+        return []
+    return [
+        "",
+        "## Beside Stable-Baselines3",
+        "",
+        "`python -m benchmarks.peers <row> --seeds 10` trains the algorithm of Stable-Baselines3 or sb3-contrib with",
+        "the config's settings for as many transitions, and plays 100 deterministic episodes. A published target is",
+        "often one run, in an earlier version of the environment. P(above) is the probability that a seed here ends",
+        "above a seed there, where ties count half; 0.5 is no difference.",
+        "",
+        "| row | target | seeds here | IQM | 95 % interval | seeds there | IQM | 95 % interval | P(above) | versions |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *lines,
+    ]
 
 
 def pictures(stored: dict[Row, list[dict]], docs: str) -> list[str]:
