@@ -1,8 +1,10 @@
 """Records from a task, a JSONL file or a dataset, with one set of checks."""
 
+import gzip
 import json
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ def load_records(
     Args:
         task: a task, its name or its import path.
         task_kwargs: the task's settings.
-        path: JSONL file, one object per line; or a parquet, arrow or csv file. The cells of a csv file are texts.
+        path: JSONL file, one object per line, which may be gzipped; or a parquet, arrow or csv file. The cells of a csv
+            file are texts.
         dataset: hub name, or a directory or file (parquet, csv, json) that ``datasets`` reads; or one of its objects.
         dataset_config: the hub dataset's configuration.
         dataset_split: the dataset's split, ``train``, or a part of it, ``train[:90%]``; None: the only one.
@@ -104,6 +107,10 @@ def read_path(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
     return list(read_jsonl(path))
 
 
+#: First bytes of a gzipped file.
+GZIP = b"\x1f\x8b"
+
+
 def is_table(path: Path) -> bool:
     """Whether a file is parquet (by its first bytes: names vary), arrow or csv."""
     if path.suffix in (".csv", ".arrow", ".parquet"):
@@ -113,10 +120,11 @@ def is_table(path: Path) -> bool:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with its ``file:line``. Empty lines are passed over.
+    """The objects of a JSONL file, each with its ``file:line``. Empty lines are passed over; gzip is unpacked.
 
     Raises:
-        UsageError: no such file, a JSON array, or a line that is not UTF-8, not JSON or not an object.
+        UsageError: no such file, a file of another kind, a JSON array, or a line that is not UTF-8, not JSON or not an
+            object.
     """
     is_first = True
     for number, raw in enumerate(_lines(path), 1):
@@ -125,7 +133,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as error:
             raise UsageError(f"{place}: byte 0x{raw[error.start]:02x} in column {error.start + 1} is not UTF-8; "
-                             "save the file as UTF-8") from error  # fmt: skip
+                             f"{_other_kind(path) or 'save the file as UTF-8'}") from error  # fmt: skip
         if not line:
             continue
         if is_first and (line == "[" or line.startswith(("[{", "[ {"))):
@@ -135,7 +143,9 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:
-            raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}") from error
+            kind = _other_kind(path)
+            raise UsageError(f"{place}: not valid JSON, {error.msg} in column {error.colno}"
+                             f"{kind and f'; {kind}'}") from error  # fmt: skip
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{place}: JSON that can't be read ({error})") from error
         if not isinstance(row, dict):
@@ -148,10 +158,24 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text}, which is no JSON and no value that a prompt, an answer or a completion can have")
 
 
+def _other_kind(path: str | Path) -> str:
+    """What to do with a file whose name says that it is no JSONL; nothing of another."""
+    packed = ".gz" if str(path).endswith(".gz") else ""
+    suffix = Path(str(path).removesuffix(".gz")).suffix
+    if suffix in ("", ".json", ".jsonl", ".jsonlines", ".ndjson"):
+        return ""
+    return f"a file ending in {suffix + packed!r} is not read: give JSONL, which may be gzipped, csv, parquet or arrow"
+
+
 def _lines(path: str | Path) -> Iterator[bytes]:
     try:
         with Path(path).open("rb") as file:
-            yield from file
+            is_gzip = file.read(2) == GZIP
+            file.seek(0)
+            yield from gzip.GzipFile(fileobj=file) if is_gzip else file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"path={str(path)!r} can't be unpacked ({error}); the file is damaged or was not copied to "
+                         "its end") from error  # fmt: skip
     except OSError as error:
         raise UsageError(f"path={str(path)!r} can't be read ({error.strerror}); give a JSONL file, or first run the "
                          "stage that writes it (the config's header says how)") from error  # fmt: skip
@@ -276,6 +300,8 @@ def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
     if path.is_file():
         kinds = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
         kind = kinds.get(path.suffix) or ("parquet" if is_table(path) else None)
+        if kind is None and path.suffix == ".gz" and path.with_suffix("").suffix in (".json", ".jsonl"):
+            kind = "json"
         if kind is None:
             raise ValueError(f"a file ending in {path.suffix!r}, not in one of {', '.join(kinds)}")
         options = options_of_texts(name) if kind == "csv" else {}

@@ -1,5 +1,6 @@
 """Records from files and datasets; what is wrong with one is said with its place."""
 
+import gzip
 import json
 import logging
 
@@ -80,6 +81,37 @@ def test_a_json_array_is_no_jsonl_file_but_a_dataset(tmp_path, indent):
     with pytest.raises(UsageError, match="rows.json:1: a JSON array, where a JSONL file .*; give the file as dataset"):
         load_records(path=path)
     assert load_records(dataset=str(path)) == rows
+
+
+def test_a_gzipped_file_has_the_records_and_lines_of_the_plain_one(tmp_path):
+    plain = jsonl(tmp_path, *({"prompt": f"p{i}", "answer": str(i)} for i in range(50)))
+    packed = tmp_path / "data.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert load_records(path=packed) == load_records(path=plain) == load_records(dataset=str(packed))
+    records = [[row for _, row in open_stream(str(path), None, None, None)(40)] for path in (plain, packed)]
+    assert records[0] == records[1] and len(records[0]) == 10
+    packed.write_bytes(gzip.compress(b'{"prompt": "a"}\n{"prompt"'))
+    with pytest.raises(UsageError, match=r"data.jsonl.gz:2: not valid JSON"):
+        load_records(path=packed)
+    packed.write_bytes(gzip.compress(plain.read_bytes())[:-30])
+    with pytest.raises(UsageError, match=r"data.jsonl.gz' can't be unpacked .*; the file is damaged"):
+        load_records(path=packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.tsv", b"prompt\tanswer\n2+2\t4\n"),
+        ("data.csv.gz", gzip.compress(b"prompt,answer\n2+2,4\n")),
+        ("data.jsonl.zst", b"\x28\xb5\x2f\xfd"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_by_their_kind(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    suffix = name.partition(".")[2] if name.endswith(".gz") else path.suffix[1:]
+    with pytest.raises(UsageError, match=rf"{name}:1: .*; a file ending in '.{suffix}' is not read: give JSONL"):
+        load_records(path=path)
 
 
 def test_files_that_are_not_there_or_empty(tmp_path):
