@@ -52,15 +52,16 @@ class Contest:
     norm_reward: bool
 
     def environments(self, n_envs: int, seed: int, gamma: float | None = None) -> Any:
-        """A vector of environments, normalised by running statistics where ``gamma`` is given."""
+        """A vector of environments, normalised as the row says; without ``gamma``, by statistics that stay fixed."""
         from stable_baselines3.common.env_util import make_vec_env
         from stable_baselines3.common.vec_env import VecNormalize
 
         envs = make_vec_env(self.env_id, n_envs, seed=seed, env_kwargs=self.env_kwargs)
         if not self.norm_obs and not self.norm_reward:
             return envs
-        training = gamma is not None
-        return VecNormalize(envs, training, self.norm_obs, training and self.norm_reward, gamma=gamma or 0.99)
+        if gamma is None:
+            return VecNormalize(envs, training=False, norm_obs=self.norm_obs, norm_reward=False)
+        return VecNormalize(envs, norm_obs=self.norm_obs, norm_reward=self.norm_reward, gamma=gamma)
 
 
 def contest(row: Row) -> Contest:
@@ -155,7 +156,7 @@ def train(row: Row, seed: int) -> str:
         test_envs.obs_rms = envs.obs_rms
     final, _ = evaluate_policy(model, test_envs, n_eval_episodes=100, deterministic=True)
     took_s = time.process_time() - start_s
-    result = {"seed": seed, "final": float(np.mean(final)), "total_timesteps": model.num_timesteps,
+    result = {"seed": seed, "final": float(final), "total_timesteps": model.num_timesteps,
               "cpu_s": round(took_s, 1), "version": _version(task.algorithm)}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result), encoding="utf-8")

@@ -89,7 +89,8 @@ def test_a_gzipped_file_has_the_records_and_lines_of_the_plain_one(tmp_path):
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert load_records(path=packed) == load_records(path=plain) == load_records(dataset=str(packed))
     records = [[row for _, row in open_stream(str(path), None, None, None)(40)] for path in (plain, packed)]
-    assert records[0] == records[1] and len(records[0]) == 10
+    records.append([row for _, row in open_stream(None, str(packed), None, None)(40)])
+    assert records[0] == records[1] == records[2] and len(records[0]) == 10
     packed.write_bytes(gzip.compress(b'{"prompt": "a"}\n{"prompt"'))
     with pytest.raises(UsageError, match=r"data.jsonl.gz:2: not valid JSON"):
         load_records(path=packed)
