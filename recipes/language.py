@@ -163,10 +163,10 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
 
     algorithm_class = getattr(rl_modules, algorithm) if model is None else load_object(model, "model")
     from rl_modules.language.base import LanguageModule
-    from rl_modules.language.judged import JudgedPolicy
+    from rl_modules.language.policy_with_reference import PolicyWithReference
 
     module: LanguageModule
-    if issubclass(algorithm_class, JudgedPolicy) and algorithm_class.export is LanguageModule.export:
+    if issubclass(algorithm_class, PolicyWithReference) and algorithm_class.export is LanguageModule.export:
         module = _policy_alone(checkpoint)
     else:
         module = algorithm_class.load_from_checkpoint(ckpt_path, weights_only=True, map_location="cpu")

@@ -456,9 +456,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         written = self.policy.act(prompts, seeds, k, on_ended=early and early.on_ended, **settings)
         pad_id = int(self.policy.tokenizer.pad_token_id)
         self.rewards.take_logged()  # of a call that was interrupted
-        judged = self.judge(records, written, k, early)
+        scored = self.judge(records, written, k, early)
         texts = joined_sequences(prompts, written, k, pad_id)
-        return {**judged, **texts, "logged": self.rewards.take_logged()}
+        return {**scored, **texts, "logged": self.rewards.take_logged()}
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
         """What computes rewards while completions are written; None without ``reward_overlap``."""

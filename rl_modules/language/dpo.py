@@ -73,7 +73,7 @@ class DPO(PreferencePolicy):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         log_prob, _ = pair_log_probs(self.model, batch)
-        metrics = self.judge_pairs(log_prob, batch, "train")
+        metrics = self.pair_metrics(log_prob, batch, "train")
         b, loss = len(batch["lengths"]), metrics["loss"]
         self.num_tokens += batch["num_tokens"]
         # Lightning divides by the number of micro-batches: each counts by its share of the step's pairs.
@@ -90,7 +90,7 @@ class DPO(PreferencePolicy):
         if "answers" in batch:
             self.log_completions(batch, batch_idx)
             return
-        metrics = self.judge_pairs(pair_log_probs(self.model, batch)[0], batch, "eval")
+        metrics = self.pair_metrics(pair_log_probs(self.model, batch)[0], batch, "eval")
         self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, len(batch["lengths"]))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class DPO(PreferencePolicy):
 
     # ---------------------------------------------------------------- the loss
 
-    def judge_pairs(self, log_prob: Tensor, batch: dict[str, Any], data: str) -> dict[str, Tensor]:
+    def pair_metrics(self, log_prob: Tensor, batch: dict[str, Any], data: str) -> dict[str, Tensor]:
         """Returns the ``loss`` of a batch and TRL's metrics: mean implicit rewards and log-probabilities.
 
         Args:

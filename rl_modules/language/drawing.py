@@ -1,4 +1,4 @@
-"""The names of :mod:`rl_modules.language.sampling.draw` under the path that they are imported from elsewhere."""
+"""Aliases of :mod:`rl_modules.language.sampling.draw`, kept for code that imports them from here."""
 
 from rl_modules.language.sampling.draw import NextToken, uniforms
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.language.judged import length_metrics
+from rl_modules.language.completion_metrics import length_metrics
 
 
 def generation_metrics(

@@ -9,6 +9,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
+from rl_modules.language.completion_metrics import moments
 from rl_modules.language.group_metrics import (
     clip_metrics,
     generation_metrics,
@@ -17,15 +18,15 @@ from rl_modules.language.group_metrics import (
     terminated_lengths,
 )
 from rl_modules.language.grpo_arguments import check_arguments
-from rl_modules.language.judged import JudgedPolicy, Rollout, check_reward_weights, moments, require_room
 from rl_modules.language.policy import with_logged_columns
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, check_reward_weights, require_room
 from rl_modules.language.sampling.correction import correction_of, sampling_metrics
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 from rl_modules.loggers import adapters
 
 
-class GRPO(JudgedPolicy):
+class GRPO(PolicyWithReference):
     """Group relative policy optimization: the mean reward of the answers to a prompt replaces the critic.
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1; DeepSeek-AI 2025, arXiv:2501.12948. With G completions per prompt,
@@ -244,8 +245,8 @@ class GRPO(JudgedPolicy):
         own = slice(self.global_rank * len(mask), (self.global_rank + 1) * len(mask))
         advantage = self.advantages(everyone, rollout["num_generations"])
         fields["advantage"] = require_advantages(advantage, everyone, mask.shape[1])[own]
-        judged = self.forward_passes(rollout)
-        fields |= {name: judged[name] for name in judged if name != "entropy"}
+        passes = self.forward_passes(rollout)
+        fields |= {name: passes[name] for name in passes if name != "entropy"}
         if self.corrects:
             fields["sampling_log_prob"] = rollout["log_prob"]
             fields["importance_weight"] = self.importance_weights(fields)
@@ -253,14 +254,14 @@ class GRPO(JudgedPolicy):
         if self.beta == 0 and self.top_entropy_quantile == 1 and not self.entropy_coef:
             matters = fields["advantage"] != 0
             fields["keep"] = mask.any(1) & (matters.any(1) if matters.ndim == 2 else matters)
-        self.record_generation(rollout, fields, judged.get("entropy"))
+        self.record_generation(rollout, fields, passes.get("entropy"))
         return fields
 
     def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Returns what :meth:`judged` computes, of a whole generation; empty where no forward pass is needed."""
-        return self.in_parts(rollout, self.judged) if self.rescores or self.beta else {}
+        """Returns :meth:`evaluate_completions` of a whole generation; empty where no forward pass is needed."""
+        return self.in_parts(rollout, self.evaluate_completions) if self.rescores or self.beta else {}
 
-    def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, and log π_ref, [b, L] each."""
         text = (tokens, prompt_length, length)
         result: dict[str, Any] = {}
@@ -387,7 +388,7 @@ class GRPO(JudgedPolicy):
         """Logs evaluation metrics, with the reward model's score of held-out completions if there is one."""
         super().log_completions(batch, batch_idx)
         if self.reward_model is not None:
-            self.log_evaluation({self.score_metric: self.judge_scores(batch).mean()}, len(batch["answers"]))
+            self.log_evaluation({self.score_metric: self.reward_model_scores(batch).mean()}, len(batch["answers"]))
 
     # ---------------------------------------------------------------- pieces to override
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.drawing import NextToken
 from rl_modules.language.sampling.correction import check_correction
+from rl_modules.language.sampling.draw import NextToken
 
 _CHOICES = {
     "loss_type": ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"),

@@ -70,7 +70,7 @@ class KTO(PreferencePolicy):
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        log_prob, reference, kl = self.judged_log_probs(batch, "train")
+        log_prob, reference, kl = self.log_probs_and_kl(batch, "train")
         loss = self.loss(log_prob, reference, batch["label"], kl)
         b = len(log_prob)
         self.num_tokens += batch["num_tokens"]
@@ -80,7 +80,7 @@ class KTO(PreferencePolicy):
         # Lightning divides by the number of micro-batches: each counts by its share of the step's answers.
         return loss * (b * batch["n_micro"] / batch["step_pairs"])
 
-    def judged_log_probs(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor, Tensor]:
+    def log_probs_and_kl(self, batch: dict[str, Any], data: str) -> tuple[Tensor, Tensor, Tensor]:
         """Returns log-probabilities of the judged answers, and the KL estimate from the mismatched ones.
 
         Args:
@@ -140,7 +140,7 @@ class KTO(PreferencePolicy):
         if "answers" in batch:
             self.log_completions(batch, batch_idx)
             return
-        log_prob, reference, kl = self.judged_log_probs(batch, "eval")
+        log_prob, reference, kl = self.log_probs_and_kl(batch, "eval")
         loss = self.loss(log_prob, reference, batch["label"], kl)
         self.log_evaluation({"eval/loss": loss, "eval/kl": kl}, len(log_prob))
         for count, metrics in self.rewards(log_prob, reference, batch["label"]):
@@ -151,5 +151,5 @@ class KTO(PreferencePolicy):
         if "answers" in batch:
             return batch
         # Not kept: the numbers of these answers are those of another order.
-        log_prob, reference, _ = self.judged_log_probs({k: v for k, v in batch.items() if k != "index"}, "eval")
+        log_prob, reference, _ = self.log_probs_and_kl({k: v for k, v in batch.items() if k != "index"}, "eval")
         return {"texts": batch["texts"], "reward": self.beta * (log_prob - reference)}

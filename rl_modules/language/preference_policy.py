@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.language.judged import JudgedPolicy
 from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
+from rl_modules.language.policy_with_reference import PolicyWithReference
 
 
-class PreferencePolicy(JudgedPolicy):
+class PreferencePolicy(PolicyWithReference):
     """A policy and its reference, whose log-probabilities of the training data are computed once and kept.
 
     The first visit of a pair takes a forward pass of the reference. Its result is kept in a table, which checkpoints

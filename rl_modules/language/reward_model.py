@@ -57,7 +57,7 @@ class RewardModel(LanguageModule):
         self.center_rewards_coefficient = center_rewards_coefficient
         #: Mean raw score of demonstrations; 0 until :meth:`normalize` has measured it.
         self.reward_offset = 0.0
-        self.judged = PreferenceMetrics()
+        self.preference_metrics = PreferenceMetrics()
 
     def build_model(self, config: Any, source: Any) -> None:
         hp: Any = self.hparams
@@ -114,14 +114,15 @@ class RewardModel(LanguageModule):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.judged.reset()  # of an evaluation that was interrupted
+        self.preference_metrics.reset()  # of an evaluation that was interrupted
 
     def on_test_start(self) -> None:
-        self.judged.reset()
+        self.preference_metrics.reset()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         chosen, rejected = self.pair_scores(batch)
-        self.judged.update(chosen, rejected, self.loss(chosen, rejected, batch["margin"]), batch["probability"])
+        loss = self.loss(chosen, rejected, batch["margin"])
+        self.preference_metrics.update(chosen, rejected, loss, batch["probability"])
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
@@ -138,8 +139,8 @@ class RewardModel(LanguageModule):
         self._write_evaluation()
 
     def _write_evaluation(self) -> None:
-        scalars, bins = self.judged.compute()
-        self.judged.reset()
+        scalars, bins = self.preference_metrics.compute()
+        self.preference_metrics.reset()
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
         # The numbers are already those of all ranks.
         self.log_dict(metrics, logger=not self._fitting)

@@ -8,11 +8,12 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.common.errors import UsageError
+from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
-from rl_modules.language.drawing import NextToken
-from rl_modules.language.judged import JudgedPolicy, Rollout, check_reward_weights, length_metrics, require_room
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy import with_logged_columns
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, check_reward_weights, require_room
+from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.scoring import (
     Extent,
     completion_log_probs,
@@ -24,7 +25,7 @@ from rl_modules.language.scoring import (
 from rl_modules.language.sharding import Splitter, shard
 
 
-class RLHFPPO(JudgedPolicy):
+class RLHFPPO(PolicyWithReference):
     """RLHF with PPO: maximises the score of a reward model or of verifiers minus a KL penalty to a reference policy.
 
     Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155; details from Huang et al. 2024,
@@ -213,7 +214,7 @@ class RLHFPPO(JudgedPolicy):
         """
         judges_alone = self.reward_model is not None and self.reward_weights is None
         by_token = None if judges_alone else rollout.get("token_rewards")
-        score = self.judge_scores(rollout) if judges_alone else self.combined_rewards(rollout)
+        score = self.reward_model_scores(rollout) if judges_alone else self.combined_rewards(rollout)
         late = torch.zeros_like(score)
         if self.missing_eos_penalty is not None:
             late = -self.missing_eos_penalty * (~rollout["finished"]).float()
@@ -239,7 +240,7 @@ class RLHFPPO(JudgedPolicy):
         earned = rollout["reward"].unsqueeze(1) if rollout["reward"].ndim == 1 else rollout["reward"]
         mask = mask & ~(earned.isnan() & (mask | (earned.shape[1] == 1))).any(1, keepdim=True)
         rollout = {**rollout, "reward": rollout["reward"].nan_to_num(nan=0.0), "mask": mask}
-        rollout |= self.in_parts(rollout, self.judged)
+        rollout |= self.in_parts(rollout, self.evaluate_completions)
         reward = self.token_rewards(rollout)
         advantage = self.advantages(reward, rollout["value"], mask)
         returns = torch.where(mask, advantage + rollout["value"], 0.0)
@@ -249,7 +250,7 @@ class RLHFPPO(JudgedPolicy):
         names = ("tokens", "prompt_length", "length", "mask", "log_prob", "value")
         return {**{name: rollout[name] for name in names}, "advantage": advantage, "returns": returns}
 
-    def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Returns log π, V, the policy's entropy and, with a reference, log π_ref of the completions' tokens, [b, L]
         each.
 
@@ -440,10 +441,10 @@ class RLHFPPO(JudgedPolicy):
         super().log_completions(batch, batch_idx)
         metrics = {}
         if self.reward_model is not None:
-            metrics[self.score_metric] = self.judge_scores(batch).mean()
+            metrics[self.score_metric] = self.reward_model_scores(batch).mean()
         if self.wants_reference:
-            judged = self.in_parts(batch, self.judged)
-            metrics["eval/kl"] = (judged["log_prob"] - judged["ref_log_prob"]).sum(-1).mean()
+            passes = self.in_parts(batch, self.evaluate_completions)
+            metrics["eval/kl"] = (passes["log_prob"] - passes["ref_log_prob"]).sum(-1).mean()
         if metrics:
             self.log_evaluation(metrics, len(batch["answers"]))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.grpo import GRPO
-from rl_modules.language.judged import Rollout, require_room
+from rl_modules.language.policy_with_reference import Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 
 #: GRPO's options of which RLOO is one choice: no arguments of this class, whose checkpoints load it.
@@ -76,25 +76,25 @@ class RLOO(GRPO):
         """Subtracts the KL penalty from the rewards, then prepares the rollout as GRPO does."""
         if self.kl_coefficient:
             self.sync_reference()
-            judged = self.in_parts(rollout, self.judged)
+            passes = self.in_parts(rollout, self.evaluate_completions)
             mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
-            log_prob = judged["log_prob"] if self.rescores else rollout["log_prob"]
-            kl = torch.where(mask, log_prob, 0.0).sum(-1) - judged.pop("reference")
+            log_prob = passes["log_prob"] if self.rescores else rollout["log_prob"]
+            kl = torch.where(mask, log_prob, 0.0).sum(-1) - passes.pop("reference")
             earned = rollout["reward"]
-            rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned, "judged": judged}
+            rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned, "passes": passes}
             self.record(rollout["length"].sum(), kl=kl.sum() / rollout["length"].sum())
         return super().prepare(rollout)
 
     def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:
         # The KL in the reward needed them already.
-        return rollout["judged"] if self.kl_coefficient else super().forward_passes(rollout)
+        return rollout["passes"] if self.kl_coefficient else super().forward_passes(rollout)
 
-    def judged(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
+    def evaluate_completions(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> dict[str, Tensor]:
         """Runs the forward passes that a generation needs: log π and entropy, [b, L] each, if sampling and training
         differ in them; and Σ_t log π_ref(y_t) of each completion, [b].
         """
         text = (tokens, prompt_length, length)
-        result = super().judged(*text)
+        result = super().evaluate_completions(*text)
         if self.kl_coefficient:
             with self.reference_model() as reference:
                 require_room("reference", reference, tokens)

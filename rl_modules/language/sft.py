@@ -57,8 +57,8 @@ class SFT(LanguagePolicy):
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
         """The accuracy on held-out prompts or, without a reward function, the loss on held-out demonstrations."""
         datamodule: Any = getattr(self._trainer, "datamodule", None)
-        judged = datamodule is not None and len(datamodule.rewards) > 0
-        return ("eval/pass@1", "max") if judged else ("eval/loss", "min")
+        has_rewards = datamodule is not None and len(datamodule.rewards) > 0
+        return ("eval/pass@1", "max") if has_rewards else ("eval/loss", "min")
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

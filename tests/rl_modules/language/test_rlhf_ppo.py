@@ -393,8 +393,8 @@ def test_a_reference_of_its_own(make, folders):
     text = (torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2]))
     other = AutoModelForCausalLM.from_pretrained(folders / "other").eval()
     with torch.no_grad():
-        judged = module.judged(*text)
-        torch.testing.assert_close(judged["ref_log_prob"], completion_log_probs(other, *text)[0])
+        passes = module.evaluate_completions(*text)
+        torch.testing.assert_close(passes["ref_log_prob"], completion_log_probs(other, *text)[0])
 
 
 def test_reward_model_from_a_lightning_checkpoint(make, make_trainer, tmp_path, folders):
@@ -694,8 +694,8 @@ def test_a_checkpoint_needs_none_of_the_directories_it_came_from(tmp_path, folde
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
     text = (torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2]))
     with torch.no_grad():
-        for name, expected in module.judged(*text).items():
-            torch.testing.assert_close(loaded.judged(*text)[name], expected)
+        for name, expected in module.evaluate_completions(*text).items():
+            torch.testing.assert_close(loaded.evaluate_completions(*text)[name], expected)
         torch.testing.assert_close(loaded.scores(*text), module.scores(*text))
     loaded.export(tmp_path / "exported")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")

@@ -73,7 +73,7 @@ def test_beside_a_reward_model_functions_without_weights_are_measured_only(make)
     logger = Curves()
     fit(module, data, max_steps=1, logger=logger)
     rollout, _ = module.seen[0]
-    torch.testing.assert_close(rollout["reward"], module.judge_scores(rollout))
+    torch.testing.assert_close(rollout["reward"], module.reward_model_scores(rollout))
     named = [point for _, point in logger.points if "train/rewards/length_of_even/mean" in point]
     lengths = rollout["length"][::2].float()
     assert named[0]["train/rewards/length_of_even/mean"] == pytest.approx(lengths.mean().item())

@@ -14,6 +14,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.indices import on
 from rl_modules.common.ranges import real_number
 from rl_modules.language.base import plain_config
+from rl_modules.language.completion_metrics import moments
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_config, make_model, max_length
@@ -27,7 +28,7 @@ from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, t
 Rollout = dict[str, Any]
 
 
-class JudgedPolicy(LanguagePolicy):
+class PolicyWithReference(LanguagePolicy):
     """A policy beside a reference to stay near and a reward model, either of which may be missing.
 
     A checkpoint has the path and a digest of both; with ``save_frozen_weights`` it holds their weights, and then loads
@@ -140,7 +141,7 @@ class JudgedPolicy(LanguagePolicy):
                 arguments["reference."] = name
         return arguments
 
-    def train(self, mode: bool = True) -> "JudgedPolicy":
+    def train(self, mode: bool = True) -> "PolicyWithReference":
         super().train(mode)
         for judge in (self.reference, self.reward_model):
             if judge is not None:
@@ -174,7 +175,7 @@ class JudgedPolicy(LanguagePolicy):
             UsageError: there are no rewards, or not one weight for each.
         """
         if self.reward_model is not None:
-            score = self.judge_scores(rollout)
+            score = self.reward_model_scores(rollout)
             rollout["rewards"] = torch.cat([rollout["rewards"].to(score), score.unsqueeze(1)], 1)
             rollout["reward_names"] = [*rollout["reward_names"], "reward_model"]
         if not rollout["reward_names"]:
@@ -195,7 +196,7 @@ class JudgedPolicy(LanguagePolicy):
         require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
-    def judge_scores(self, rollout: Rollout) -> Tensor:
+    def reward_model_scores(self, rollout: Rollout) -> Tensor:
         """The reward model's score of each completion minus its offset, [B]; in its own tokens where they are not the
         policy's.
 
@@ -354,15 +355,6 @@ def check_reward_weights(weights: Any) -> None:
             raise UsageError(f"reward_weights={weights} must be finite numbers, one per reward")
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How many numbers are no NaN, their mean, and their standard deviation (0 of a single one); scalars."""
-    counts = ~x.isnan()
-    n = counts.sum()
-    mean = torch.where(counts, x, 0.0).sum() / n.clamp(min=1)
-    squares = torch.where(counts, (x - mean).square(), 0.0).sum()
-    return n, mean, (squares / (n - 1).clamp(min=1)).sqrt()
-
-
 def require_room(name: str, model: Any, tokens: Tensor) -> None:
     """Refuse texts that are longer than a model beside the policy can take.
 
@@ -378,18 +370,3 @@ def require_room(name: str, model: Any, tokens: Tensor) -> None:
     if tokens.shape[1] > longest:
         raise UsageError(f"a prompt and its completion have {tokens.shape[1]} tokens, the {name} takes {longest}; "
                          "lower max_completion_length")  # fmt: skip
-
-
-def length_metrics(length: Tensor, finished: Tensor) -> dict[str, Tensor]:
-    """Metrics of the completions' lengths by name.
-
-    Args:
-        length: in tokens, [B].
-        finished: 1 where a completion ended by itself, 0 where it was truncated, [B].
-    """
-    return {
-        "completions/mean_length": length.mean(),
-        "completions/min_length": length.min(),
-        "completions/max_length": length.max(),
-        "completions/clipped_ratio": 1 - finished.mean(),
-    }
