@@ -1,39 +1,19 @@
 """``rl sweep``: searches settings with Optuna. Every trial is one or several runs of ``rl fit``."""
 
 import fcntl
-import gc
-import math
 import shlex
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from recipes import configs
-from recipes.callbacks import curves
 from recipes.cli import runs
 from recipes.cli.sweep_file import Sweep, read
-from recipes.cli.sweep_run import Judge, Pruned, TrialRun
-from recipes.cli.sweep_storage import open_study, write_hparams
+from recipes.cli.sweep_finals import run_finals
+from recipes.cli.sweep_run import FAILURES, Judge, Pruned, remove_checkpoints, run_once
+from recipes.cli.sweep_storage import best_trials, locked, open_study, write_hparams
 from rl_modules.common.errors import UsageError
 
 #: Failed trials after which a sweep without a single result stops.
-FAILURES = 3
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Holds a file's lock, which ends with the process; yields whether another process has it."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+MOST_FAILURES = 3
 
 
 def sweep_command(words: list[str]) -> None:
@@ -51,14 +31,7 @@ def sweep_command(words: list[str]) -> None:
     study = open_study(sweep, folder)
     print(f"sweep of {', '.join(sweep.search)} in {folder}: {_finished(study)} of {sweep.n_trials} trials done",
           flush=True)  # fmt: skip
-    import optuna
-
-    for unfinished in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
-        with locked(folder / f"trial_{unfinished.number:04}.lock") as is_free:
-            # While this process ran the trials before, another may have finished this one.
-            if is_free and study.get_trials(deepcopy=False)[unfinished.number].state == unfinished.state:
-                print(f"trial {unfinished.number}: resumed", flush=True)
-                run_trial(sweep, study, optuna.trial.Trial(study, unfinished._trial_id), folder)
+    resume_trials(sweep, study, folder)
     while len(study.get_trials(deepcopy=False)) < sweep.n_trials:
         # No other process begins a trial between the count and `ask`, nor takes this one before it is locked.
         with (folder / "begin.lock").open("a") as file:
@@ -70,11 +43,33 @@ def sweep_command(words: list[str]) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         with lock:
             run_trial(sweep, study, trial, folder)
-    print("\n".join(_report(sweep, study, folder)))
+    if sweep.finalists:
+        # Which trials are the best is known once those of the other processes have ended.
+        resume_trials(sweep, study, folder, wait=True)
+    print("\n".join(_report(sweep, study, folder, run_finals(sweep, study, folder))))
 
 
 def _finished(study: Any) -> int:
     return sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+
+
+def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) -> None:
+    """Resumes the trials that no process runs any more.
+
+    Args:
+        sweep: the settings.
+        study: the sweep's ``optuna.Study``.
+        folder: of the sweep.
+        wait: for the trials that other processes run.
+    """
+    import optuna
+
+    for unfinished in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
+        with locked(folder / f"trial_{unfinished.number:04}.lock", wait) as is_ours:
+            # While this process ran the trials before, or waited, another may have finished this one.
+            if is_ours and study.get_trials(deepcopy=False)[unfinished.number].state == unfinished.state:
+                print(f"trial {unfinished.number}: resumed", flush=True)
+                run_trial(sweep, study, optuna.trial.Trial(study, unfinished._trial_id), folder)
 
 
 def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
@@ -96,17 +91,15 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
         state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
     except Pruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"
-    # A language model's logits are NaN, or a batch is too large for the GPU.
-    except (UsageError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
+    except FAILURES as error:
         state, failure, outcome = TrialState.FAIL, error, f"failed: {error}"
     if not sweep.keep_checkpoints:
-        for checkpoints in run_folder.glob("*/checkpoints"):
-            shutil.rmtree(checkpoints)
+        remove_checkpoints(run_folder)
     finished = study.tell(trial, value, state=state)
     write_hparams(folder, sweep, finished, chosen)
     print(f"trial {trial.number}: {what}: {outcome}", flush=True)
     states = [one.state for one in study.get_trials(deepcopy=False)]
-    if state == TrialState.FAIL and states.count(state) >= FAILURES and TrialState.COMPLETE not in states:
+    if state == TrialState.FAIL and states.count(state) >= MOST_FAILURES and TrialState.COMPLETE not in states:
         raise UsageError(f"the first {states.count(state)} trials failed; the last one said: {failure}")
 
 
@@ -122,41 +115,33 @@ def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, ind
     if f"seed_{seed}" in attributes:
         return float(attributes[f"seed_{seed}"])
     judge = Judge(sweep, trial, [attributes[f"curve_{sweep.first_seed + i}"] for i in range(index)])
-    run = folder / f"seed_{seed}"
-    words = [word for name in sweep.config for word in ("--config", str(configs.find(name)))]
-    words += [*sweep.arguments, *(f"--{name}={value}" for name, value in chosen.items())]
-    words += ["--trainer.logger", "lightning.pytorch.loggers.TensorBoardLogger", "--trainer.logger.save_dir",
-              str(folder.parent), "--trainer.logger.name", folder.name, "--trainer.logger.version", run.name,
-              "--trainer.logger.default_hp_metric", "false", "--seed_everything", str(seed)]  # fmt: skip
-    if (run / "checkpoints").is_dir():
-        words.append("--resume")
-    elif run.exists():
-        shutil.rmtree(run)  # killed before its first checkpoint
-    # Lightning's objects refer to one another: the last run's model and buffer would stay in memory beside this one's.
-    gc.collect()
-    TrialRun(words, judge)
-    found = curves.points(run)
-    if sweep.objective not in found:
-        raise UsageError(f"objective={sweep.objective!r} is no curve of the run {run}; it has {', '.join(found)}")
-    result = found[sweep.objective][-1][1]
-    if not math.isfinite(result):
-        raise UsageError(f"{sweep.objective} of the run {run} is {result}")
+    result = run_once(sweep, chosen, seed, folder, judge)
     trial.set_user_attr(f"curve_{seed}", judge.values)
     trial.set_user_attr(f"seed_{seed}", result)
     return result
 
 
-def _report(sweep: Sweep, study: Any, folder: Path) -> list[str]:
-    """The lines that end a sweep: the best trials, and the command that trains with the best settings."""
-    from optuna.trial import TrialState
+def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) -> list[str]:
+    """The lines that end a sweep: the best trials, and the command that trains with the best settings.
 
-    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    lines = [f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"]
-    if not done:
-        return ["no trial has a result", *lines]
-    best = sorted(done, key=lambda trial: trial.value, reverse=sweep.mode == "max")[:5]
+    Args:
+        sweep: the settings.
+        study: the sweep's ``optuna.Study``.
+        folder: of the sweep.
+        finals: result of each finalist in the second round, the best first.
+    """
+    where = f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"
+    best = best_trials(sweep, study, max(5, len(finals)))
+    if not best:
+        return ["no trial has a result", where]
+    lines = []
     for trial in best:
         settings = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in trial.params.items())
-        lines.insert(-1, f"trial {trial.number}: {sweep.objective} {trial.value:.6g}: {settings}")
+        lines.append(f"trial {trial.number}: {sweep.objective} {trial.value:.6g}: {settings}")
+    winner = best[0]
+    if finals:
+        seeds = f"seeds {sweep.final_seed} to {sweep.final_seed + sweep.final_seeds - 1}"
+        lines += [f"trial {number}: {sweep.objective} {mean:.6g} on {seeds}" for number, mean in finals.items()]
+        winner = next(trial for trial in best if trial.number == next(iter(finals)))
     words = ["rl", "fit", *(word for name in sweep.config for word in ("--config", name)), *sweep.arguments]
-    return [*lines, shlex.join([*words, *(f"--{name}={value}" for name, value in best[0].params.items())])]
+    return [*lines, where, shlex.join([*words, *(f"--{name}={value}" for name, value in winner.params.items())])]

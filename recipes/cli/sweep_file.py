@@ -21,6 +21,10 @@ KINDS = {
 }
 
 
+#: Settings that may change when a sweep resumes.
+CHANGEABLE = ("n_trials", "keep_checkpoints", "finalists", "final_seeds")
+
+
 @dataclass(frozen=True)
 class Range:
     """Values that an argument may take.
@@ -70,12 +74,19 @@ class Sweep:
     warmup_evaluations: int = 2
     sampler_seed: int = 0
     keep_checkpoints: bool = False
+    finalists: int = 0
+    final_seeds: int = 10
     arguments: list[str] = field(default_factory=list)
+
+    @property
+    def final_seed(self) -> int:
+        """The first seed of the second round, after those of the trials."""
+        return self.first_seed + self.seeds
 
     @property
     def identity(self) -> str:
         """The settings that a resumed sweep must share, as text."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("n_trials", "keep_checkpoints")}
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in CHANGEABLE}
         kept["config_texts"] = [configs.text(name) for name in self.config]
         kept["search"] = {name: [found.kind, found.bounds] for name, found in self.search.items()}
         return json.dumps(kept, sort_keys=True)
@@ -133,7 +144,8 @@ def _check(path: Path, sweep: Sweep) -> None:
         if kind in (int, str, bool) and type(value) is not kind:
             raise UsageError(f"{path}: {one.name}={value!r} must be {_ARTICLES[kind]}, as the default {one.default!r}")
     for name, least in (("n_trials", 1), ("seeds", 1), ("first_seed", 0), ("startup_trials", 1),
-                        ("warmup_evaluations", 0), ("sampler_seed", 0)):  # fmt: skip
+                        ("warmup_evaluations", 0), ("sampler_seed", 0), ("finalists", 0),
+                        ("final_seeds", 1)):  # fmt: skip
         if getattr(sweep, name) < least:
             raise UsageError(f"{path}: {name}={getattr(sweep, name)} must be at least {least}")
     if sweep.mode not in ("max", "min"):

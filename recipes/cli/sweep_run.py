@@ -1,13 +1,23 @@
-"""One run of a sweep's trial: its curve is reported while it trains, and it ends where the trial is pruned."""
+"""One run of a sweep: of a trial, it reports its curve while it trains, and ends where the trial is pruned."""
 
+import gc
+import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
+from recipes import configs
+from recipes.callbacks import curves
 from recipes.cli import summary
 from recipes.cli.lightning_cli import RLCLI
 from recipes.cli.sweep_file import Sweep
 from rl_modules.common.errors import UsageError
+
+#: How settings fail: they contradict each other, the weights diverge, or the batch is too large for the GPU.
+FAILURES = (UsageError, FloatingPointError, torch.cuda.OutOfMemoryError)
 
 
 class Pruned(Exception):
@@ -56,14 +66,14 @@ class Judge(L.Callback):
 
 
 class TrialRun(RLCLI):
-    """``rl fit`` of one seed of a trial, without its printed summary.
+    """``rl fit`` of one seed, without its printed summary.
 
     Args:
         args: the words after ``fit``.
-        judge: the callback of the trial.
+        judge: the callback of a trial; None: the run is never pruned.
     """
 
-    def __init__(self, args: list[str], judge: Judge) -> None:
+    def __init__(self, args: list[str], judge: Judge | None) -> None:
         self.judge = judge
         super().__init__("fit", args)
 
@@ -71,7 +81,7 @@ class TrialRun(RLCLI):
         config["enable_progress_bar"] = False
         if config["devices"] == "auto":
             config["devices"] = 1
-        trainer = super()._instantiate_trainer(config, [*callbacks, self.judge])
+        trainer = super()._instantiate_trainer(config, [*callbacks, *([] if self.judge is None else [self.judge])])
         if trainer.world_size > 1:  # each further process would repeat the whole sweep
             raise UsageError(f"trainer.devices={config['devices']}: a trial of a sweep trains in one process; leave it "
                              "out, and start the same sweep once per device")  # fmt: skip
@@ -85,3 +95,45 @@ class TrialRun(RLCLI):
             raise SystemExit(130)
         step = data.num_timesteps if self._controls else self.trainer.global_step
         summary.record_final(self.trainer, self.model, data, final, step)
+
+
+def run_once(sweep: Sweep, chosen: dict[str, str], seed: int, folder: Path, judge: Judge | None = None) -> float:
+    """Runs or resumes one seed of some settings in ``folder/seed_<seed>``; returns the objective's last value.
+
+    Args:
+        sweep: the sweep's own settings.
+        chosen: value of each searched argument, as a word of the command line.
+        seed: of the run.
+        folder: of the runs with these settings.
+        judge: the callback of a trial; None: the run is never pruned.
+
+    Raises:
+        Pruned: the trial is not worth its other seeds.
+        UsageError: the run fails, or has no such curve.
+    """
+    run = folder / f"seed_{seed}"
+    words = [word for name in sweep.config for word in ("--config", str(configs.find(name)))]
+    words += [*sweep.arguments, *(f"--{name}={value}" for name, value in chosen.items())]
+    words += ["--trainer.logger", "lightning.pytorch.loggers.TensorBoardLogger", "--trainer.logger.save_dir",
+              str(folder.parent), "--trainer.logger.name", folder.name, "--trainer.logger.version", run.name,
+              "--trainer.logger.default_hp_metric", "false", "--seed_everything", str(seed)]  # fmt: skip
+    if (run / "checkpoints").is_dir():
+        words.append("--resume")
+    elif run.exists():
+        shutil.rmtree(run)  # killed before its first checkpoint
+    # Lightning's objects refer to one another: the last run's model and buffer would stay in memory beside this one's.
+    gc.collect()
+    TrialRun(words, judge)
+    found = curves.points(run)
+    if sweep.objective not in found:
+        raise UsageError(f"objective={sweep.objective!r} is no curve of the run {run}; it has {', '.join(found)}")
+    result = found[sweep.objective][-1][1]
+    if not math.isfinite(result):
+        raise UsageError(f"{sweep.objective} of the run {run} is {result}")
+    return float(result)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Removes the checkpoints of all runs in ``folder``."""
+    for checkpoints in folder.glob("*/checkpoints"):
+        shutil.rmtree(checkpoints)

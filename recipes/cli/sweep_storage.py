@@ -1,11 +1,14 @@
 """Where a sweep keeps its trials: Optuna's SQLite storage, and TensorBoard's HParams view."""
 
+import fcntl
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipes.cli.sweep_file import Sweep
+from recipes.cli.sweep_file import CHANGEABLE, Sweep
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
@@ -14,7 +17,7 @@ try:
     import optuna
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler, TPESampler
-    from optuna.trial import FrozenTrial
+    from optuna.trial import FrozenTrial, TrialState
 except ModuleNotFoundError as missing:
     raise UsageError(f"rl sweep needs {missing.name}, which is not installed: {install('sweep')}") from missing
 
@@ -68,14 +71,40 @@ def open_study(sweep: Sweep, folder: Path) -> Any:
     )
     begun = study.user_attrs.get("settings")
     if begun not in (None, sweep.identity):
-        raise UsageError(f"{folder} has a sweep with other settings, or its config had another text (only n_trials and "
-                         "keep_checkpoints may change); give this one another name, or remove the folder")  # fmt: skip
+        raise UsageError(f"{folder} has a sweep with other settings, or its config had another text; only "
+                         f"{', '.join(CHANGEABLE)} may change: give this one another name, or remove the "
+                         "folder")  # fmt: skip
     if begun is None:
         study.set_user_attr("settings", sweep.identity)
     return study
 
 
-def write_hparams(folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[str, str]) -> None:
+@contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Holds a file's lock, which ends with the process; yields whether it is held.
+
+    Args:
+        path: the file.
+        wait: for a process that holds it; else False is yielded then.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def best_trials(sweep: Sweep, study: Any, most: int) -> list[FrozenTrial]:
+    """The complete trials with the best results, the best first, ``most`` at most."""
+    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    return sorted(done, key=lambda trial: trial.value, reverse=sweep.mode == "max")[:most]
+
+
+def write_hparams(
+    folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[str, str], final: float | None = None
+) -> None:
     """Writes a finished trial as one row of the HParams view: its settings, result and curve.
 
     Args:
@@ -83,6 +112,7 @@ def write_hparams(folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[s
         sweep: its settings.
         trial: the finished one.
         chosen: value of each searched argument, as a word of the command line.
+        final: its result in the second round, if it was in it.
     """
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
@@ -92,6 +122,8 @@ def write_hparams(folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[s
         shutil.rmtree(place)
     settings = {**{name: _number(value) for name, value in chosen.items()}, "state": trial.state.name.lower()}
     results = {} if trial.value is None else {sweep.objective: float(trial.value)}
+    if final is not None:
+        results[f"final/{sweep.objective}"] = final
     with SummaryWriter(str(place)) as writer:
         for summary in hparams(settings, results):
             writer.file_writer.add_summary(summary)

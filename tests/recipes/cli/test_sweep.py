@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -188,6 +189,8 @@ def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch
     ({"n_trials": "many"}, "n_trials='many' must be a whole number"),
     ({"seeds": 0}, "seeds=0 must be at least 1"),
     ({"mode": "best"}, "mode='best' must be max or min"),
+    ({"finalists": -1}, "finalists=-1 must be at least 0"),
+    ({"finalists": 2, "final_seeds": 0}, "final_seeds=0 must be at least 1"),
     ({"config": "ppo/cartpol.yaml"}, "did you mean ppo/cartpole.yaml"),
     ({"config": None}, "config=None must be the config"),
     ({"search": {"model.gama": {"log": [0.9, 1]}}, "n_trials": 3},
@@ -207,6 +210,135 @@ def test_a_trial_trains_in_one_process(sweep):
     code, _, err = sweep("--trainer.devices=2", "--trainer.accelerator=cpu", n_trials=3)
     assert code == 1
     assert "trainer.devices=2: a trial of a sweep trains in one process; leave it out" in err
+
+
+def finals():
+    storage = "sqlite:///logs/sweep-ppo-cartpole/sweep.db"
+    attributes = optuna.load_study(study_name="ppo-cartpole", storage=storage).user_attrs
+    return {name: result for name, result in attributes.items() if name.startswith("final_")}
+
+
+def row(number):
+    """Results of a trial in the HParams view."""
+    events = EventAccumulator(f"logs/sweep-ppo-cartpole/hparams/trial_{number:04}").Reload()
+    return {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.long
+def test_the_best_trials_run_again_on_seeds_that_the_search_has_not_seen(sweep, capsys):
+    changes = {"n_trials": 3, "seeds": 1, "finalists": 2, "final_seeds": 2}
+    code, out, err = sweep(**changes)
+    assert code == 0, err
+    best = sorted(trials(), key=lambda trial: trial.value, reverse=True)[:2]
+    found = finals()
+    assert set(found) == {f"final_{trial.number}_{seed}" for trial in best for seed in (1001, 1002)}
+    # A result is that of the same settings and seed by hand.
+    words = [f"--{name}={value}" for name, value in best[0].params.items()]
+    main(["fit", "--config", "ppo/cartpole.yaml", *RUN, *words, "--seed_everything", "1002"])
+    by_hand = EventAccumulator("logs/PPO-CartPole-v1/version_0").Reload()
+    assert by_hand.Scalars("eval/mean_reward")[-1].value == found[f"final_{best[0].number}_1002"]
+    assert not list(Path("logs/sweep-ppo-cartpole/runs").glob("final_*/seed_*/checkpoints"))
+    # They alone decide.
+    means = {trial.number: sum(found[f"final_{trial.number}_{seed}"] for seed in (1001, 1002)) / 2 for trial in best}
+    winner = max(best, key=lambda trial: means[trial.number])
+    for name, value in winner.params.items():
+        assert f"--{name}={value}" in out.splitlines()[-1].replace("'", "")
+    for trial in best:
+        assert f"trial {trial.number}: eval/mean_reward {means[trial.number]:.6g} on seeds 1001 to 1002" in out
+        assert row(trial.number)["final/eval/mean_reward"] == pytest.approx(means[trial.number])
+        assert row(trial.number)["eval/mean_reward"] == pytest.approx(trial.value)
+    (other,) = {trial.number for trial in trials()} - {trial.number for trial in best}
+    assert "final/eval/mean_reward" not in row(other)
+
+    # A finished sweep runs nothing; more seeds come after the old ones.
+    capsys.readouterr()
+    assert "finalist" not in sweep(**changes)[1]
+    out = sweep(**{**changes, "final_seeds": 3})[1]
+    assert out.count("finalist") == 2 and out.count("seed 1003") == 2
+    assert {name: finals()[name] for name in found} == found
+
+
+def by_setting(monkeypatch, run_once):
+    """Runs take no time: a result depends on the drawn settings and the seed alone."""
+
+    def run(settings, chosen, seed, folder, judge=None):
+        if judge is None:
+            return run_once(chosen, seed)
+        judge.values.append(float(chosen["model.learning_rate"]))
+        return float(chosen["model.learning_rate"])
+
+    monkeypatch.setattr(sweep_module, "run_once", run)
+    monkeypatch.setattr("recipes.cli.sweep_finals.run_once", run)
+
+
+FINALS = {"n_trials": 4, "seeds": 1, "finalists": 3, "final_seeds": 2}
+
+
+def test_a_finalist_that_fails_does_not_win_and_costs_the_others_nothing(sweep, monkeypatch):
+    def diverges(chosen, seed):
+        rate = float(chosen["model.learning_rate"])
+        if rate == max(trial.value for trial in trials()) and seed == 1002:
+            raise FloatingPointError("the weights are NaN")
+        return -rate
+
+    by_setting(monkeypatch, diverges)
+    code, out, err = sweep(**FINALS)
+    assert code == 0, err
+    ordered = sorted(trials(), key=lambda trial: trial.value, reverse=True)
+    assert "failed: the weights are NaN" in out and finals()[f"final_{ordered[0].number}_1002"] == "the weights are NaN"
+    # The second round has the opposite order: the third of the search, the last finalist, wins.
+    assert f"--model.learning_rate={ordered[2].params['model.learning_rate']}" in out.splitlines()[-1]
+    assert f"trial {ordered[0].number}: eval/mean_reward {-ordered[0].value:.6g} on seeds" not in out
+
+
+def test_the_second_round_goes_on_where_it_was_stopped(sweep, monkeypatch):
+    ran = []
+
+    def stops(chosen, seed):
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        ran.append((chosen["model.learning_rate"], seed))
+        return float(seed)
+
+    by_setting(monkeypatch, stops)
+    assert sweep(**FINALS)[0] == 130
+    assert len(finals()) == 3
+    by_setting(monkeypatch, lambda chosen, seed: ran.append((chosen["model.learning_rate"], seed)) or float(seed))
+    assert sweep(**FINALS)[0] == 0
+    assert len(ran) == len(set(ran)) == len(finals()) == 6
+    # The seeds come one after another, so that a round that is stopped has the finalists on the same seeds.
+    assert [seed for _, seed in ran] == [1001] * 3 + [1002] * 3
+
+
+def test_a_final_run_of_another_process_is_waited_for(sweep, monkeypatch):
+    by_setting(monkeypatch, lambda chosen, seed: float(seed))
+    assert sweep(**{**FINALS, "finalists": 0})[0] == 0
+    best = max(trials(), key=lambda trial: trial.value).number
+    taken, others_done, ran = threading.Event(), threading.Event(), []
+
+    def other_process():
+        with sweep_module.locked(Path(f"logs/sweep-ppo-cartpole/final_{best:04}_1001.lock")) as is_ours:
+            assert is_ours
+            taken.set()
+            others_done.wait(60)
+            storage = "sqlite:///logs/sweep-ppo-cartpole/sweep.db"
+            optuna.load_study(study_name="ppo-cartpole", storage=storage).set_user_attr(f"final_{best}_1001", 5000.0)
+
+    def run(chosen, seed):
+        ran.append(seed)
+        if len(ran) == 5:
+            others_done.set()
+        return float(seed)
+
+    by_setting(monkeypatch, run)
+    thread = threading.Thread(target=other_process)
+    thread.start()
+    taken.wait(60)
+    code, out, err = sweep(**FINALS)
+    thread.join()
+    assert code == 0, err
+    assert sorted(ran) == [1001] * 2 + [1002] * 3
+    assert f"trial {best}: eval/mean_reward {(5000 + 1002) / 2:.6g} on seeds 1001 to 1002" in out
 
 
 def test_a_sweep_has_help(capsys):
@@ -318,8 +450,8 @@ def test_a_run_of_a_sweep_begins_without_the_last_one_s_memory(sweep, monkeypatc
             self.itself = self  # as a Trainer, its module and its loops
             seen.append(weakref.ref(self))
 
-    monkeypatch.setattr(sweep_module, "TrialRun", Run)
-    monkeypatch.setattr(sweep_module.curves, "points", lambda folder: {"eval/mean_reward": [(0, 1.0)]})
+    monkeypatch.setattr("recipes.cli.sweep_run.TrialRun", Run)
+    monkeypatch.setattr("recipes.callbacks.curves.points", lambda folder: {"eval/mean_reward": [(0, 1.0)]})
     gc.disable()
     try:
         code, _, err = sweep()
