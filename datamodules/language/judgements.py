@@ -1,16 +1,29 @@
 """Unpaired preferences: answers judged one by one, each with a label, and the mismatched answers beside them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from datamodules.language.csv_files import as_number
 from datamodules.language.notices import notice
 from datamodules.language.preference_forms import as_preference, refuse_lost
 from rl_modules.common.errors import UsageError
 
-if TYPE_CHECKING:
-    from datamodules.language.preference import PreferenceDataModule
-
 Record = dict[str, Any]
+
+
+class EncodesAnswers(Protocol):
+    """What :func:`encode_judgements` expects of the datamodule."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def hparams(self) -> Any: ...
+
+    def encode_prompts(self, texts: list[Any], records: list[Record]) -> list[list[int]]: ...
+
+    def encode_completions(self, texts: list[Any]) -> list[list[int]]: ...
+
+    def refuse_empty_prompt(self, ids: list[int], record: Record) -> None: ...
 
 
 def as_judgement(row: Record, place: str) -> Record:
@@ -55,7 +68,7 @@ def unpair(records: list[Record]) -> list[Record]:
     return single
 
 
-def encode_judgements(data: "PreferenceDataModule", records: list[Record], limit: int) -> list[Record]:
+def encode_judgements(data: EncodesAnswers, records: list[Record], limit: int) -> list[Record]:
     """Add token ids: the prompt's, the answer's as ``chosen_ids``, and another record's answer's as ``rejected_ids``.
 
     The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the first
