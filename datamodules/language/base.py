@@ -9,21 +9,15 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.first_evaluation import evaluate_on_start
+from datamodules.language.dataset_files import describe_dataset, refuse_stream
 from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.encoding import TextEncoder
 from datamodules.language.held_out import check_splits, require_held_out
 from datamodules.language.notices import notice
+from datamodules.language.records import TEXTS, as_record, place_of
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import (
-    TEXTS,
-    as_record,
-    check_prompt_lengths,
-    describe_dataset,
-    load_records,
-    place_of,
-    refuse_stream,
-)
+from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.text import voted_answer

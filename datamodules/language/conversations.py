@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from datamodules.language.sources import as_messages
+from datamodules.language.records import as_messages
 from rl_modules.common.errors import UsageError
 
 Record = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from datamodules.language.sources import parse_split, split_name
+from datamodules.language.dataset_files import parse_split, split_name
 from rl_modules.common.errors import UsageError
 
 

@@ -13,7 +13,8 @@ from datamodules.language.judgements import as_judgement, encode_judgements
 from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
-from datamodules.language.sources import load_records, place_of
+from datamodules.language.records import place_of
+from datamodules.language.sources import load_records
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
 from rl_modules.common.checks import at_least

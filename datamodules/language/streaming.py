@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from datamodules.language.sources import as_written, is_table, parse_split, read_jsonl, unreadable
+from datamodules.language.dataset_files import as_written, is_table, open_dataset, parse_split, unreadable
+from datamodules.language.jsonl_files import read_jsonl
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -133,8 +134,6 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
 
 def _open(source: Any, config: str | None, split: str | None, name: str) -> Any:
     import datasets
-
-    from datamodules.language.sources import open_dataset
 
     try:
         found = open_dataset(source, config, streaming=True) if isinstance(source, str) else source
