@@ -185,7 +185,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self._scoring: EarlyRewards | None = None
         self._permutations: dict[int, list[int]] = {}
         self._encoder: TextEncoder | None = None
-        self._told_of_ends = self._told_of_texts = False
+        self._warned_of_ends = self._warned_of_texts = False
         # What the records were encoded with; None: there are none yet.
         self._encoding: dict[str, Any] | None = None
 
@@ -310,8 +310,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def encode_completions(self, completions: list[str]) -> list[list[int]]:
         """Token ids of completions, each with the EOS token that ends it."""
-        if completions and self.encoder.chats and not self._told_of_ends and not self.encoder.ends_turns():
-            self._told_of_ends = True
+        if completions and self.encoder.chats and not self._warned_of_ends and not self.encoder.ends_turns():
+            self._warned_of_ends = True
             notice(f"{self.source}: completions end with the EOS token {self.policy.tokenizer.eos_token!r}, with which "
                    "the chat template does not end the assistant's turns; if the model ends them as the template does, "
                    "set eos_token in tokenizer_config.json to that token")  # fmt: skip
@@ -489,7 +489,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             lists of K), ``length`` and ``finished`` [P·K].
         """
         tokenizer = self.policy.tokenizer
-        self._tell_of_texts()
+        self._warn_of_texts()
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -520,11 +520,11 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             "finished": written.finished,
         }
 
-    def _tell_of_texts(self) -> None:
+    def _warn_of_texts(self) -> None:
         """Says once what no completion can end with, and what reward functions can't see of it."""
-        if self._told_of_texts:
+        if self._warned_of_texts:
             return
-        self._told_of_texts = True
+        self._warned_of_texts = True
         stops = self.policy.settings().eos_token_id
         if self.encoder.chats and (end := self.encoder.unknown_end(stops)) is not None:
             known = ", ".join(map(repr, self.policy.tokenizer.convert_ids_to_tokens(list(stops))))

@@ -97,7 +97,7 @@ class PromptDataModule(LanguageDataModule):
         self._order = torch.empty(0, dtype=torch.int64)
         self._shuffler: torch.Generator | None = None  # a generator can't be pickled; `setup` makes it
         self._written_at = -1
-        self._told_of_lacking = False
+        self._warned_of_lacking = False
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -120,7 +120,7 @@ class PromptDataModule(LanguageDataModule):
             self.drawn = self.generation = self._position = 0
             self._fields = self._lengths = None
             self._written_at = -1
-            self._told_of_lacking = False
+            self._warned_of_lacking = False
 
     def encode(self, records: list[Record]) -> list[Record]:
         if len(self.rewards):  # here, because the first call comes after the first generation
@@ -283,8 +283,8 @@ class PromptDataModule(LanguageDataModule):
             groups = sorted(range(len(informative)), key=lambda group: not informative[group])[:n_prompts]
             rollout = groups_of(rollout, groups, self.num_generations)
             lacking = n_prompts - sum(informative[group] for group in groups)
-        if lacking and not self._told_of_lacking:
-            self._told_of_lacking = True
+        if lacking and not self._warned_of_lacking:
+            self._warned_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
                   "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}

@@ -65,7 +65,7 @@ class RewardFunctions:
         #: Names of the functions that have returned a value, and of the others the prompts that they failed on.
         self._scored: set[str] = set()
         self._unscored: dict[str, set[str]] = {}
-        self._told_of_none = False
+        self._warned_of_none = False
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -185,7 +185,7 @@ class RewardFunctions:
             rewards[call.start : call.stop, call.function] = torch.tensor(call.values, dtype=torch.float32)
         for j, name in enumerate(self.names):
             self._report(name, [f for call in calls if call.function == j for f in call.failures], given)
-        self._tell_of_none(rewards)
+        self._warn_of_none(rewards)
         return rewards
 
     @property
@@ -299,10 +299,10 @@ class RewardFunctions:
         call.lists[i] = numbers
         return math.fsum(numbers)
 
-    def _tell_of_none(self, rewards: Tensor) -> None:
+    def _warn_of_none(self, rewards: Tensor) -> None:
         """Says once that a batch has no completion with a reward: nothing is learned from it."""
-        if not self._told_of_none and rewards.numel() and not self.has_failed and rewards.isnan().all():
-            self._told_of_none = True
+        if not self._warned_of_none and rewards.numel() and not self.has_failed and rewards.isnan().all():
+            self._warned_of_none = True
             notice(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
                    "completions of a batch; such completions are left out")  # fmt: skip
 

@@ -16,7 +16,7 @@ def is_cut_off(trainer: Any) -> bool:
 
 
 def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Has a run that resumes go on within an epoch that a stop cut off; Lightning counts it as done and begins another.
+    """Makes a run resume within the epoch that a stop cut off; Lightning counts it as done and begins another.
 
     Args:
         trainer: of the run.

@@ -35,7 +35,7 @@ class Reliability(Metric):
     def __init__(self, bins: int = BINS) -> None:
         super().__init__()
         self.bins = bins
-        # Rows: comparisons, their confidences, those judged right.
+        # Rows: comparisons, their confidences, those decided rightly.
         self.add_state("sums", torch.zeros(3, bins, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, lead: Tensor) -> None:
@@ -57,7 +57,7 @@ class Reliability(Metric):
 
 
 class PreferenceMetrics(nn.Module):
-    """What is known of a reward model after it has judged some comparisons.
+    """Accuracy, loss, margin and calibration of a reward model over held-out comparisons.
 
     The calibration error is that of the confidence σ(|r_c - r_r|) that the answer with the higher score was chosen:
     with the chosen answer always in the first place, every outcome would be a win, and nothing could be calibrated.
@@ -99,7 +99,7 @@ class PreferenceMetrics(nn.Module):
         self.known["expected_accuracy"].update(torch.where(won, probability, 1 - probability))
 
     def compute(self) -> tuple[dict[str, Tensor], Bins]:
-        """Scalars by name, over everything judged on all ranks, and the reliability diagram's bins.
+        """Scalars by name, over the comparisons of all ranks, and the reliability diagram's bins.
 
         ``bayes_accuracy`` (of a judge who knows the true probabilities) and ``expected_accuracy`` (of this model
         over all outcomes that the comparisons could have had) are there where the probabilities are known.
@@ -116,7 +116,7 @@ class PreferenceMetrics(nn.Module):
         return scalars, self.reliability.compute()
 
     def reset(self) -> None:
-        """Forget what was judged."""
+        """Forgets the comparisons."""
         for module in self.modules():
             if isinstance(module, Metric):
                 module.reset()
