@@ -198,7 +198,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         with own counters extend it.
         """
         self._sums.clear()
-        self._latest = {}
+        self._latest, self._objects = {}, {}
         self._scheduled_at = -1
         self._rate_applied = self.learning_rate
         self._gradients = {}

@@ -1,85 +1,27 @@
 """Metrics by name: accumulated on the device, written once per epoch over the transitions axis."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import lightning as L
+import numpy as np
 import torch
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.finished_epoch import is_cut_off
+from rl_modules.common.hooks import HeldPoints
+from rl_modules.metric_sums import MetricSums
 from rl_modules.ranks import episodes_of_all_ranks, is_alone
 
-
-class MetricSums:
-    """Sums of named scalars since the last point of the curves.
-
-    ``add`` costs one kernel and never waits for the device. Different calls may bring different names.
-    """
-
-    def __init__(self) -> None:
-        # Scalars that come together are kept together: one stack per call instead of one sum per name.
-        self._rows: dict[tuple[str, ...], list[Tensor]] = {}
-        self._numbers: dict[str, tuple[float, int]] = {}
-
-    def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add one value to each name's sum.
-
-        Raises:
-            UsageError: a value is not a scalar.
-        """
-        if torch.compiler.is_compiling():
-            _add_outside_of_graphs(self, values)
-        else:
-            self._add(values)
-
-    def _add(self, values: Mapping[str, Tensor | float]) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, value in values.items():
-            if not isinstance(value, Tensor):
-                total, count = self._numbers.get(name, (0.0, 0))
-                self._numbers[name] = (total + float(value), count + 1)
-            elif value.dim() and value.numel() != 1:
-                raise UsageError(f"the metric {name} has shape {tuple(value.shape)}; record takes scalars")
-            else:
-                tensors[name] = value.detach().float().reshape(())
-        if tensors:
-            self._rows.setdefault(tuple(tensors), []).append(torch.stack(list(tensors.values())))
-
-    def means(self, strategy: Strategy | None = None) -> dict[str, float]:
-        """The mean of every name; with a strategy of several ranks, over all of them, which call this together."""
-        sums = dict(self._numbers)
-        for names, rows in self._rows.items():
-            for name, total in zip(names, torch.stack(rows).sum(0).tolist(), strict=True):
-                before, count = sums.get(name, (0.0, 0))
-                sums[name] = (before + total, count + len(rows))
-        if strategy is not None:
-            sums = _over_ranks(sums, strategy.root_device)
-        return {name: total / count for name, (total, count) in sums.items()}
-
-    def clear(self) -> None:
-        """Begin the next point."""
-        self._rows.clear()
-        self._numbers.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        rows = [{"names": list(names), "values": torch.stack(rows).cpu()} for names, rows in self._rows.items()]
-        return {"rows": rows, "numbers": {name: list(sums) for name, sums in self._numbers.items()}}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """The inverse of :meth:`state_dict`; the sums go on ``device``, where the next values come from."""
-        self._rows = {tuple(row["names"]): list(row["values"].to(device).unbind(0)) for row in state["rows"]}
-        self._numbers = {name: (total, count) for name, (total, count) in state["numbers"].items()}
-
-
-@_disable_dynamo
-def _add_outside_of_graphs(sums: MetricSums, values: Mapping[str, Tensor | float]) -> None:
-    """A compiled ``training_step`` calls this between two graphs: a graph would hold for one length of the sums."""
-    sums._add(values)
+#: Prefix of the names of logged values: where the algorithm records one of that name, the logged value is drawn.
+LOGGED = "log:"
+#: Reductions that ``log`` takes, by what Lightning accepts.
+REDUCTIONS: dict[Any, str] = {
+    "mean": "mean", torch.mean: "mean", "max": "max", torch.max: "max", "min": "min", torch.min: "min", "sum": "sum",
+    torch.sum: "sum",
+}  # fmt: skip
 
 
 @_disable_dynamo
@@ -88,17 +30,7 @@ def _log_outside_of_graphs(module: "MetricsMixin", *arguments: Any) -> None:
     module._log_value(*arguments)
 
 
-def _over_ranks(sums: dict[str, tuple[float, int]], device: torch.device) -> dict[str, tuple[float, int]]:
-    """Sums and counts over all ranks. A rank may lack a name that another has."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, list(sums))
-    names = list(dict.fromkeys(name for part in everyone for name in part))
-    table = torch.tensor([sums.get(name, (0.0, 0)) for name in names], dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(table)
-    return {name: (total, int(count)) for name, (total, count) in zip(names, table.tolist(), strict=True)}
-
-
-class MetricsMixin(L.LightningModule):
+class MetricsMixin(HeldPoints, L.LightningModule):
     """``record``, ``record_now`` and ``log`` of the control algorithms, whose curves are drawn over transitions."""
 
     experience: Experience
@@ -110,6 +42,8 @@ class MetricsMixin(L.LightningModule):
         self.logs_this_epoch = True
         self._sums = MetricSums()
         self._latest: dict[str, float] = {}
+        # Objects of torchmetrics that were logged in this epoch.
+        self._objects: dict[str, Any] = {}
         #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
         self.grad_norm: Tensor | None = None
 
@@ -128,7 +62,16 @@ class MetricsMixin(L.LightningModule):
         self._latest.update({f"train/{name}": value for name, value in metrics.items()})
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:  # type: ignore[override]
-        """Lightning's ``log``. In training the epoch's mean is drawn over ``total_timesteps``, like every curve."""
+        """Lightning's ``log``. In training the epoch's mean is drawn over ``total_timesteps``, like every curve; by
+        ``reduce_fx`` its sum, largest or smallest value.
+
+        Args:
+            name: of the curve.
+            value: a number, a scalar tensor, or an object of torchmetrics.
+            prog_bar: show it in Lightning's progress bar.
+            logger: False: known to callbacks, but not drawn.
+            **options: Lightning's others.
+        """
         if torch.compiler.is_compiling():
             _log_outside_of_graphs(self, name, value, prog_bar, logger, options)
         else:
@@ -136,12 +79,23 @@ class MetricsMixin(L.LightningModule):
 
     def _log_value(self, name: str, value: Any, prog_bar: bool, logger: bool | None, options: dict[str, Any]) -> None:
         trainer = self._trainer
-        if trainer is not None and trainer.training and options.get("reduce_fx", "mean") == "mean":
-            if logger is not False and isinstance(value, Tensor | int | float) and self.logs_this_epoch:
-                self._sums.add({name: value})
+        value = value.item() if isinstance(value, np.generic) else value
+        reduction = REDUCTIONS.get(options.get("reduce_fx", "mean"))
+        if trainer is not None and trainer.training and reduction is not None:
+            if logger is not False and self.logs_this_epoch:
+                self._draw(name, value, reduction)
             logger = False
             options["on_step"], options["on_epoch"] = False, True
         super().log(name, value, prog_bar=prog_bar, logger=logger, **options)
+
+    def _draw(self, name: str, value: Any, reduction: str) -> None:
+        """Adds a logged value to the next point of its curve."""
+        if not isinstance(value, Tensor | int | float):
+            self._objects[name] = value
+        elif reduction == "mean":
+            self._sums.add({LOGGED + name: value})
+        else:
+            self._sums.reduce(LOGGED + name, value, reduction)
 
     @property
     def source(self) -> ExperienceSource:
@@ -176,13 +130,22 @@ class MetricsMixin(L.LightningModule):
             rollout: the datamodule's metrics.
             step: transitions so far.
         """
-        alone = self.trainer.world_size == 1
-        metrics = {**rollout, **self._sums.means(None if alone else self.trainer.strategy), **self._latest}
+        metrics = {**rollout, **self._latest, **self.means_so_far()}
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self._hand_to_callbacks({name: value for name, value in metrics.items() if not name.startswith("time/")})
         self._sums.clear()
-        self._latest = {}
+        self._latest, self._objects = {}, {}
+
+    def means_so_far(self) -> dict[str, float]:
+        """Means since the last point of the curves, over all ranks, which call this together. A logged value replaces a
+        recorded one of the same name.
+        """
+        means = self._sums.means(None if is_alone(self.trainer) else self.trainer.strategy)
+        logged = {name.removeprefix(LOGGED): x for name, x in means.items() if name.startswith(LOGGED)}
+        logged |= {name: float(metric.compute()) for name, metric in self._objects.items()}
+        recorded = {name: x for name, x in means.items() if not name.startswith(LOGGED)}
+        return {**recorded, **logged}
 
     def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
         """Make metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
@@ -195,7 +158,7 @@ class MetricsMixin(L.LightningModule):
         # Lightning draws over this count what a subclass or a callback logs in an evaluation.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.source.num_timesteps
         # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
-        self._hand_to_callbacks(self._sums.means(None if is_alone(self.trainer) else self.trainer.strategy))
+        self._hand_to_callbacks(self.means_so_far())
 
     def on_train_epoch_start(self) -> None:
         self._see_epoch()
@@ -213,15 +176,16 @@ class MetricsMixin(L.LightningModule):
         # episode's end too.
         mean = rollout.get("rollout/ep_rew_mean", source.partial_return)
         self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
-        if self.is_cut_off:
-            # Its point is written at its end, by the run that resumes; callbacks monitor the means so far.
-            self._hand_to_callbacks(self._sums.means(None if is_alone(self.trainer) else self.trainer.strategy))
-        elif self.logs_this_epoch:
+        writes = self.logs_this_epoch and not self.is_cut_off
+        if self.is_cut_off or (writes and self.holds_points):
+            # A cut epoch's point is written at its end, by the run that resumes; callbacks monitor the means so far.
+            self._hand_to_callbacks(self.means_so_far())
+        if writes:
             if self.trainer.optimizers:
                 self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
             if self.grad_norm is not None:
                 self.record_now(grad_norm=float(self.grad_norm))
-            self.write_metrics(rollout, source.num_timesteps)
+            self.hold(lambda: self.write_metrics(rollout, source.num_timesteps))
 
     def require_finite_weights(self) -> None:
         """Stop before a callback saves weights that are no numbers.

@@ -1,19 +1,49 @@
-"""Lightning's hooks in a subclass come after this project's own.
+"""Lightning's hooks in a subclass come after this project's own, and before the point of the curves that these write.
 
 In a plain LightningModule a hook does nothing, so that hardly anybody calls ``super()`` in one. Here hooks write curves
 and checkpoints.
 """
 
+import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
+
+#: Hooks of this project that write the curves: a point has what a user's hook of the same name records, too.
+WRITE_CURVES = ("on_train_epoch_end", "on_train_batch_end")
 
 
 def is_ours(defined: Any) -> bool:
     """Whether a class or function is this project's."""
     return defined.__module__.partition(".")[0] in ("rl_modules", "datamodules")
+
+
+class HeldPoints:
+    """Writes the curves at once, or after a user's hook that runs around the inherited one.
+
+    A class attribute of each module; the state is in the module's ``__dict__``.
+    """
+
+    #: What is written when the user's hook has ended; None: no such hook runs.
+    _held: list[Callable[[], None]] | None = None
+
+    @property
+    def holds_points(self) -> bool:
+        """Whether a user's hook is running that may still record values of this point."""
+        return self._held is not None
+
+    def hold(self, write: Callable[[], None]) -> None:
+        """Writes now, or after the user's hook that is running.
+
+        Args:
+            write: writes a point of the curves.
+        """
+        if self._held is None:
+            write()
+        else:
+            self._held.append(write)
 
 
 def keep_hooks(cls: type) -> None:
@@ -30,21 +60,27 @@ def keep_hooks(cls: type) -> None:
         if owner is None:
             continue
         before = [vars(base)[name] for base in cls.__mro__[: cls.__mro__.index(owner)] if name in vars(base)]
-        if before and _is_last_call(before, name):
-            setattr(cls, name, _both(vars(owner)[name], before[0]))
+        if not before or not isinstance(before[0], FunctionType):
+            continue
+        hook = _both(vars(owner)[name], before[0]) if _is_last_call(before, name, cls) else before[0]
+        if name in WRITE_CURVES and not hasattr(hook, "holds_points") and issubclass(owner, HeldPoints):
+            hook = _holding(hook)
+        if hook is not before[0]:
+            setattr(cls, name, hook)
 
 
-def _is_last_call(hooks: list[Any], name: str) -> bool:
+def _is_last_call(hooks: list[Any], name: str, cls: type) -> bool:
     """Whether a chain of hooks, in which each may call the next by ``super()``, ends before this project's.
 
     Args:
         hooks: in the order of the classes.
         name: of all of them.
+        cls: the class that they are hooks of.
     """
     for hook in hooks:
         if not isinstance(hook, FunctionType) or hasattr(hook, "runs_ours"):
             return False
-        if not _names(inspect.unwrap(hook).__code__, name):
+        if not _calls_next(inspect.unwrap(hook), name, cls):
             return True
     return False
 
@@ -59,11 +95,78 @@ def _both(first: Callable, then: Callable) -> Callable:
     return hook
 
 
+def _holding(then: Callable) -> Callable:
+    @functools.wraps(then)
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.holds_points:  # in the hook of a subclass
+            return then(self, *args, **kwargs)
+        held: list[Callable[[], None]] = []
+        self.__dict__["_held"] = held
+        try:
+            result = then(self, *args, **kwargs)
+        finally:
+            del self.__dict__["_held"]
+        for write in held:
+            write()
+        return result
+
+    hook.holds_points = True  # type: ignore[attr-defined]
+    return hook
+
+
 def _is_hook(name: str) -> bool:
     return name in ("setup", "teardown") or (name.startswith("on_") and not name.endswith("batch_transfer"))
 
 
-def _names(code: CodeType, name: str) -> bool:
-    """Whether a function or one within it names an attribute, as ``super().on_fit_start()`` does."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return name in code.co_names or name in code.co_consts or any(_names(part, name) for part in inner)
+def _calls_next(function: FunctionType, name: str, cls: type) -> bool:
+    """Whether a hook calls the next class's, as ``super().on_fit_start()`` and ``PPO.on_fit_start(self)`` do.
+
+    The same name of another object, as in ``tracker.on_fit_start()``, is none.
+
+    Args:
+        function: the hook.
+        name: of the hook.
+        cls: the class that it is a hook of.
+    """
+    bases = {base.__name__ for base in cls.__mro__ if name in vars(base)}
+    for code in _codes(function.__code__):
+        uses_super = "super" in code.co_names
+        before = None
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL", "NOP"):
+                continue
+            if instruction.opname == "LOAD_CONST" and instruction.argval == name and uses_super:
+                return True  # getattr(super(), "on_fit_start")
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and instruction.argval == name:
+                of_super = instruction.opname == "LOAD_SUPER_ATTR" or (before is not None and "CALL" in before.opname)
+                local = before is not None and before.opname.startswith("LOAD_FAST") and before.argval != "self"
+                if uses_super and (of_super or local):
+                    return True
+                if before is not None and _is_base(function, before.argval, bases):
+                    return True
+            before = instruction
+    return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_base(function: FunctionType, name: Any, bases: set[str]) -> bool:
+    """Whether a name in a function stands for one of its class's bases.
+
+    Args:
+        function: where it is looked up.
+        name: as the code has it.
+        bases: their names.
+    """
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    try:
+        found = closure[name].cell_contents if name in closure else function.__globals__.get(name)
+    except ValueError:  # a cell that is not filled yet, such as the class under construction
+        found = None
+    return name in bases or (isinstance(found, type) and found.__name__ in bases)

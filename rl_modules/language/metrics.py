@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.hooks import HeldPoints
 from rl_modules.language.metric_names import displayed_name, monitors, refuse_bare_monitor
 from rl_modules.language.throughput import Throughput
 from rl_modules.loggers import adapters
 
 
-class LanguageMetrics(L.LightningModule):
+class LanguageMetrics(HeldPoints, L.LightningModule):
     """What a language algorithm records and logs; the x-axis is the optimizer step."""
 
     #: Optimizer steps between two points of the curves.
@@ -34,19 +35,23 @@ class LanguageMetrics(L.LightningModule):
     _logged_at: int
     _throughput: Throughput
 
-    def record(self, weight: Tensor | float = 1.0, **metrics: Tensor | float) -> None:
+    def record(self, weight: Tensor | float = 1.0, /, **metrics: Tensor | float) -> None:
         """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
 
         Each update may record any subset of names. Does not synchronise with the device. Does nothing in evaluations,
         which call hooks such as ``loss`` too; :meth:`log_evaluation` takes their metrics.
 
         Args:
-            weight: of this minibatch in the mean, such as its number of tokens; 0: ignored.
+            weight: of this minibatch in the mean, such as its number of tokens; 0: ignored. By position or by name.
             metrics: scalars by name, tensors or numbers.
 
         Raises:
-            UsageError: a value that is not a scalar.
+            UsageError: a value that is not a scalar, or a weight without metrics.
         """
+        if list(metrics) == ["weight"]:
+            raise UsageError(f"record(weight={metrics['weight']!r}) has no metric: weight is the minibatch's in the "
+                             "means of others; give a metric of yours another name")  # fmt: skip
+        weight = metrics.pop("weight", weight)
         self._claim(metrics)
         self._add(weight, metrics)
 
@@ -110,7 +115,7 @@ class LanguageMetrics(L.LightningModule):
         return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.write_due_metrics()
+        self.hold(self.write_due_metrics)
 
     def write_due_metrics(self) -> None:
         """Logs one point of every training curve at each multiple of ``logging_steps``, once."""
@@ -189,7 +194,7 @@ class LanguageMetrics(L.LightningModule):
         self._hand_to_callbacks({name: means[name] for name in unknown if name in means})
 
     def on_train_epoch_end(self) -> None:
-        self._answer_monitors()
+        self.hold(self._answer_monitors)
 
     def on_validation_start(self) -> None:
         if self._fitting and not self.trainer.sanity_checking:

@@ -814,7 +814,8 @@ def test_a_hook_that_calls_super_is_called_once() -> None:
     assert calls == ["own", "base"]
     calls.clear()
     fit(Again(), CASES[0].make_data(), max_epochs=1)
-    assert calls == ["base", "again"]  # what Counts does is its author's, and replaced as in Python
+    # The point is written last. What Counts does is its author's, and replaced as in Python.
+    assert calls == ["again", "base"]
 
 
 def test_a_policy_from_torch_distributions_trains() -> None:
