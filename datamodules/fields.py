@@ -16,7 +16,7 @@ def require_action(acted: Any) -> None:
     """
     if not isinstance(acted, dict) or "action" not in acted:
         raise UsageError(f"act returned {_brief(acted)}; it must return a dictionary with the key action, and whatever "
-                         "else is to be stored with the transitions")  # fmt: skip
+                         "else is to be stored in a rollout")  # fmt: skip
 
 
 def require_acted(acted: Any, n: int) -> None:

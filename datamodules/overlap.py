@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from datamodules.acting import rollout_act
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import tree_map
 
@@ -87,12 +88,6 @@ class CollectedAhead:
         """The inverse of :meth:`state_dict`."""
         saved = state["rollout"]
         self._rollout = None if saved is None else tree_map(lambda x: x.to(device), saved)
-
-
-def rollout_act(learner: Any) -> Act:
-    """What a rollout is collected with: ``rollout_act()`` of an algorithm that has one, else ``act``."""
-    act: Act = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
-    return act
 
 
 def frozen_copy(learner: Any) -> Any:

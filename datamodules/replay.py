@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from typing_extensions import Unpack
 
+from datamodules.acting import prepared_by, rollout_act
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
@@ -154,6 +155,7 @@ class ReplayDataModule(ControlDataModule):
         self._drawn: deque[Batch] = deque()
         self._learning: Tensor | None = None
         self._parts: list[torch.nn.Module] = []
+        self._warned_of_fields = False
         # Rows that a subclass added, until the statistics of the normalisers have them.
         self._recorded: list[Batch] = []
 
@@ -322,13 +324,17 @@ class ReplayDataModule(ControlDataModule):
             # Rounds are short, and looking the parts up takes as long as an action.
             self._parts = list(module.modules())
         begin_episodes = getattr(module, "begin_episodes", None)
-        policy_act = module.rollout_act() if hasattr(module, "rollout_act") else module.act
+        policy_act = rollout_act(module)
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
             if begin_episodes is not None and self.collector.episode_start.any():
                 begin_episodes(self.collector.episode_start)
             acted = policy_act(tree_map(lambda x: x.to(device), observation), generator)
             require_action(acted)
+            if len(acted) > 1 and not self._warned_of_fields:
+                self._warned_of_fields = True
+                rank_zero_warn(f"act returned {', '.join(name for name in acted if name != 'action')} beside action; "
+                               "replay stores actions alone, so that prepare does not get them")  # fmt: skip
             return {"action": acted["action"].cpu()}
 
         with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
@@ -404,8 +410,10 @@ class ReplayDataModule(ControlDataModule):
             over_ranks = self._largest_of_ranks if self._world_size > 1 else None
             sample.update(index=index, weight=self.sampler.weights(index, beta, over_ranks))
         sample = tree_map(lambda x: x.to(module.device), sample)
-        with torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
-            prepared = module.prepare(sample)
+        if not self._parts:  # a resumed run draws before it collects
+            self._parts = list(module.modules())
+        with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
+            prepared = prepared_by(module, sample)
         require_rows(prepared, (len(index),), "[M]")
         if count == 1:
             self._drawn.append(prepared)

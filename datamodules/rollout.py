@@ -10,12 +10,13 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 from typing_extensions import Unpack
 
+from datamodules.acting import prepared_by, rollout_act
 from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
 from datamodules.envs.vector import EnvId
 from datamodules.fields import require_rows
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
-from datamodules.overlap import CollectedAhead, rollout_act
+from datamodules.overlap import CollectedAhead
 from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Act, Rollout, RolloutSource
@@ -265,10 +266,11 @@ class RolloutDataModule(ControlDataModule):
             if self.overlap and self.num_timesteps < self.total_timesteps:
                 self._ahead.begin(learner, precision)
             with precision():
-                prepared = learner.prepare(rollout)
+                prepared = prepared_by(learner, rollout)
         # Rows need not be the rollout's own: Monte Carlo control hands over the episodes that have ended.
         valid = prepared.pop("valid", valid) if isinstance(prepared, dict) else valid
-        require_rows(prepared, tuple(valid.shape), "[T, N]")
+        is_cut = valid.shape != rollout["valid"].shape
+        require_rows(prepared, tuple(valid.shape), "[sequences, N]" if is_cut else "[T, N]")
         if self.collector.mode != AutoresetMode.NEXT_STEP:
             return tree_map(lambda x: x.flatten(0, 1), prepared)
         return tree_map(lambda x: x[valid], prepared)

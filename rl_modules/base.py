@@ -273,7 +273,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             deterministic: the most likely action instead of a sample.
 
         Returns:
-            ``action`` [N, *act], and other values to store with the transition.
+            ``action`` [N, *act], and other values to store with the transition in a rollout; replay stores actions
+            alone.
         """
         raise UsageError(f"{type(self).__name__} must define act")
 

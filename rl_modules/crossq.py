@@ -143,7 +143,7 @@ class CrossQ(SAC):
             next_action, next_log_prob = self.network.policy.sample(batch["next_observation"], after)
         q, next_q = self.joint_values(batch, next_action)
         target = self.td_target(batch, next_q, next_log_prob, ent_coef)
-        critic_loss = self.critic_loss(q, target, batch.get("weight"))
+        critic_loss = self.critic_loss(q[..., 0], target, batch.get("weight"))
         self.step(lists["critics"], self.gradients_of(critic_loss, lists["critics"]))
         self.record(critic_loss=critic_loss, ent_coef=ent_coef)
         loss = critic_loss.detach()

@@ -1,6 +1,6 @@
 """Gradients of some of a module's parameters, for algorithms that compute their gradients themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,41 @@ def trainable(module: nn.Module) -> list[Any]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def gradients(loss: Tensor, parameters: Sequence[Tensor], zeros: bool = False) -> tuple[Any, ...]:
+def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of a loss.
 
     Args:
         loss: a scalar.
         parameters: which; none: all are frozen.
-        zeros: what a parameter gets that the loss does not depend on: zeros, or None, with which an optimizer leaves it
-            as it is. Ranks average tensors of one size, so they take zeros.
+
+    Returns:
+        One of each; None of a parameter that the loss does not depend on: an optimizer leaves it as it is.
     """
     if not parameters:
         return ()
-    return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=zeros)
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def averaged(
+    parameters: Sequence[Tensor], found: Sequence[Tensor | None], mean: Callable[[Tensor], Tensor]
+) -> list[Tensor | None]:
+    """The gradients' means over ranks.
+
+    Args:
+        parameters: whose gradients they are; none: nothing is averaged.
+        found: this rank's, as :func:`gradients` returns them.
+        mean: of a tensor over the ranks, which call this together.
+
+    Returns:
+        One of each; None where no rank has a gradient, for zeros would move a parameter by its optimizer's momentum.
+    """
+    if not parameters:
+        return []
+    first = parameters[0]
+    known = torch.tensor([float(g is not None) for g in found], dtype=first.dtype).to(first.device, non_blocking=True)
+    parts = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(parameters, found, strict=True)]
+    *flat, known = mean(torch.cat([*parts, known])).split([*(p.numel() for p in parameters), len(parameters)])
+    means = [part.view_as(p) for part, p in zip(flat, parameters, strict=True)]
+    if all(g is not None for g in found):
+        return means  # without a wait for the device
+    return [part if is_known else None for part, is_known in zip(means, known.tolist(), strict=True)]

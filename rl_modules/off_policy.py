@@ -20,7 +20,8 @@ from rl_modules.common.storable import name_of
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
 from rl_modules.gradient_hooks import GradientHooks
-from rl_modules.gradients import gradients, trainable
+from rl_modules.gradients import averaged, gradients, trainable
+from rl_modules.optimizers import clip_grad_norm
 
 
 class OffPolicyActorCritic(ControlModule):
@@ -264,7 +265,7 @@ class OffPolicyActorCritic(ControlModule):
 
     def gradients_of(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Any, ...]:
         """The gradients of a loss for :meth:`step`; None for a parameter that the loss does not depend on."""
-        return gradients(loss, parameters, zeros=not self._is_alone)
+        return gradients(loss, parameters)
 
     def step(self, parameters: Sequence[Tensor], gradients: Iterable[Any]) -> None:
         """One step of the optimizer for some of its parameters, after the hooks ``on_after_backward`` and
@@ -272,13 +273,14 @@ class OffPolicyActorCritic(ControlModule):
 
         Args:
             parameters: those to change; none: all are frozen, and nothing happens.
-            gradients: one of each, over this rank's minibatch, or None; averaged over ranks.
+            gradients: one of each, over this rank's minibatch, or None; averaged over ranks, and clipped to the global
+                norm ``max_grad_norm`` where a subclass sets one.
         """
         if not parameters:
             return
         # A graph that `manual_backward` walked would have DDP wait for the gradients of the parameters left out.
         if not self._is_alone:
-            gradients = self._over_ranks(list(gradients))
+            gradients = averaged(parameters, list(gradients), self._mean_over_ranks)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         if self._hooks is None:
@@ -288,15 +290,14 @@ class OffPolicyActorCritic(ControlModule):
         # of. A subclass may have one for each part; those whose parameters have no gradient change nothing.
         for optimizer in self.trainer.optimizers:
             self._hooks.before_optimizer_step(optimizer)
+            if self.max_grad_norm is not None:
+                self.grad_norm = clip_grad_norm([p for p in parameters if p.grad is not None], self.max_grad_norm)
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
 
-    def _over_ranks(self, gradients: list[Tensor]) -> Iterable[Tensor]:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        flat = self.trainer.strategy.reduce(flat, reduce_op="mean")
-        pieces = flat.split([gradient.numel() for gradient in gradients])
-        return [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(x, reduce_op="mean")
 
     def finish_update(self) -> None:
         """Count the update as one optimizer step, which ``max_steps`` and checkpoints go by; steps the schedulers."""

@@ -145,6 +145,7 @@ class PPO(ActorCriticModule):
         super().begin_run()
         self.kl_coef = float(self.hparams["kl_coef"])
         self.kl_exceeded = False
+        self._approx_kl: Tensor | None = None
         self._adapted_at = 0
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
@@ -174,7 +175,20 @@ class PPO(ActorCriticModule):
         if self.kl_exceeded:
             return self.no_update()
         policy, value = self.policy_and_value(batch["observation"])
-        return self.minibatch_loss(policy, value, batch)
+        return self.loss_within_kl(policy, value, batch)
+
+    def loss_within_kl(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Returns :meth:`minibatch_loss`, and notes whether the policy has moved by more than ``target_kl`` allows."""
+        self._approx_kl = None
+        loss = self.minibatch_loss(policy, value, batch)
+        if self.stops_early:
+            if self._approx_kl is None:  # `minibatch_loss` is a subclass's
+                log_prob = policy.log_prob(batch["action"]).detach()
+                self._approx_kl = F.approx_kl(log_prob, batch["log_prob"])
+            # Every rank must come to the same decision, or they would wait for each other for ever.
+            approx_kl = self.trainer.strategy.reduce(self._approx_kl, reduce_op="mean")
+            self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
+        return loss
 
     def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
         """Returns the loss of one minibatch under the current policy and values, a scalar."""
@@ -254,10 +268,7 @@ class PPO(ActorCriticModule):
         if not self.penalizes:
             metrics["clip_fraction"] = F.clip_fraction(log_prob.detach(), batch["log_prob"], self.clip_range)
         self.record(**metrics)
-        if self.stops_early:
-            # Every rank must come to the same decision, or they would wait for each other for ever.
-            approx_kl = self.trainer.strategy.reduce(approx_kl, reduce_op="mean")
-            self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
+        self._approx_kl = approx_kl
 
     def no_update(self) -> Tensor:
         """Returns a loss without effect after the early stop; :meth:`optimizer_step` skips its step."""

@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.common.contract import Statistics
+from rl_modules.common.double import in_double, is_double
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask
 from rl_modules.common.spaces import normalize, observation_arrays, require_observation, tree_leaves, tree_map
@@ -24,6 +25,8 @@ class Observes(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    def parameters(self) -> Any: ...
 
 
 def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
@@ -63,7 +66,8 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
     if mask is not None:
         arrays = join_mask(arrays, mask_rows(module.action_space, mask, n))
     # Torch takes no views that run backwards, such as a picture turned upside down.
-    return tree_map(lambda x: torch.as_tensor(np.ascontiguousarray(x)).to(module.device), arrays), n, single
+    tensors = tree_map(lambda x: torch.as_tensor(np.ascontiguousarray(x)).to(module.device), arrays)
+    return (in_double(tensors) if is_double(module) else tensors), n, single
 
 
 def mask_rows(space: spaces.Space, mask: Any, n: int) -> np.ndarray:

@@ -252,19 +252,32 @@ class RecurrentMixin(ActorCriticModule):
         steps, n = rollout["reward"].shape
         length = self.steps_per_sequence(steps)
 
-        def cut(x: Tensor) -> Tensor:
-            return x.unflatten(0, (steps // length, length)).transpose(1, 2)
-
         fields = {**super().prepare(rollout), "episode_start": stored["episode_start"]}
-        prepared = {**tree_map(cut, fields), "state": stored["state"][::length]}
+        prepared = {**self.in_sequences(fields), "state": stored["state"][::length]}
         rows = torch.ones(steps // length, n, dtype=torch.bool, device=self.device)
         if not bool(rollout["valid"].all()):
-            prepared["counts"] = cut(rollout["valid"])
+            prepared["counts"] = self.in_sequences(rollout["valid"])
             rows = prepared["counts"].any(-1)
         if burn_in := self.hparams["burn_in"]:
             prepared["burn_in"] = self._burn_in(stored, steps, length, burn_in)
         # Rows are sequences from here on; a sequence of one step may be a reset and no transition.
         return {**prepared, "valid": rows}
+
+    def in_sequences(self, fields: Any) -> Any:
+        """Cuts fields of a rollout into sequences, as a subclass's ``prepare`` must those that it adds.
+
+        Args:
+            fields: a tensor [T, N, …], or nested dictionary of such.
+
+        Returns:
+            The same of [T/L, N, L, …].
+        """
+
+        def cut(x: Tensor) -> Tensor:
+            length = self.steps_per_sequence(len(x))
+            return x.unflatten(0, (len(x) // length, length)).transpose(1, 2)
+
+        return tree_map(cut, fields)
 
     def steps_per_sequence(self, steps: int) -> int:
         """L: ``sequence_length``, or as much of a rollout of ``steps`` as a minibatch holds.
@@ -307,13 +320,14 @@ class RecurrentMixin(ActorCriticModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """One minibatch of sequences, [C, L, …]; the loss is over their steps."""
         policy, value, _ = self._evaluate(batch["observation"], self._first_state(batch), batch["episode_start"])
-        apart = ("observation", "state", "episode_start", "burn_in", "counts")
-        flat = {name: x.flatten(0, 1) for name, x in batch.items() if name not in apart}
+        apart = ("state", "episode_start", "burn_in", "counts")
+        flat = {name: tree_map(lambda x: x.flatten(0, 1), x) for name, x in batch.items() if name not in apart}
         if "counts" in batch:
             rows = batch["counts"].flatten()
-            policy, value, flat = policy.rows(rows), value[rows], {name: x[rows] for name, x in flat.items()}
+            policy, value, flat = policy.rows(rows), value[rows], tree_map(lambda x: x[rows], flat)
         algorithm: Any = self
-        return algorithm.minibatch_loss(policy, value, flat)
+        loss = getattr(algorithm, "loss_within_kl", algorithm.minibatch_loss)
+        return loss(policy, value, flat)
 
     def _first_state(self, batch: dict[str, Any]) -> Tensor:
         """The memory's state before each sequence: as it was, or as today's weights reach it over the burn-in."""

@@ -184,7 +184,8 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         with torch.no_grad():
             target = self.td_target(batch, after, ent_coef)
         q = network.critics(batch["observation"], batch["action"])
-        critic_loss = self.critic_loss(q, target, batch.get("weight"))
+        predicted = q[..., 0] if self.n_outputs == 1 else q
+        critic_loss = self.critic_loss(predicted, target, batch.get("weight"))
         parameters, gradients = lists["critics"], self.gradients_of(critic_loss, lists["critics"])
         metrics: dict[str, Tensor | float] = {"critic_loss": critic_loss, "ent_coef": ent_coef}
         if self.log_ent_coef is not None and self.log_ent_coef.requires_grad:
@@ -220,7 +221,14 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         )  # fmt: skip
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        return 0.5 * super().critic_loss(q[..., 0], target, weight)
+        """Half the squared error of each critic, mean over the minibatch, summed over critics.
+
+        Args:
+            q: what the critics predict, [K, B].
+            target: [B].
+            weight: importance weights of prioritised replay, [B].
+        """
+        return 0.5 * super().critic_loss(q if q.ndim == 2 else q[..., 0], target, weight)
 
     def actor_loss(self, q: Tensor, log_prob: Tensor, ent_coef: Tensor | float) -> Tensor:
         """Returns the policy's loss, a scalar.

@@ -108,10 +108,11 @@ class TQC(SAC):
         """Returns the quantile Huber loss of all critics, a scalar.
 
         Args:
-            q: predicted quantiles, [K, B, N].
+            q: predicted quantiles, [K, B, N], or [K, B] of one.
             target: [B, n_kept].
             weight: importance weights of prioritised replay, [B].
         """
+        q = q if q.ndim == 3 else q.unsqueeze(-1)
         k = len(q)
         weight = None if weight is None else weight.repeat(k)
         return F.quantile_huber_loss(q.flatten(0, 1), target.repeat(k, 1), weight) / q.shape[-1]

@@ -19,8 +19,9 @@ from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import tree_map
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.gradient_hooks import GradientHooks
-from rl_modules.gradients import gradients, trainable
+from rl_modules.gradients import averaged, gradients, trainable
 from rl_modules.networks import ValueNetwork
+from rl_modules.optimizers import clip_grad_norm
 
 
 class TRPO(ActorCriticModule):
@@ -119,6 +120,7 @@ class TRPO(ActorCriticModule):
         if not 0 < line_search_shrinking_factor < 1:
             raise UsageError(f"line_search_shrinking_factor={line_search_shrinking_factor} must lie between 0 and 1")
         self.automatic_optimization = False
+        self.max_grad_norm = type(self).max_grad_norm  # of the critic; a subclass may set one
         self.target_kl = self.kl_schedule[0]
         self.cg_max_steps = at_least("cg_max_steps", cg_max_steps)
         self.cg_damping = float(cg_damping)
@@ -278,8 +280,11 @@ class TRPO(ActorCriticModule):
         """
         optimizer: Any = self.optimizers()
         hooks = GradientHooks(self.trainer)
-        parameters = trainable(self.value_network)
+        parameters = [p for p in self.trainable_parameters() if p.requires_grad]
         returns = batch["returns"]
+        # Rows of all fields are cut out for a subclass's `value_loss` alone; the inherited one reads the returns.
+        reads_all = type(self).value_loss is not ActorCriticModule.value_loss
+        fields = batch if reads_all else {"observation": batch["observation"], "returns": returns}
         losses = []
         for _ in range(self.n_critic_updates):
             order = torch.randperm(len(returns), generator=self.shuffler).to(returns.device)
@@ -287,13 +292,17 @@ class TRPO(ActorCriticModule):
                 self._weight = self.rank_weight(len(chunk))
                 # A mean over no row is NaN, which a weight of 0 does not remove: any row serves.
                 rows = chunk if len(chunk) else order[:1]
-                value = self.state_value(tree_map(lambda x: x[rows], batch["observation"]))  # noqa: B023
-                loss = self.value_loss(value, {"returns": returns[rows]})
+                minibatch = tree_map(lambda x: x[rows], fields)  # noqa: B023
+                loss = self.value_loss(self.state_value(minibatch["observation"]), minibatch)
                 # Not `manual_backward`: under DDP it waits for the policy's gradients, which never come.
-                found = gradients(loss, parameters, zeros=not self._is_alone)
+                found: Sequence[Tensor | None] = gradients(loss, parameters)
+                if not self._is_alone:
+                    found = averaged(parameters, found, self.over_ranks)
                 for p, gradient in zip(parameters, found, strict=True):
-                    p.grad = None if gradient is None else self.over_ranks(gradient)
+                    p.grad = gradient
                 hooks.after_backward()
+                if self.max_grad_norm is not None:
+                    self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
                 optimizer.step()
                 losses.append(loss.detach())
         return torch.stack(losses).mean()
@@ -329,8 +338,12 @@ class TRPO(ActorCriticModule):
         return self.adam(parameters, lr=1e-3, eps=1e-5)
 
     def trainable_parameters(self) -> Iterable:
-        """Returns the critic's parameters; the policy is updated separately."""
-        return self.value_network.parameters()
+        """Returns the parameters of the critic and of a subclass's own parts, which ``value_loss`` trains.
+
+        The policy is updated separately.
+        """
+        policy = {id(p) for p in self.network.parameters()}
+        return [p for p in self.parameters() if id(p) not in policy]
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()

@@ -8,6 +8,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -128,24 +129,27 @@ def _calls_next(function: FunctionType, name: str, cls: type) -> bool:
         name: of the hook.
         cls: the class that it is a hook of.
     """
-    bases = {base.__name__ for base in cls.__mro__ if name in vars(base)}
     for code in _codes(function.__code__):
         uses_super = "super" in code.co_names
-        before = None
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL", "NOP"):
+        instructions = [i for i in dis.get_instructions(code) if i.opname not in _WITHOUT_EFFECT]
+        for before, instruction in pairwise(instructions):
+            if instruction.argval != name:
                 continue
-            if instruction.opname == "LOAD_CONST" and instruction.argval == name and uses_super:
+            if instruction.opname == "LOAD_CONST" and uses_super:
                 return True  # getattr(super(), "on_fit_start")
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and instruction.argval == name:
-                of_super = instruction.opname == "LOAD_SUPER_ATTR" or (before is not None and "CALL" in before.opname)
-                local = before is not None and before.opname.startswith("LOAD_FAST") and before.argval != "self"
-                if uses_super and (of_super or local):
-                    return True
-                if before is not None and _is_base(function, before.argval, bases):
-                    return True
-            before = instruction
+            if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                continue
+            of_super = instruction.opname == "LOAD_SUPER_ATTR" or "CALL" in before.opname
+            # Python 3.13 stores and loads a variable in one instruction.
+            word = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+            of_variable = "LOAD_FAST" in before.opname and word != "self"
+            if (uses_super and (of_super or of_variable)) or _reaches_ours(function, word, name, cls):
+                return True
     return False
+
+
+#: Instructions between an object and its attribute in some versions of Python.
+_WITHOUT_EFFECT = ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL", "NOP")
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -156,17 +160,25 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _is_base(function: FunctionType, name: Any, bases: set[str]) -> bool:
-    """Whether a name in a function stands for one of its class's bases.
+def _reaches_ours(function: FunctionType, word: Any, name: str, cls: type) -> bool:
+    """Whether a word in a hook is a base of its class whose hook is this project's, or calls that.
 
     Args:
-        function: where it is looked up.
-        name: as the code has it.
-        bases: their names.
+        function: the hook.
+        word: as the code has it.
+        name: of the hook.
+        cls: the class that it is a hook of.
     """
     closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
     try:
-        found = closure[name].cell_contents if name in closure else function.__globals__.get(name)
-    except ValueError:  # a cell that is not filled yet, such as the class under construction
+        found = closure[word].cell_contents if word in closure else function.__globals__.get(word)
+    except ValueError:  # a cell that is not filled yet, such as that of the class under construction
         found = None
-    return name in bases or (isinstance(found, type) and found.__name__ in bases)
+    bases = [base for base in cls.__mro__ if base is found or base.__name__ == word]
+    hooks = [vars(part)[name] for base in bases for part in base.__mro__ if name in vars(part)][:1]
+    return any(
+        isinstance(hook, FunctionType)
+        and hook is not function
+        and (is_ours(hook) or _calls_next(inspect.unwrap(hook), name, cls))
+        for hook in hooks
+    )
