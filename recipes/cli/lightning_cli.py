@@ -238,8 +238,9 @@ class RLCLI(LightningCLI):
                 if "Error(s) in loading state_dict" not in str(error):
                     raise
                 path = self._get(self.config, "ckpt_path")
+                example = ", such as net_arch" if self._controls else ""
                 raise UsageError(f"ckpt_path={path} holds the weights of another network; give the model the "
-                                 f"checkpoint's arguments, such as net_arch: {' '.join(str(error).split())[:300]}"
+                                 f"checkpoint's arguments{example}: {' '.join(str(error).split())[:300]}"
                                  ) from error  # fmt: skip
             except (MisconfigurationException, ValueError) as error:
                 if isinstance(error, UsageError) or not _is_lightnings(error):

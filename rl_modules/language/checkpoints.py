@@ -55,9 +55,12 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
+        # `WeightAveraging`, whose hook came before, has put averages there and the module's own weights beside them.
+        states = [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
         for prefix in self.hparams["description"]["frozen"]:
             for name in frozen_parameters(self, prefix):
-                del checkpoint["state_dict"][name]
+                for state in states:
+                    del state[name]
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["num_tokens"] = self.num_tokens
         checkpoint["gradients"] = self._gradients_so_far()
@@ -121,6 +124,11 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}
         self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
+        if "averaging_state" in checkpoint:
+            # `WeightAveraging` loads them into a copy of this module, without its `load_state_dict`.
+            own_state = self.state_dict()
+            left_out = self._left_out - checkpoint["state_dict"].keys()
+            checkpoint["state_dict"].update({name: own_state[name] for name in left_out})
         widen(self, checkpoint.get("state_dict", {}))
         self.num_tokens = checkpoint["num_tokens"]
         self._gradients = checkpoint["gradients"]

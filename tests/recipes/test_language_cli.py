@@ -290,6 +290,17 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
 
 
+def test_weights_of_another_network_are_named_without_an_argument_of_control(rl, trained):
+    checkpoint = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    lost = next(iter(checkpoint["state_dict"]))
+    del checkpoint["state_dict"][lost]
+    torch.save(checkpoint, "cut.ckpt")
+    code, _, err = rl("validate", "--config", "tiny.yaml", "--ckpt_path", "cut.ckpt")
+    assert code == 1
+    assert "cut.ckpt holds the weights of another network; give the model the checkpoint's arguments: " in err
+    assert lost in err and "net_arch" not in err
+
+
 @pytest.mark.long
 def test_weights_with_adapters_are_evaluated_with_the_same_lora(rl, tmp_path):
     start = SFT(model_config=TINY)

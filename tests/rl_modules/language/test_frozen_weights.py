@@ -5,6 +5,7 @@ import shutil
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from transformers import AutoModelForCausalLM
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
@@ -16,7 +17,7 @@ from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sft import SFT
 from tests.marks import quick
-from tests.training import assert_resumes_exactly, fit
+from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -117,6 +118,38 @@ def test_frozen_weights_are_left_out_and_runs_resume_exactly(case, paths, tmp_pa
     state = again.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+class SaveEveryStep(L.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("case", quick(CASES, "sft lora", "grpo"))
+def test_averages_beside_frozen_weights_resume_exactly(case, paths, tmp_path):
+    make, data, parts = CASES[case]
+
+    def run(ckpt_path=None):
+        module, average = make(paths), EMAWeightAveraging(decay=0.5)
+        fit(module, data(), max_steps=3, callbacks=[average, SaveEveryStep(tmp_path)], ckpt_path=ckpt_path)
+        return module.state_dict()
+
+    whole = run()
+    (tmp_path / "3.ckpt").rename(tmp_path / "whole.ckpt")
+    resumed = run(tmp_path / "1.ckpt")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "3.ckpt")
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    for key in ("state_dict", "current_model_state"):
+        assert {name.partition(".")[0] for name in checkpoint[key]} == parts
+    assert all(torch.equal(value, whole[name]) for name, value in checkpoint["state_dict"].items())
+    # A run that averages nothing begins with the averages.
+    plain = make(paths)
+    fit(plain, data(), max_steps=3, ckpt_path=tmp_path / "3.ckpt")
+    assert all(torch.equal(value, whole[name]) for name, value in plain.state_dict().items())
 
 
 def test_a_base_from_scratch_has_no_source_and_is_kept(tmp_path):
