@@ -10,6 +10,7 @@ from torch import Tensor
 from datamodules.language.base import Batch, LanguageDataModule, Record
 from datamodules.language.conversations import as_conversation
 from datamodules.language.notices import notice
+from datamodules.language.records import NothingUsable
 from datamodules.language.sequences import Sequences
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
@@ -120,7 +121,8 @@ class InstructionDataModule(LanguageDataModule):
         if len(kept) < len(records):
             first = next(i for i, length in enumerate(lengths) if length > limit)
             if self.hparams["overlong"] == "error" or not kept:
-                raise UsageError(
+                refusal = UsageError if self.hparams["overlong"] == "error" else NothingUsable
+                raise refusal(
                     f"{self.source}: {len(records) - len(kept)} of {len(records)} records are longer than {limit} "
                     f"tokens with their completions (record {first} has {lengths[first]}); shorten them"
                     + (", raise max_length" if limit < self.policy.max_length else "")

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from datamodules.language.csv_files import as_number
 from datamodules.language.notices import notice
 from datamodules.language.preference_forms import as_preference, refuse_lost
+from datamodules.language.records import NothingUsable
 from rl_modules.common.errors import UsageError
 
 Record = dict[str, Any]
@@ -96,8 +97,8 @@ def encode_judgements(data: EncodesAnswers, records: list[Record], limit: int) -
         notice(f"{data.source}: {len(records) - len(kept)} of {len(records)} answers left out, they are longer "
                        f"than {limit} tokens")  # fmt: skip
     if len(kept) < 2:
-        raise UsageError(f"{data.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, to "
-                         "match prompts with the answers to others")  # fmt: skip
+        raise NothingUsable(f"{data.source}: {len(kept)} of {len(records)} answers are left; KTO needs at least 2, to "
+                            "match prompts with the answers to others")  # fmt: skip
     for i in kept:
         data.refuse_empty_prompt(prompts[i], records[i])
     partners = mismatched([prompts[i] for i in kept])

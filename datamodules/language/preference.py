@@ -13,7 +13,7 @@ from datamodules.language.judgements import as_judgement, encode_judgements
 from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
-from datamodules.language.records import place_of
+from datamodules.language.records import NothingUsable, place_of
 from datamodules.language.sources import load_records
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
@@ -133,6 +133,9 @@ class PreferenceDataModule(LanguageDataModule):
         self.train_pairs, self.eval_pairs = as_pairs(self.train_records), as_pairs(self.eval_records)
         if stage != "fit":
             return
+        if single and self.stream is not None and self.hparams["streaming_buffer"] == 1:
+            raise UsageError("streaming_buffer=1 leaves KTO no other record of the block, with whose answer it matches "
+                             "a prompt; give at least 2")  # fmt: skip
         if self._n_micro > self.batch_size:
             raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} is more than the batch_size="
                              f"{self.batch_size} pairs that it divides")  # fmt: skip
@@ -217,12 +220,12 @@ class PreferenceDataModule(LanguageDataModule):
                 kept.append({**record, "prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
         for count, why in ((overlong, f"are longer than {limit} tokens"), (equal, "have chosen equal to rejected")):
             if count == len(records):
-                raise UsageError(f"{self.source}: all {count} pairs {why}; there is nothing to learn from")
+                raise NothingUsable(f"{self.source}: all {count} pairs {why}; there is nothing to learn from")
             if count:
                 notice(f"{self.source}: {count} of {len(records)} pairs left out, they {why}")
         if not kept:
-            raise UsageError(f"{self.source}: of {len(records)} pairs {overlong} are longer than {limit} tokens and "
-                             "the others have chosen equal to rejected; there is nothing to learn from")  # fmt: skip
+            raise NothingUsable(f"{self.source}: of {len(records)} pairs {overlong} are longer than {limit} tokens and "
+                                "the others have chosen equal to rejected; there is nothing to learn from")  # fmt: skip
         return kept
 
     @property

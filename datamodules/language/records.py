@@ -11,6 +11,10 @@ from rl_modules.common.errors import UsageError, did_you_mean
 TEXTS = ("answer", "completion", "chosen", "rejected")
 
 
+class NothingUsable(UsageError):
+    """Every record of a source, or of a block of a stream, was left out; a stream goes on to its next block."""
+
+
 class PlacedRecord(dict[str, Any]):
     """A record that knows its file and line, for what is found only when it is tokenized; copies are plain dicts.
 

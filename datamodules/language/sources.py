@@ -8,7 +8,7 @@ from typing import Any
 from datamodules.language.dataset_files import describe_dataset, is_table, read_dataset
 from datamodules.language.jsonl_files import read_jsonl
 from datamodules.language.notices import notice
-from datamodules.language.records import TEXTS, as_record
+from datamodules.language.records import TEXTS, NothingUsable, as_record
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
@@ -111,7 +111,8 @@ def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlon
         Indices of the records to keep, in order.
 
     Raises:
-        UsageError: a prompt is too long under ``error``; all are under ``drop``; another value of ``overlong``.
+        NothingUsable: all prompts are too long under ``drop``.
+        UsageError: a prompt is too long under ``error``; another value of ``overlong``.
     """
     if overlong not in ("error", "drop"):
         raise UsageError(f"overlong={overlong!r} must be error or drop")
@@ -119,7 +120,8 @@ def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlon
     dropped = len(lengths) - len(kept)
     if dropped and (overlong == "error" or not kept):
         first = next(i for i, length in enumerate(lengths) if length > limit)
-        raise UsageError(f"{where}: {dropped} of {len(lengths)} prompts are longer than {limit} tokens (record {first} "
+        refusal = UsageError if overlong == "error" else NothingUsable
+        raise refusal(f"{where}: {dropped} of {len(lengths)} prompts are longer than {limit} tokens (record {first} "
                          f"has {lengths[first]}); shorten them or take a model with more positions"
                          + ("" if overlong == "drop" else ", or set overlong=drop"))  # fmt: skip
     if dropped:

@@ -10,6 +10,8 @@ import torch
 
 from datamodules.language.dataset_files import as_written, is_table, open_dataset, parse_split, unreadable
 from datamodules.language.jsonl_files import read_jsonl
+from datamodules.language.notices import notice
+from datamodules.language.records import NothingUsable
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -25,7 +27,8 @@ class RecordStream:
 
     Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. What
     stands at a position therefore depends on the seed and the source only: a resumed run opens the source at its block.
-    Two blocks are in memory at a time. Where ``encode`` leaves out records of a block, others of it take their places.
+    Two blocks are in memory at a time. Where ``encode`` leaves out records of a block, others of it take their places;
+    where it leaves out all of them, those of the next block do.
 
     Args:
         rows: opens the source at a row.
@@ -35,7 +38,7 @@ class RecordStream:
         name: of the source, for messages.
 
     Raises:
-        UsageError: the source is empty, or a block has no record that can be used.
+        UsageError: the source is empty, or a whole pass has no record that can be used.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class RecordStream:
         self._read = 0  # rows of the endless stream that the reader is past
         #: Rows of the source; None until its end was seen.
         self.length: int | None = None
+        self._warned_of_unusable = False
 
     def __len__(self) -> int:
         """Rows of the source as far as they are known, at least 1."""
@@ -68,16 +72,33 @@ class RecordStream:
     def _block(self, number: int) -> list[Record]:
         with self._lock:
             if number not in self._blocks:
-                self._blocks = {k: block for k, block in self._blocks.items() if k == number - 1}
-                self._blocks[number] = self._new_block(number)
+                usable, records = self._first_usable(number)
+                before = {k: block for k, block in self._blocks.items() if k == number - 1}
+                self._blocks = before | dict.fromkeys(range(number, usable + 1), records)
             return self._blocks[number]
 
-    def _new_block(self, number: int) -> list[Record]:
-        records = self._encode(list(islice(self._from(number * self._size), self._size)))
-        if not records:
-            raise UsageError(f"{self._name}: none of {self._size} records of block {number} can be used; see overlong")
-        generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", number))
-        return [records[i] for i in torch.randperm(len(records), generator=generator).tolist()]
+    def _first_usable(self, number: int) -> tuple[int, list[Record]]:
+        """The first block from a number on that has records which can be used: its number, and they in their order."""
+        usable = number
+        while True:
+            try:
+                records = self._encode(list(islice(self._from(usable * self._size), self._size)))
+                reason = "encode leaves all of them out"
+            except NothingUsable as error:
+                records, reason = [], str(error).removeprefix(f"{self._name}: ")
+            if records:
+                generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", usable))
+                return usable, [records[i] for i in torch.randperm(len(records), generator=generator).tolist()]
+            if self.length is not None and (usable + 1 - number) * self._size >= self.length:
+                raise UsageError(f"{self._name}: none of its {self.length} records can be used ({reason})")
+            self._note_unusable(usable, reason)
+            usable += 1
+
+    def _note_unusable(self, number: int, reason: str) -> None:
+        if not self._warned_of_unusable:
+            self._warned_of_unusable = True
+            notice(f"{self._name}: block {number}, of streaming_buffer={self._size} records, has none that can be used "
+                   f"({reason}) and is passed over, as later ones will be without a message")  # fmt: skip
 
     def _from(self, row: int) -> Iterator[tuple[str, Record]]:
         """The endless stream from a row on."""
@@ -126,10 +147,17 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
     table = _open(path or dataset, dataset_config, base, name)
 
     def rows(start: int) -> Iterator[tuple[str, Record]]:
-        for i, row in enumerate(table.skip(start), start):
+        for i, row in enumerate(_rest(table, start), start):
             yield f"{name}, row {i}", as_written(row)
 
     return rows
+
+
+def _rest(table: Any, start: int) -> Any:
+    """A table's rows from one on; none from its end on, where ``Dataset.skip`` is an IndexError."""
+    import datasets
+
+    return () if isinstance(table, datasets.Dataset) and start >= len(table) else table.skip(start)
 
 
 def _open(source: Any, config: str | None, split: str | None, name: str) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
-from datamodules.language.streaming import RecordStream
+from datamodules.language.streaming import RecordStream, open_stream
 from rl_modules import DPO, GRPO, KTO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
@@ -109,8 +109,74 @@ def test_a_resumed_reader_skips_what_it_does_not_need():
 def test_records_that_are_left_out_are_replaced_by_others_of_their_block():
     found = stream(8, 4, left_out={0, 1, 2})
     assert [found[i]["number"] for i in range(4)] == [3, 3, 3, 3]
-    with pytest.raises(UsageError, match=r"the source: none of 2 records of block 1 can be used"):
-        stream(4, 2, left_out={2, 3})[2]
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.sets(st.integers(0, 8)), st.integers(0, 40))
+def test_a_block_without_a_record_is_replaced_by_the_next_that_has_one(n, size, left_out, position):
+    rows = [i % n for i in range(200)]
+    blocks = [[row for row in rows[i : i + size] if row not in left_out] for i in range(0, 200 - size, size)]
+    if set(range(n)) <= left_out:
+        with pytest.raises(UsageError, match=f"the source: none of its {n} records can be used"):
+            stream(n, size, left_out=left_out)[position]
+        return
+    expected = next(block for block in blocks[position // size :] if block)
+    whole, resumed = (stream(n, size, left_out=left_out) for _ in range(2))
+    found = [whole[i]["number"] for i in range(position + 2 * size)]
+    assert found[position] in expected
+    assert [resumed[i]["number"] for i in range(position, position + 2 * size)] == found[position:]
+
+
+def test_a_source_is_read_once_where_blocks_are_passed_over():
+    opened = []
+    found = stream(12, 1, opened=opened, left_out={4, 5, 6})
+    assert [found[i]["number"] for i in range(12)] == [0, 1, 2, 3, 7, 7, 7, 7, 8, 9, 10, 11]
+    assert opened == [0]
+
+
+LONG = "1" * 80
+UNUSABLE = {
+    "sft": (SFT, InstructionDataModule, {"prompt": "4+1=", "completion": LONG}, "1 of 1 records are longer than 64"),
+    "grpo": (GRPO, PromptDataModule, {"prompt": LONG}, "1 of 1 prompts are longer than 63"),
+    "dpo": (DPO, PreferenceDataModule, {"prompt": "4+1=", "chosen": "5", "rejected": LONG}, "all 1 pairs are longer"),
+    "dpo equal": (DPO, PreferenceDataModule, {"prompt": "4+1=", "chosen": "5", "rejected": "5"}, "chosen equal"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_run_in_the_sources_order_passes_over_what_is_dropped(kind, tmp_path, caplog):
+    algorithm, datamodule, unusable, reason = UNUSABLE[kind]
+    rows = [{**row, "chosen": row["completion"], "rejected": "no"} for row in ROWS[:6]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:4], unusable, *rows[5:]]))
+    extra = {"num_generations": 2, "reward_funcs": [f"{__name__}:longer"]} if kind == "grpo" else {}
+
+    def run(name, ckpt_path=None, callbacks=None):
+        data = datamodule(path=str(path), streaming=True, streaming_buffer=1, overlong="drop", batch_size=2, n_eval=0,
+                          **extra)  # fmt: skip
+        config = {**TINY, "max_position_embeddings": 64}
+        module = algorithm(model_config=config, max_completion_length=3, lr_scheduler_type="constant")
+        checkpoints = {"callbacks": callbacks, "enable_checkpointing": callbacks is not None}
+        fit(module, data, max_steps=6, ckpt_path=ckpt_path, **checkpoints).save_checkpoint(tmp_path / name)
+
+    run("whole.ckpt", callbacks=[ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)])
+    assert "rows.jsonl: block 4, of streaming_buffer=1 records, has none that can be used" in caplog.text
+    assert reason in caplog.text
+    assert caplog.text.count("is passed over") == 1
+    run("resumed.ckpt", tmp_path / "step=2.ckpt")
+    assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+def test_a_match_of_kto_needs_another_record_in_the_block(tmp_path):
+    data = PreferenceDataModule(path=written_pairs(tmp_path), streaming=True, streaming_buffer=1, n_eval=0)
+    with pytest.raises(UsageError, match="streaming_buffer=1 leaves KTO no other record"):
+        fit(KTO(model_config=TINY), data, max_steps=1)
+
+
+@pytest.mark.parametrize("kind", ["disk", "object"])
+def test_a_saved_dataset_can_be_opened_at_its_end(files, kind):
+    source = str(files / "disk") if kind == "disk" else Dataset.from_list(ROWS)
+    rows = open_stream(None, source, None, "train")
+    assert [[row["prompt"] for _, row in rows(start)] for start in (10, 11, 12)] == [["10+1="], [], []]
 
 
 def test_an_empty_source_is_refused():
@@ -142,12 +208,13 @@ def test_every_source_streams_the_records_that_it_loads(files, kind):
         assert json.loads(record) == loaded[number]
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "sft disk"])
 def test_a_resumed_run_reads_on_where_it_stood(files, tmp_path, kind):
     def run(name, ckpt_path=None, callbacks=None):
-        settings = {"path": str(files / "rows.jsonl"), "streaming": True, "streaming_buffer": 4, "n_eval": 0}
+        source = {"dataset": str(files / "disk")} if "disk" in kind else {"path": str(files / "rows.jsonl")}
+        settings = {**source, "streaming": True, "streaming_buffer": 4, "n_eval": 0}
         common = {"model_config": TINY, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
-        if kind == "sft":
+        if kind.startswith("sft"):
             module, data = SFT(**common), InstructionDataModule(batch_size=3, **settings)
         else:
             module = GRPO(max_completion_length=3, **common)
