@@ -1,7 +1,7 @@
 """What every language datamodule shares: records, their tokens, the order of training, evaluation."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -328,6 +328,32 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         if self.trainer is None:
             raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
         return self.trainer
+
+    # ---------------------------------------------------------------- training batches
+
+    @property
+    def _n_micro(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+
+    def training_loader(self, steps: int, micro_batches: Callable[[], Iterator[Batch]]) -> LazyLoader:
+        """A loader of as many optimizer steps, each in ``trainer.accumulate_grad_batches`` micro-batches.
+
+        Args:
+            steps: of an epoch.
+            micro_batches: makes those of an epoch. Where the Trainer's number has changed by then, a UsageError is
+                raised instead: Lightning would end the epoch after as many micro-batches as before.
+        """
+        n_micro = self._n_micro
+
+        def of_an_epoch() -> Iterator[Batch]:
+            if (now := self._n_micro) != n_micro:
+                raise UsageError(f"GradientAccumulationScheduler changed accumulate_grad_batches from {n_micro} to "
+                                 f"{now} within the run, but Lightning keeps the number of micro-batches of batch_size="
+                                 f"{self.batch_size}; give one number to the Trainer")  # fmt: skip
+            return micro_batches()
+
+        return LazyLoader(steps * n_micro, of_an_epoch)
 
     # ---------------------------------------------------------------- order
 

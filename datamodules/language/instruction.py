@@ -181,11 +181,7 @@ class InstructionDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- training batches
 
     def train_dataloader(self) -> LazyLoader:
-        return LazyLoader(self._steps_per_epoch * self._n_micro, self._micro_batches)
-
-    @property
-    def _n_micro(self) -> int:
-        return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+        return self.training_loader(self._steps_per_epoch, self._micro_batches)
 
     @property
     def _steps_per_epoch(self) -> int:

@@ -144,10 +144,6 @@ class PreferenceDataModule(LanguageDataModule):
         self._position, self._has_saved = 0, False
 
     @property
-    def _n_micro(self) -> int:
-        return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
-
-    @property
     def _packs(self) -> bool:
         """Whether rows are packed. Asked for with the first batch, when the model is there."""
         wanted, can = self.hparams["packing"], self.policy.can_pack
@@ -286,7 +282,7 @@ class PreferenceDataModule(LanguageDataModule):
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))
 
     def train_dataloader(self) -> LazyLoader:
-        return LazyLoader(self.steps_per_epoch * self._n_micro, self._micro_batches)
+        return self.training_loader(self.steps_per_epoch, self._micro_batches)
 
     def _micro_batches(self) -> Iterator[Batch]:
         """One pass, from where the checkpoint left off."""

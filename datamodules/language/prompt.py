@@ -152,16 +152,11 @@ class PromptDataModule(LanguageDataModule):
 
     def train_dataloader(self) -> LazyLoader:
         self._check_generation_size()  # again: Lightning's batch-size finder sets the attribute
-        self._n_micro = self.learner_trainer.accumulate_grad_batches
-        return LazyLoader(self._layout["length"], self._minibatches)
+        return self.training_loader(self.steps_per_generation * self.num_iterations, self._minibatches)
 
     def _minibatches(self) -> Iterator[Batch]:
         """One generation's micro-batches, from where the checkpoint left off."""
         n_micro = self._n_micro
-        if (now := self.learner_trainer.accumulate_grad_batches) != n_micro:
-            raise UsageError(f"GradientAccumulationScheduler changed accumulate_grad_batches from {n_micro} to {now} "
-                             f"within the run, but Lightning keeps the number of micro-batches of batch_size="
-                             f"{self.batch_size}; give one number to the Trainer")  # fmt: skip
         per_pass = self.steps_per_generation * n_micro
         length = self.num_iterations * per_pass
         if self._position >= length:
@@ -472,7 +467,7 @@ class PromptDataModule(LanguageDataModule):
     def _layout(self) -> dict[str, int]:
         """The settings that decide a generation's micro-batches; ``length`` is their number."""
         names = ("batch_size", "num_generations", "steps_per_generation", "num_iterations")
-        n_micro = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        n_micro = self._n_micro
         length = self.steps_per_generation * self.num_iterations * n_micro
         return {**{name: getattr(self, name) for name in names}, "accumulate_grad_batches": n_micro, "length": length}
 

@@ -7,13 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules import InstructionDataModule
 from datamodules.language.sequences import Sequences, pack
+from rl_modules import SFT
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
+from tests.training import fit
 
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
 TOKENIZER = character_tokenizer()
 PAD = TOKENIZER.pad_token_id
 
@@ -299,6 +304,13 @@ def test_arguments_that_cannot_be_used(arguments, message):
 def test_micro_batches_must_divide_the_step():
     with pytest.raises(UsageError, match="accumulate_grad_batches=3 does not divide batch_size=64"):
         attached(InstructionDataModule("addition", n_train=100), micro=3)
+
+
+def test_a_schedule_of_accumulation_is_refused():
+    data = InstructionDataModule("addition", batch_size=4, n_train=16, eval_steps=0)
+    with pytest.raises(UsageError, match="GradientAccumulationScheduler changed accumulate_grad_batches from 1 to 2"):
+        fit(SFT(model_config=TINY), data, max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
+    fit(SFT(model_config=TINY), data, max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1})])
 
 
 @pytest.mark.parametrize(

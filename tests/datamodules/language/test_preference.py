@@ -9,14 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from datamodules import PreferenceDataModule
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference, end_of_prompt
-from rl_modules import DPO
+from rl_modules import DPO, KTO, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import character_tokenizer
+from tests.training import fit
 
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2}  # fmt: skip
 TOKENIZER = character_tokenizer()
 EOS = TOKENIZER.eos_token_id
 PAIRS = [
@@ -181,6 +185,13 @@ def test_resume_goes_on_where_the_stream_stood(jsonl):
         while len(seen) < 20:
             seen += [texts(batch) for batch in second.train_dataloader()]
         assert seen == expected
+
+
+@pytest.mark.parametrize("algorithm", [DPO, KTO, RewardModel])
+def test_a_schedule_of_accumulation_is_refused(algorithm):
+    data = PreferenceDataModule("paths", batch_size=4, n_train=8, n_eval=0, n_demonstrations=4)
+    with pytest.raises(UsageError, match="GradientAccumulationScheduler changed accumulate_grad_batches from 1 to 2"):
+        fit(algorithm(model_config=TINY), data, max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
 
 
 def test_a_checkpoint_of_other_steps_is_refused(jsonl):
