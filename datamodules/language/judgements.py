@@ -38,8 +38,10 @@ def as_judgement(row: Record, place: str) -> Record:
         UsageError: neither form, a label that is not true or false, or a completion of several messages.
     """
     completion, label = row.get("completion"), as_number(row.get("label"))
-    if completion is None and label is None and row.get("chosen") is not None and row.get("rejected") is not None:
-        return as_preference(row, place)
+    if not completion and label is None and row.get("chosen") is not None and row.get("rejected") is not None:
+        # A table gives each row the columns of all others: those of a judgement are empty in a pair.
+        pair = {name: value for name, value in row.items() if name not in ("completion", "label")}
+        return as_preference(pair, place)
     if completion is None or label is None:
         raise UsageError(f"{place}: has {', '.join(map(repr, row)) or 'no columns'}, where completion and label, or "
                          "chosen and rejected should be; name the columns with `columns`")  # fmt: skip

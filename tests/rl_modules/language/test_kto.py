@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from datasets import Dataset
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from datamodules.language.judgements import as_judgement
@@ -95,6 +96,21 @@ def test_pairs_become_judgements(make_trainer, data, tmp_path):
     tasks = PreferenceDataModule(task="paths", n_train=16, batch_size=4, n_demonstrations=4)
     make_trainer(max_steps=1).fit(model(), datamodule=tasks)
     assert len(tasks.train_records) == 32
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_a_table_may_hold_pairs_beside_judgements(make_trainer, data, tmp_path, suffix):
+    single = [{"prompt": f"{a}+9=", "completion": str(a + 9), "label": a % 2 == 0} for a in range(4)]
+    names = ("prompt", "chosen", "rejected", "completion", "label")
+    table = Dataset.from_list([{name: row.get(name) for name in names} for row in [*PAIRS, *single]])
+    path = str(tmp_path / f"mixed.{suffix}")
+    table.to_parquet(path) if suffix == "parquet" else table.to_csv(path)
+    judgements = data(path=path)
+    make_trainer(max_steps=1).fit(model(), datamodule=judgements)
+    found = {(record["prompt"], record["completion"], record["label"]) for record in judgements.train_records}
+    expected = {(row["prompt"], row["chosen"], True) for row in PAIRS}
+    expected |= {(row["prompt"], row["rejected"], False) for row in PAIRS}
+    assert found == expected | {(row["prompt"], row["completion"], row["label"]) for row in single}
 
 
 @pytest.mark.long
