@@ -93,7 +93,7 @@ def refuse_lost(message: Record, name: str, place: str) -> None:
     """
     for key, what in (("tool_calls", "calls tools"), ("reasoning_content", "has reasoning_content")):
         if message.get(key):
-            raise UsageError(f"{place}: {name!r} {what}, which is lost where the text of an answer is compared; write "
+            raise UsageError(f"{place}: {name!r} {what}, which is lost where an answer is read as a text; write "
                              "that into its content")  # fmt: skip
 
 

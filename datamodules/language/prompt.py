@@ -9,8 +9,9 @@ from torch import Tensor
 
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.demonstrations import Demonstrations
+from datamodules.language.demonstrations import Demonstrations, demonstrated_text
 from datamodules.language.early_rewards import EarlyRewards
+from datamodules.language.records import place_of
 from datamodules.language.reward_arguments import refuse_own_names
 from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined, require_rewards
 from datamodules.language.sequences import joined_sequences
@@ -219,14 +220,16 @@ class PromptDataModule(LanguageDataModule):
             raise UsageError(f"ptx_batch_size={self.ptx_batch_size} needs a ptx_path, for streaming=true loads no "
                              "demonstrations with the prompts")  # fmt: skip
         if self.ptx_path is not None:
-            records = load_records(path=self.ptx_path, required=("prompt", "completion"))
+            records = load_records(path=self.ptx_path, required=("prompt", "completion"), texts=())
         missing = next((i for i, record in enumerate(records) if record.get("completion") is None), None)
         if missing is not None:
             raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
                              f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
+        texts = [demonstrated_text(record["completion"], place_of(record, f"{self.source}: record {i}"))
+                 for i, record in enumerate(records)]  # fmt: skip
         return Demonstrations(
             self.encode_prompts([record["prompt"] for record in records], records),
-            self.encode_completions([record["completion"] for record in records]),
+            self.encode_completions(texts),
             self.ptx_batch_size,
             self.seed,
             self.policy.max_length,

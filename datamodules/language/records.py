@@ -69,7 +69,7 @@ def as_record(
     record["prompt"] = _prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
         if record.get(name) is not None:
-            record[name] = _text(record[name], f"{place}: {name!r}")
+            record[name] = as_text(record[name], f"{place}: {name!r}")
     if answer_after is not None and record.get("answer") is not None:
         _, found, answer = record["answer"].rpartition(answer_after)
         if not found:
@@ -95,7 +95,7 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
 
 
 def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
-    return _text(value, f"{place}: 'prompt'") if isinstance(value, str) else as_messages(value, f"{place}: 'prompt'")
+    return as_text(value, f"{place}: 'prompt'") if isinstance(value, str) else as_messages(value, f"{place}: 'prompt'")
 
 
 def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
@@ -117,12 +117,21 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
         if not isinstance(message.get("role"), str) or not isinstance(text, str):
             raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content "
                              f"should be: message {i} lacks one")  # fmt: skip
-        messages[i] = {**message, "content": _text(text, what)}
-        _text(json.dumps(message, ensure_ascii=False, default=str), what)
+        messages[i] = {**message, "content": as_text(text, what)}
+        as_text(json.dumps(message, ensure_ascii=False, default=str), what)
     return messages
 
 
-def _text(value: Any, what: str) -> str:
+def as_text(value: Any, what: str) -> str:
+    """Text, checked; a number as it is written.
+
+    Args:
+        value: of a column.
+        what: the place and column, for messages.
+
+    Raises:
+        UsageError: another value, or text that can't be written as UTF-8.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

@@ -1,6 +1,7 @@
 """Generations handed out in minibatches: what each row holds, replacement of silent groups, exact resume."""
 
 import json
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -17,6 +18,7 @@ from rl_modules.language.grpo import GRPO
 from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.sampling import Completions
 from rl_modules.language.scoring import completion_log_probs, completion_mask
+from rl_modules.language.tokenizer import character_tokenizer
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -313,6 +315,49 @@ def test_lightnings_batch_size_finder_tries_whole_generations(tmp_path):
 def test_a_schedule_of_accumulation_is_refused():
     with pytest.raises(UsageError, match="changed accumulate_grad_batches from 1 to 2"):
         fit(Reinforce(), addition(), max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
+
+
+def demonstrated(tmp_path, rows, **arguments):
+    """The demonstrations of a file, as texts."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = character_tokenizer()
+    source = {"task": "addition"} if "ptx_path" in arguments else {"path": str(path)}
+    data = PromptDataModule(**source, batch_size=8, ptx_batch_size=2, n_eval=0, reward_funcs=["exact_answer"],
+                            **arguments)  # fmt: skip
+    module = SimpleNamespace(tokenizer=tokenizer, max_length=64)
+    data.trainer = SimpleNamespace(lightning_module=module, accumulate_grad_batches=1, global_rank=0, world_size=1,
+                                   state=SimpleNamespace(fn="fit"))  # fmt: skip
+    data.setup("fit")
+    sequences = data.demonstrations.sequences
+    return tokenizer.batch_decode([[t for t in row if t != tokenizer.pad_token_id] for row in sequences.batch(
+        torch.arange(len(sequences)), tokenizer.pad_token_id)["tokens"].tolist()])  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_demonstrations_may_be_numbers_and_messages(tmp_path, named):
+    own = {"ptx_path": str(tmp_path / "rows.jsonl")} if named else {}
+    found = demonstrated(tmp_path, [
+        {"prompt": "2+2=", "completion": 4}, {"prompt": "2+3=", "completion": [{"role": "assistant", "content": "5"}]},
+        {"prompt": "2+4=", "completion": "6"},
+    ], **own)  # fmt: skip
+    assert found == ["2+2=4<eos>", "2+3=5<eos>", "2+4=6<eos>"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("completion", "message"), [
+    ([{"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}],
+     "'completion' has messages of assistant, user, where exactly one of the assistant should be"),
+    ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+     "'completion' calls tools, which is lost"),
+    ({"text": "4"}, "'completion' is dict .*, where text should be"),
+])  # fmt: skip
+def test_demonstrations_that_are_no_text_are_named(tmp_path, named, completion, message):
+    own = {"ptx_path": str(tmp_path / "rows.jsonl")} if named else {}
+    rows = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "2+3=", "completion": completion}]
+    place = r"rows\.jsonl:2" if named else r"rows\.jsonl: record 1"
+    with pytest.raises(UsageError, match=f"{place}: {message}"):
+        demonstrated(tmp_path, rows, **own)
 
 
 def test_joined_sequences_by_hand():
