@@ -1,6 +1,7 @@
 """Prompts, completions and conversations as token ids, by the tokenizer and its chat template."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
@@ -14,6 +15,8 @@ from rl_modules.common.errors import UsageError
 Messages = list[dict[str, Any]]
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20
+#: The tag from which on a template marks what the assistant wrote; transformers looks for it by the same expression.
+_GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 
 class TextEncoder:
@@ -179,8 +182,7 @@ class TextEncoder:
         counts = [_counts(messages[i]) for i in answers]
         if not any(counts):
             raise UsageError("a conversation has no assistant message to learn from; each needs at least one")
-        template = str(self.tokenizer.chat_template)
-        if "{% generation" in template or "{%- generation" in template:
+        if _GENERATION.search(str(self.tokenizer.chat_template)):
             return self._by_own_mask(messages, record, first, counts)
         return self._by_prefixes(messages, record, [i for i, flag in zip(answers, counts, strict=True) if flag])
 
@@ -216,12 +218,9 @@ class TextEncoder:
             opened = self._render(messages[:turn], record, add_generation_prompt=True)
             closed = self._render(messages[: turn + 1], record)
             start, end = (self._tokens([text], False, note=False)[0] for text in (opened, closed))
-            if ids[: len(start)] != start or ids[: len(end)] != end:
-                raise UsageError(
-                    f"the chat template renders message {turn} of a conversation differently when others follow, and "
-                    "has no {% generation %} blocks that mark what the assistant wrote; give a template with them, or "
-                    "set completion_only_loss=false to learn all tokens"
-                )
+            for text, beginning in ((opened, start), (closed, end)):
+                if ids[: len(beginning)] != beginning:
+                    raise UsageError(_why_no_beginning(turn, text, whole))
             written[len(start) : len(end)] = [True] * (len(end) - len(start))
         return ids, written
 
@@ -341,6 +340,24 @@ def _counts(message: Mapping[str, Any]) -> bool:
     if weight not in (0, 1):
         raise UsageError(f"an assistant message has weight={weight!r}; give 1, or 0 for a message that is not learned")
     return bool(weight)
+
+
+def _why_no_beginning(turn: int, text: str, whole: str) -> str:
+    """Why the tokens of a conversation do not begin with those of its beginning, in a sentence.
+
+    Args:
+        turn: number of the assistant's message.
+        text: the beginning as the template renders it, before the message or with it.
+        whole: the conversation as the template renders it.
+    """
+    if whole.startswith(text):
+        return (f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
+                f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "
+                "assistant wrote; give a template whose generation prompt and turns do not end with it, or one with "
+                "{% generation %} blocks, or set completion_only_loss=false to learn all tokens")  # fmt: skip
+    return (f"the chat template renders message {turn} of a conversation differently when others follow, and has no "
+            "{% generation %} blocks that mark what the assistant wrote; give a template with them, or set "
+            "completion_only_loss=false to learn all tokens")  # fmt: skip
 
 
 def _texts_of_arguments(messages: Messages) -> list[str]:

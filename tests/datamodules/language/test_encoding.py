@@ -3,7 +3,11 @@
 import logging
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from datamodules import PromptDataModule
 from datamodules.language.conversations import as_conversation
@@ -85,6 +89,34 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         encoder(rewriting).conversation(CHAT, {})
     encode = encoder(rewriting)
     assert encode.tokenizer.decode(encode.whole(CHAT, {})) == "(u:)(a:)(u:)(a:no)"
+
+
+@pytest.mark.parametrize("tags", [
+    ("{%generation%}", "{%endgeneration%}"), ("{%-  generation -%}", "{%-  endgeneration -%}"),
+    ("{%\n generation\n%}", "{% endgeneration %}"),
+])  # fmt: skip
+def test_marks_are_found_as_transformers_finds_them(tags):
+    # The closing bracket is not marked: turn by turn it would count.
+    template = MARKED.replace("{% generation %}", tags[0])
+    template = template.replace("){% endgeneration %}", tags[1] + ")") + OPEN
+    encode = encoder(template)
+    expected = encode.tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    ids, written = encode.conversation(CHAT, {})
+    assert ids == list(expected["input_ids"])
+    assert written == [bool(flag) for flag in expected["assistant_masks"]]
+    assert encode.tokenizer.decode([t for t, flag in zip(ids, written, strict=True) if flag]) == "yono"
+
+
+def test_a_prompt_whose_last_character_is_joined_with_the_answer_is_refused_for_that():
+    words = Tokenizer(WordLevel({"<eos>": 0, "u:": 1, "hi": 2, "a:": 3, " ": 4, " yo": 5}, unk_token="<eos>"))
+    words.pre_tokenizer = Split(Regex(r"[ua]:| ?[a-z]+| "), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<eos>")
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}{% endfor %}"
+                               "{% if add_generation_prompt %}a: {% endif %}")  # fmt: skip
+    with pytest.raises(UsageError, match=r"the tokenizer joins ' ', .* up to message 1 of.*generation"):
+        TextEncoder(tokenizer).conversation(CHAT[:2], {})
+    tokenizer.chat_template = tokenizer.chat_template.replace("a: {%", "a:{%")
+    assert TextEncoder(tokenizer).conversation(CHAT[:2], {})[1][-1]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +326,7 @@ def test_answers_that_are_more_than_their_text_are_refused(key):
     pair = {"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [answer]}
     judgement = {"prompt": CHAT[:1], "completion": [answer], "label": False}
     for form, row, name in ((as_preference, pair, "rejected"), (as_judgement, judgement, "completion")):
-        with pytest.raises(UsageError, match=f"here: '{name}' .* is lost where the text"):
+        with pytest.raises(UsageError, match=f"here: '{name}' .* is lost where an answer is read"):
             form(row, "here")
 
 
