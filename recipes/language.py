@@ -11,6 +11,7 @@ import rl_modules
 from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.cli import resume
+from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Metrics of the progress bar; it shows the first two that a run has.
@@ -103,6 +104,29 @@ def task_name(settings: Any) -> str | None:
         if settings.get(key):
             return Path(settings[key]).stem if key == "path" else str(settings[key])
     return None
+
+
+def require_room(model: Any, data: Any, fits: bool) -> None:
+    """Refuses completions of which none leaves room for a prompt, before a run begins.
+
+    Args:
+        model: a language module. Its tokenizer and config are loaded, and compared.
+        data: its datamodule.
+        fits: whether a run begins, rather than an evaluation alone.
+
+    Raises:
+        UsageError: ``max_completion_length`` takes all positions of the model, and was given or completions are
+            written. A default that no completion meets is left alone.
+    """
+    longest, wanted = model.max_length, model.hparams.get("max_completion_length")
+    if wanted is None or wanted < longest:
+        return
+    kind = getattr(data, "kind", None)
+    # Preferences are scored, and completions beside demonstrations are written in evaluations alone.
+    writes = kind != "preferences" and (kind != "demonstrations" or not fits or data.can_evaluate)
+    if writes or wanted != default_of(type(model), "max_completion_length"):
+        raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes {longest} "
+                         "tokens, prompt and completion together; lower it")  # fmt: skip
 
 
 def final_metrics(trainer: L.Trainer, model: L.LightningModule, data: Any) -> dict[str, float]:

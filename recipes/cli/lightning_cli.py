@@ -174,11 +174,7 @@ class RLCLI(LightningCLI):
             model.check_spaces()
             data.teardown("check")
         if hasattr(model, "tokenizer"):
-            longest = model.max_length  # loads the tokenizer and the model's config, and compares them
-            wanted = model.hparams.get("max_completion_length")
-            if wanted is not None and wanted >= longest:
-                raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes "
-                                 f"{longest} tokens, prompt and completion together")  # fmt: skip
+            language.require_room(model, data, fits=self.command == "fit")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list) -> Any:
         shows = config.get("enable_progress_bar")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
 from recipes.cli import main
 from recipes.cli.summary import export_of
-from rl_modules import SFT
+from recipes.language import require_room
+from rl_modules import DPO, GRPO, KTO, SFT
+from rl_modules.common.errors import UsageError
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
@@ -288,6 +292,44 @@ def test_bad_input_gets_one_sentence_and_writes_nothing(rl, arguments, message):
     assert re.search(message, err), err
     assert "Traceback" not in out + err
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
+
+
+SHORT = {**TINY, "max_position_embeddings": 64}
+ROW = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "label": True}
+HELD_OUT = {"eval_steps": 1, "eval_path": "rows.jsonl"}
+
+
+@pytest.mark.parametrize(("model", "data", "fits", "is_refused"), [
+    (lambda: DPO(model_config=SHORT), lambda: PreferenceDataModule(path="rows.jsonl", **HELD_OUT), True, False),
+    (lambda: KTO(model_config=SHORT), lambda: PreferenceDataModule(path="rows.jsonl"), False, False),
+    (lambda: DPO(model_config=SHORT, max_completion_length=64), lambda: PreferenceDataModule(path="rows.jsonl"), True,
+     True),
+    (lambda: DPO(model_config=SHORT, max_completion_length=63), lambda: PreferenceDataModule(path="rows.jsonl"), True,
+     False),
+    (lambda: SFT(model_config=SHORT), lambda: InstructionDataModule(path="rows.jsonl"), True, False),
+    (lambda: SFT(model_config=SHORT), lambda: InstructionDataModule(path="rows.jsonl", **HELD_OUT), True, True),
+    (lambda: SFT(model_config=SHORT), lambda: InstructionDataModule("addition"), True, True),
+    (lambda: SFT(model_config=SHORT), lambda: InstructionDataModule(path="rows.jsonl"), False, True),
+    (lambda: GRPO(model_config=SHORT), lambda: PromptDataModule("addition", n_eval=0), True, True),
+    (lambda: GRPO(model_config=SHORT, max_completion_length=8), lambda: PromptDataModule("addition"), True, False),
+])  # fmt: skip
+def test_completions_that_leave_no_room_are_refused_where_they_are_written(model, data, fits, is_refused):
+    expected = pytest.raises(UsageError, match=r"max_completion_length=\d+ leaves no room .* takes 64 tokens")
+    with expected if is_refused else nullcontext():
+        require_room(model(), data(), fits)
+
+
+@pytest.mark.parametrize(("model", "data"), [
+    ("SFT", "InstructionDataModule"), ("DPO", "PreferenceDataModule"), ("KTO", "PreferenceDataModule")
+])  # fmt: skip
+def test_short_models_are_trained_by_the_command_line(rl, model, data):
+    answers = {"SFT": ["completion"], "DPO": ["chosen", "rejected"], "KTO": ["completion", "label"]}[model]
+    row = {name: ROW[name] for name in answers}
+    Path("rows.jsonl").write_text("".join(json.dumps({**row, "prompt": f"{i}+1="}) + "\n" for i in range(8)))
+    code, _, err = rl("fit", "--model", model, "--model.model_config", json.dumps(SHORT), "--data", data,
+                      "--data.path", "rows.jsonl", "--data.batch_size", "4", "--trainer.max_steps", "1",
+                      "--trainer.accelerator", "cpu")  # fmt: skip
+    assert code == 0, err
 
 
 def test_weights_of_another_network_are_named_without_an_argument_of_control(rl, trained):
