@@ -512,8 +512,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             streams = [stream_seed(self.seed, self._rank, purpose, i) for i in range(envs.num_envs)]
             with sampling_from(self.learner, stream_seed(self.seed, self._rank, f"{purpose} actions")):
                 batch = run_episodes(
-                    self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps
-                )
+                    self.learner, envs, streams, n_episodes, self.eval_deterministic, self.eval_max_steps,
+                    self.env_name,
+                )  # fmt: skip
             yield batch
 
         return LazyLoader(1, play)

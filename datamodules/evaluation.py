@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs.episodes import episode_seed
+from datamodules.envs.guard import raise_in_one_sentence, require_finite_evaluation
 from datamodules.envs.restore import has_episodes
 from datamodules.episode_statistics import successes
 from rl_modules.common.masks import MASK
@@ -75,6 +76,7 @@ def run_episodes(
     n_episodes: int,
     deterministic: bool = True,
     max_steps: int = 100_000,
+    name: str = "of evaluation",
 ) -> dict[str, Tensor]:
     """Play ``n_episodes`` whole episodes.
 
@@ -89,11 +91,15 @@ def run_episodes(
         n_episodes: how many.
         deterministic: the policy's most likely actions instead of samples.
         max_steps: steps after which an episode counts as it is, and its environment plays no other; a warning says so.
+        name: the environment's, for messages.
 
     Returns:
         ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions); where episodes are
         seeded one by one, ``seed`` [E] int64 (``env.reset(seed=...)`` repeats the episode's start); where an episode
         ended with ``is_success``, ``success`` [E] float32, 1 or 0.
+
+    Raises:
+        UsageError: a NaN or infinite reward or observation, or environments that failed.
     """
     n_envs = envs.num_envs
     mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -103,15 +109,19 @@ def run_episodes(
     episodes: dict[tuple[int, int], tuple[float, int, int, float | None]] = {}
     are_seeded = has_episodes(envs)
     # A vector takes one seed; Gymnasium's vectors of single environments alone take a list.
-    observation, _ = envs.reset(seed=streams if are_seeded else streams[0])  # type: ignore[arg-type]
+    observation, _ = _call(envs.reset, envs, name, seed=streams if are_seeded else streams[0])
+    require_finite_evaluation(name, "observation", observation)
     state: Any = None
     start = np.ones(n_envs, bool)
     resets = np.zeros(n_envs, bool)
     while (played < quota).any():
         action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
-        observation, reward, terminated, truncated, info = envs.step(action)
+        observation, reward, terminated, truncated, info = _call(envs.step, envs, name, action)
         # A reset row of a next_step vector is no transition.
-        total += np.where(resets, 0.0, reward)
+        reward = np.where(resets, 0.0, reward)
+        require_finite_evaluation(name, "reward", reward)
+        require_finite_evaluation(name, "observation", observation)
+        total += reward
         length += ~resets
         done = np.asarray(terminated | truncated, bool)  # a vector of the user's may say 0 and 1
         endless = (length >= max_steps) & ~done & (played < quota)
@@ -133,7 +143,8 @@ def run_episodes(
         else:
             start = done
             if mode == AutoresetMode.DISABLED and done.any():
-                observation, _ = envs.reset(options={"reset_mask": done})
+                observation, _ = _call(envs.reset, envs, name, options={"reset_mask": done})
+                require_finite_evaluation(name, "observation", observation)
     rows = [episodes[key] for key in sorted(episodes)]
     found = {
         "return": torch.tensor([row[0] for row in rows], dtype=torch.float32),
@@ -144,6 +155,14 @@ def run_episodes(
     if any(row[3] is not None for row in rows):
         found["success"] = torch.tensor([row[3] or 0.0 for row in rows], dtype=torch.float32)
     return found
+
+
+def _call(method: Callable[..., Any], envs: VectorEnv, name: str, *given: Any, **named: Any) -> Any:
+    """Calls ``reset`` or ``step`` of a vector; its exceptions become one sentence."""
+    try:
+        return method(*given, **named)
+    except Exception as error:
+        raise_in_one_sentence(envs, name, error)
 
 
 def _allowing_all(observation: Any, which: np.ndarray) -> Any:

@@ -94,6 +94,28 @@ def require_finite(name: str, observations: Any, reward: np.ndarray, finals: lis
             _refuse(name, "observation", bad)
 
 
+def require_finite_evaluation(name: str, what: str, values: Any) -> None:
+    """Refuse a step of an evaluation whose mean return would be NaN, or in which no policy can act.
+
+    Args:
+        name: the environment's.
+        what: ``reward`` or ``observation``.
+        values: as the vector returned them: an array [N, …], or dictionaries and tuples of such.
+
+    Raises:
+        UsageError: names the environment.
+    """
+    if isinstance(values, dict | tuple):
+        for part in values.values() if isinstance(values, dict) else values:
+            require_finite_evaluation(name, what, part)
+        return
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        i = np.argwhere(~np.isfinite(array))[0, 0]
+        raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in an evaluation; the "
+                         "evaluation has no result, and earlier checkpoints are untouched")  # fmt: skip
+
+
 def _refuse(name: str, what: str, bad: np.ndarray) -> NoReturn:
     t, i = np.argwhere(bad)[0]
     raise UsageError(f"environment {i} of {name} returned a NaN or infinite {what} in row {t} of this rollout; nothing "

@@ -12,8 +12,10 @@ import torch
 from datamodules import ReplayDataModule, RolloutDataModule
 from datamodules.base import ControlDataModule
 from datamodules.envs import vector
+from datamodules.envs.guard import require_finite_evaluation
 from datamodules.envs.vector import make_vector_env
 from datamodules.evaluation import run_episodes
+from recipes.callbacks import Checkpoints
 from rl_modules import PPO, SAC
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
@@ -168,6 +170,61 @@ def test_the_success_rate_is_logged():
     trainer = fit(PPO(), data)
     assert trainer.callback_metrics["eval/success_rate"] in (0.0, 1.0)
     assert "test/success_rate" in trainer.test(trainer.model, datamodule=data, verbose=False)[0]
+
+
+class FailsAt(gym.Env):
+    """Episodes of 20 steps, whose fifth goes wrong; ``how`` = "starts": the reset of the second episode."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2)
+
+    def __init__(self, how: str = "not") -> None:
+        self.how, self.episodes = how, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.episodes = 0, self.episodes + 1
+        return np.full(3, np.nan if self.how == "starts" and self.episodes == 2 else 0.0, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        fails = self.t == 5
+        if fails and self.how == "raises":
+            raise RuntimeError("only in evaluation")
+        observation = np.zeros(4 if fails and self.how == "shape" else 3, np.float32)
+        if fails and self.how == "observation":
+            observation[1] = np.inf
+        return observation, np.nan if fails and self.how == "reward" else 1.0, self.t == 20, False, {}
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("raises", r"^the environment mine raised RuntimeError: only in evaluation \(.*py:\d+\); fix it"),
+        ("shape", r"^the environment mine returned an observation of shape \(4,\), and its .* has \(3,\)"),
+        ("reward", "^environment 0 of mine returned a NaN or infinite reward in an evaluation"),
+        ("observation", "^environment 0 of mine returned a NaN or infinite observation in an evaluation"),
+        ("starts", "^environment 0 of mine returned a NaN or infinite observation in an evaluation"),
+    ],
+)
+def test_an_environment_that_fails_in_evaluation_is_named_in_one_sentence(how, sentence, mode):
+    envs = make_vector_env(lambda: FailsAt(how), 1, autoreset_mode=mode)
+    with pytest.raises(UsageError, match=sentence):
+        run_episodes(Alternates(), envs, [4], n_episodes=2, name="mine")
+
+
+def test_a_dict_and_a_tuple_are_looked_through():
+    values = {"a": np.zeros(2), "b": (np.zeros((2, 1)), np.array([[0.0], [np.nan]]))}
+    with pytest.raises(UsageError, match="environment 1 of mine returned a NaN or infinite observation"):
+        require_finite_evaluation("mine", "observation", values)
+
+
+def test_a_bad_evaluation_is_no_best_checkpoint(tmp_path):
+    data = RolloutDataModule(FailsAt, **{**SMALL, "eval_env_kwargs": {"how": "reward"}}, eval_freq=64)
+    best = Checkpoints()
+    with pytest.raises(UsageError, match="of .*FailsAt returned a NaN or infinite reward in an evaluation"):
+        fit(PPO(net_arch=[8]), data, callbacks=[best], enable_checkpointing=True, default_root_dir=tmp_path)
+    assert not list(tmp_path.rglob("best.ckpt"))
 
 
 @pytest.mark.long
