@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_modules.common.errors import UsageError
+
 
 class EpisodeStatistics:
     """Undiscounted returns and lengths of the running and of the last finished episodes.
@@ -109,12 +111,25 @@ class EpisodeStatistics:
 
 
 def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float | None]:
-    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; None where the info lacks it.
+    """``is_success``, 1 or 0, of the environments whose episodes ended in a step; None where the info lacks it, or has
+    None.
 
     Args:
         done: the episode ended, [N] bool.
         info: the vector's infos of the step.
+
+    Raises:
+        UsageError: a value that is not one number.
     """
     info = info.get("final_info", info)
     said = np.asarray(info.get("_is_success", done), bool) if "is_success" in info else np.zeros_like(done)
-    return {int(i): float(info["is_success"][i]) if said[i] else None for i in np.flatnonzero(done)}
+    return {int(i): _success(info["is_success"], int(i)) if said[i] else None for i in np.flatnonzero(done)}
+
+
+def _success(values: Any, i: int) -> float | None:
+    """One environment's ``is_success`` as a number; arrays of one element count as their element."""
+    try:
+        return None if values[i] is None else float(np.asarray(values[i]).item())
+    except (KeyError, TypeError, ValueError) as error:  # a vector collects dictionaries by their keys
+        raise UsageError(f"the environments' infos have is_success={values!r} at the end of an episode; it must be true "
+                         "or false, or None where that is not known") from error  # fmt: skip

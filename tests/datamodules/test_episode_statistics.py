@@ -1,11 +1,16 @@
 """Returns and lengths of finished episodes against a list of rewards per episode."""
 
+from typing import Any
+
+import gymnasium as gym
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datamodules.episode_statistics import EpisodeStatistics
+from datamodules.envs.vector import make_vector_env
+from datamodules.episode_statistics import EpisodeStatistics, successes
+from rl_modules.common.errors import UsageError
 
 
 @settings(max_examples=30)
@@ -62,3 +67,44 @@ def test_the_success_rate_falls_to_0_and_stays_where_the_window_has_lost_the_las
     resumed = EpisodeStatistics(1, window=2)
     resumed.load_state_dict(statistics.state_dict())
     assert resumed.means() == statistics.means()
+
+
+class Says(gym.Env):
+    """Episodes of one step, which end with ``is_success`` as given."""
+
+    observation_space, action_space = gym.spaces.Discrete(1), gym.spaces.Discrete(2)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        return 0, 1.0, True, False, {"is_success": self.value}
+
+
+def said(values: list[Any], mode: str) -> dict[int, float | None]:
+    envs = make_vector_env(lambda: Says(values.pop(0)), len(values), autoreset_mode=mode)
+    envs.reset(seed=0)
+    _, _, terminated, truncated, info = envs.step(np.zeros(envs.num_envs, int))
+    return successes(terminated | truncated, info)
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(True, 1.0), (np.array([True]), 1.0), (np.array([[0.0]]), 0.0), (np.bool_(False), 0.0), (None, None)],
+    ids=repr,
+)
+def test_success_may_be_an_array_of_one_element_or_not_known(value: Any, number: float | None, mode: str) -> None:
+    """As in Stable-Baselines3, which takes both."""
+    assert said([value, value], mode) == {0: number, 1: number}
+    assert said([None, value, None], mode) == {0: None, 1: number, 2: None}
+
+
+@pytest.mark.parametrize("value", [np.array([True, False]), "yes", {"a": 1}], ids=repr)
+def test_success_of_another_kind_is_refused_by_its_key(value: Any) -> None:
+    with pytest.raises(UsageError, match="is_success=.* at the end of an episode; it must be true or false, or None"):
+        said([value], "same_step")
