@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 
 Batch = dict[str, Any]
 
@@ -39,10 +39,10 @@ class ReplayBuffer:
             # NumPy's zeros take memory only as they are written over, torch's at once.
             return torch.from_numpy(np.zeros((self.total, *example.shape), example.dtype))
 
-        self.observation = tree_map(allocate, _example(observation_space))
+        self.observation = tree_map(allocate, example_arrays(observation_space))
         #: Of one observation, as :meth:`gather` returns it.
-        self.observation_bytes = sum(leaf.nbytes for leaf in tree_leaves(_example(observation_space)))
-        self.action = allocate(_example(action_space))
+        self.observation_bytes = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space)))
+        self.action = allocate(example_arrays(action_space))
         self.reward = allocate(np.zeros((), np.float32))
         self.terminated, self.valid = (allocate(np.zeros((), bool)) for _ in range(2))
         self.head = torch.zeros(n_envs, dtype=torch.int64)
@@ -215,8 +215,8 @@ def replay_bytes(
     with ``hindsight`` where each row's episode ends and began.
     """
     total = (buffer_size // n_envs + 1) * n_envs
-    row = sum(leaf.nbytes for leaf in tree_leaves(_example(observation_space))) // stack
-    row += _example(action_space).nbytes + 2 * torch.int64.itemsize * hindsight
+    row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space))) // stack
+    row += example_arrays(action_space).nbytes + 2 * torch.int64.itemsize * hindsight
     flags = torch.float32.itemsize + 2 * torch.bool.itemsize
     tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0
     return total * (row + flags) + tree
@@ -225,8 +225,3 @@ def replay_bytes(
 def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> None:
     """Write ``source[chosen]`` into ``rows`` of the store; tensors, or nested dictionaries of such."""
     tree_map(lambda x, y: x.numpy().__setitem__(rows, y.numpy()[chosen]), store, source)
-
-
-def _example(space: spaces.Space) -> Any:
-    """An observation or action of the space as the buffer stores it: arrays, or nested dictionaries of such."""
-    return tree_map(np.asarray, observation_arrays(space, space.sample()))

@@ -21,7 +21,7 @@ from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import KeptEnvs
 from rl_modules.common.errors import UsageError
-from rl_modules.common.spaces import observation_arrays, space_brief, space_to_dict
+from rl_modules.common.spaces import example_arrays, space_brief, space_to_dict, tree_leaves
 
 Wrappers = list[str | dict[str, Any]]
 #: Gymnasium's wrappers with running statistics, and the argument of the datamodule that does the same.
@@ -168,8 +168,7 @@ class Environments:
             wrap = VectorWithoutMasks if self.makes_vector else partial(with_source, source=self._mask_source)
             self._example = wrap(self._made)
         warn_of_own_statistics(self._made)
-        space_to_dict(self.observation_space)
-        observation_arrays(self.observation_space, self.observation_space.sample())
+        require_entries(self.name, self.observation_space, self.action_space)
         if self.evaluates_elsewhere and not self.makes_vector:
             self._make_for_evaluation(1).close()  # a mistake is reported before training
 
@@ -250,6 +249,21 @@ class Environments:
             if here != there:
                 raise UsageError(f"eval_env_kwargs and eval_wrappers make environments with the {name} {there}, in "
                                  f"training it is {here}; the policy needs the same")  # fmt: skip
+
+
+def require_entries(name: str, observation_space: gym.Space, action_space: gym.Space) -> None:
+    """Refuses spaces that no policy can read or act in.
+
+    Raises:
+        UsageError: the observation space is of a kind that can't be stored, or one of them has no entries.
+    """
+    space_to_dict(observation_space)
+    if not sum(leaf.size for leaf in tree_leaves(example_arrays(observation_space))):
+        raise UsageError(f"the environment {name} has the observation_space {observation_space}, which has no entries; "
+                         "give one that holds at least a constant, such as Box(0, 1, (1,)) with zeros")  # fmt: skip
+    if action_space.shape is not None and 0 in action_space.shape:
+        raise UsageError(f"the environment {name} has the action_space {action_space}, which has no entries; give one "
+                         "with at least one action")  # fmt: skip
 
 
 def warn_of_own_statistics(env: Any) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
@@ -23,7 +22,7 @@ from rl_modules.common.contract import MINIBATCHES, Act, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.spaces import observation_arrays, tree_leaves, tree_map
+from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 
 #: What a step of the environments and an update take, in ms, and how long an epoch should last at least, so that
 #: Lightning's two or three ms per epoch are a few per cent of it.
@@ -172,8 +171,7 @@ class RolloutDataModule(ControlDataModule):
         """Raises for a rollout that memory can't hold: observations and their successors, as they are stored."""
         if not self.environments.is_open:
             return
-        arrays = observation_arrays(self.observation_space, self.observation_space.sample())
-        needed = 2 * size * sum(np.asarray(leaf).nbytes for leaf in tree_leaves(arrays))
+        needed = 2 * size * sum(leaf.nbytes for leaf in tree_leaves(example_arrays(self.observation_space)))
         if needed > (free := available_bytes()):
             raise UsageError(f"a rollout of n_steps={self.n_steps} in n_envs={self.n_envs} environments takes "
                              f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give smaller "

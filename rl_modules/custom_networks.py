@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom, make, what_happened
 from rl_modules.common.masks import FORBIDDEN
-from rl_modules.common.spaces import image_channels, observation_arrays, pixel_scale, tree_map
+from rl_modules.common.spaces import example_arrays, image_channels, pixel_scale, tree_map
 from rl_modules.distributions import Distribution, as_distribution, make_distribution, parameter_count
 from rl_modules.layers import full_precision
 
@@ -166,8 +166,7 @@ def in_dtype_of(module: nn.Module, observation: Any) -> Any:
 
 def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Tensor) -> Any:
     """What a module returns for two observations of zeros, and ``others``."""
-    arrays = tree_map(np.zeros_like, observation_arrays(space, space.sample()))
-    zeros = tree_map(lambda x: torch.from_numpy(np.stack([np.asarray(x)] * 2)), arrays)
+    zeros = tree_map(lambda x: torch.from_numpy(np.stack([x] * 2)), example_arrays(space))
     was_training = module.training
     try:
         with torch.no_grad():

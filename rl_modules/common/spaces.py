@@ -125,7 +125,7 @@ def require_observation(space: spaces.Space, arrays: Any) -> bool:
     Raises:
         UsageError: neither shape fits; names both. Or it holds NaN.
     """
-    expected = tree_leaves(tree_map(np.asarray, observation_arrays(space, space.sample())))
+    expected = tree_leaves(example_arrays(space))
     given = tree_leaves(arrays)
     batch = given[0].ndim - expected[0].ndim
     for leaf, like in zip(given, expected, strict=True):
@@ -223,6 +223,20 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     if np.issubdtype(array.dtype, np.floating) or whole:
         return array.astype(np.float32, copy=False)
     return array if array.dtype == np.uint8 else array.astype(np.int64, copy=False)
+
+
+def example_arrays(space: spaces.Space) -> Any:
+    """Zeros in the shapes and dtypes of what :func:`observation_arrays` makes of one observation.
+
+    Nothing is sampled: Gymnasium can't draw from a Box whose bounds lie further apart than the largest float64.
+    """
+    if isinstance(space, spaces.Dict):
+        return {name: example_arrays(part) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return {str(i): example_arrays(part) for i, part in enumerate(space)}
+    if np.issubdtype(space.dtype, np.floating):
+        return np.zeros(space.shape, np.float32)
+    return np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else np.int64)
 
 
 def tree_map(function: Any, tree: Any, *others: Any) -> Any:
