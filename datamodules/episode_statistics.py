@@ -131,5 +131,5 @@ def _success(values: Any, i: int) -> float | None:
     try:
         return None if values[i] is None else float(np.asarray(values[i]).item())
     except (KeyError, TypeError, ValueError) as error:  # a vector collects dictionaries by their keys
-        raise UsageError(f"the environments' infos have is_success={values!r} at the end of an episode; it must be true "
-                         "or false, or None where that is not known") from error  # fmt: skip
+        raise UsageError(f"the environments' infos have is_success={values!r} at the end of an episode; it must be "
+                         "true or false, or None where that is not known") from error  # fmt: skip
