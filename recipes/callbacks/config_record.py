@@ -1,9 +1,11 @@
 """The resolved config of a run, as a file and in TensorBoard's TEXT tab, and the layout of its curves."""
 
 import re
+from enum import Enum
 from typing import Any
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -33,7 +35,7 @@ class ConfigRecord(SaveConfigCallback):
             settings = getattr(logger, "init_args", {})
             if re.fullmatch(r"version_\d+", str(settings.get("version"))):
                 settings["version"] = None  # the number of the folder that is resumed
-        super().__init__(parser, recorded, **arguments, save_to_log_dir=False)
+        super().__init__(parser, _without_enums(recorded), **arguments, save_to_log_dir=False)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or not trainer.loggers:
@@ -48,3 +50,14 @@ class ConfigRecord(SaveConfigCallback):
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(layout_of(pl_module))
                 logger.experiment.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+
+
+def _without_enums(node: Any) -> Any:
+    """A config with the values of enumerations, such as Timer's default ``Interval.step``, which YAML can't hold."""
+    if isinstance(node, Enum):
+        return node.value
+    if isinstance(node, Namespace):
+        return Namespace({key: _without_enums(value) for key, value in vars(node).items()})
+    if isinstance(node, dict):
+        return {key: _without_enums(value) for key, value in node.items()}
+    return [_without_enums(value) for value in node] if isinstance(node, list) else node
