@@ -134,6 +134,8 @@ class RLCLI(LightningCLI):
         if self.resumed is not None:
             runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
         runs.number_alike(self.trainer)
+        if self.resumed is None:
+            runs.open_csv_files(self.trainer)
         if self.resumed is None and self.trainer.is_global_zero and (folder := runs.local_folder(self.trainer)):
             self._lock.enter_context(run_lock.held(folder))
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces

@@ -240,6 +240,15 @@ def number_alike(trainer: Any) -> None:
         logger._version = number
 
 
+def open_csv_files(trainer: Any) -> None:
+    """Has CSV loggers begin their files while the folder of a new run is empty: Lightning takes whatever is there, such
+    as the run's own config, for an older run's, and warns that it deletes it.
+    """
+    for logger in trainer.loggers if trainer.is_global_zero else []:
+        if isinstance(logger, CSVLogger):
+            logger.experiment  # noqa: B018
+
+
 def local_folder(trainer: Any) -> Path | None:
     """The run's own folder on this machine's disk; None where nothing is logged there."""
     logger = trainer.loggers[0] if trainer.loggers else None
