@@ -178,11 +178,12 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
     if launches(trainer) and (written := log_folder(trainer) / "checkpoints" / "last.ckpt").exists():
         last = written
     origin = model.hparams.get("init_from")
+    none = "none (no evaluation)" if checkpoints.writes else "none (enable_checkpointing=false)"
     rows = {
         **rows,
         **({"started from": str(origin)} if origin else {}),
         "last checkpoint": _relative(str(last)) if last else "none",
-        "best checkpoint": _relative(best) if best else "none (no evaluation)",
+        "best checkpoint": _relative(best) if best else none,
         "curves": curves_of(trainer),
         **files_of(trainer),
     }

@@ -58,7 +58,8 @@ def test_without_checkpointing_a_run_writes_none_and_says_so(rl: Any, tmp_path: 
     code, out, err = rl("fit", *RUN, "--data.eval_freq=512", "--checkpoint.interval_s=0",
                         "--trainer.enable_checkpointing=false")  # fmt: skip
     assert code == 0, err
-    assert re.search(r"last checkpoint +none\n", out) and re.search(r"best checkpoint +none", out)
+    assert re.search(r"last checkpoint +none\n", out)
+    assert re.search(r"best checkpoint +none \(enable_checkpointing=false\)\n", out)
     assert not list(tmp_path.rglob("*.ckpt"))
     given = '[{"class_path": "ModelCheckpoint"}]'
     code, _, err = rl("fit", *RUN, "--trainer.enable_checkpointing=false", f"--trainer.callbacks={given}")
@@ -73,6 +74,7 @@ def test_the_summary_names_the_csv_file_of_a_csv_logger(rl: Any, tmp_path: Path)
     code, out, err = rl("fit", *RUN, *CSV)
     assert code == 0, err
     assert "tensorboard" not in out
+    assert "is not empty" not in err  # the folder holds nothing but this run's own files
     path = next(line.split()[-1] for line in out.splitlines() if line.startswith("curves"))
     assert Path(path).is_file()
     # The final evaluation is in the file too, at the last transition.
@@ -328,6 +330,17 @@ def test_the_recorded_config_of_averaged_weights_runs_again(rl: Any, tmp_path: P
     assert rl("fit", *RUN, *averaged)[0] == 0
     recorded = next(tmp_path.glob("logs/*/version_0/config.yaml"))
     assert "device: cpu" in recorded.read_text()
+    code, _, err = rl("fit", "--config", str(recorded))
+    assert code == 0, err
+
+
+def test_the_recorded_config_of_a_timer_runs_again(rl: Any, tmp_path: Path) -> None:
+    """Its ``interval`` defaults to a member of an enumeration, which YAML can't hold."""
+    code, _, err = rl("fit", *RUN, "--trainer.callbacks=Timer", "--trainer.callbacks.duration=00:00:00:30")
+    assert code == 0, err
+    recorded = next(tmp_path.glob("logs/*/version_0/config.yaml"))
+    (timer,) = yaml.safe_load(recorded.read_text())["trainer"]["callbacks"]
+    assert timer["init_args"]["interval"] == "step" and timer["init_args"]["duration"] == "00:00:00:30"
     code, _, err = rl("fit", "--config", str(recorded))
     assert code == 0, err
 
