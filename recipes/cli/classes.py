@@ -14,14 +14,13 @@ import yaml
 
 import datamodules
 import rl_modules
+from recipes.cli.options import CLASS_OPTIONS
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
 #: Package and base class of what each group names.
 PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
-#: Options that name a class.
-_CLASS_OPTIONS = ("--model", "--data", "--model.class_path", "--data.class_path")
 
 
 def chosen_classes(args: Sequence[str]) -> dict[str, type]:
@@ -54,7 +53,7 @@ def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
                 path = node.get("class_path") if isinstance(node, dict) else node
                 if group in PACKAGES and isinstance(path, str):
                     yield group, path
-        elif name in _CLASS_OPTIONS:
+        elif name in CLASS_OPTIONS:
             value = value if equals else next(pending, "")
             if value and not value.startswith(("-", "{")):
                 yield name[2:].partition(".")[0], value
@@ -76,7 +75,7 @@ def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
     for arg in pending:
         name, equals, value = arg.partition("=")
         group = name[2:].partition(".")[0]
-        if name not in ("--config", *_CLASS_OPTIONS):
+        if name not in ("--config", *CLASS_OPTIONS):
             found.append(arg)
             continue
         if not equals and (value := next(pending, "")) == "":

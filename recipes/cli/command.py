@@ -9,7 +9,7 @@ from recipes import configs
 from recipes.callbacks.signals import Stopped
 from recipes.cli import completion, config_files, information
 from recipes.cli.help_text import COMMAND_HELP, COMMANDS, HELP, OTHERS
-from recipes.cli.options import refuse_keys
+from recipes.cli.options import CLASS_OPTIONS, refuse_keys
 from recipes.cli.terminal import quiet, show
 from recipes.cli.user_modules import add_working_directory
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -164,7 +164,22 @@ def _with_configs_found(args: list[str], default_config: str | None) -> list[str
             options.append(arg)
     if default_config is not None and not named:
         named = ["--config", str(configs.find(default_config))]
-    return [*named, *options]
+    return [*named, *_with_classes_first(options)]
+
+
+def _with_classes_first(options: list[str]) -> list[str]:
+    """Puts the options that name a class first: the parser knows no arguments of a class that comes later."""
+    classes: list[str] = []
+    others: list[str] = []
+    pending = iter(options)
+    for option in pending:
+        name, equals, value = option.partition("=")
+        words = [option]
+        if name in CLASS_OPTIONS and not equals and (value := next(pending, "")):
+            words.append(value)
+        names_class = name in CLASS_OPTIONS and bool(value) and not value.startswith(("-", "{"))
+        (classes if names_class else others).extend(words)
+    return [*classes, *others]
 
 
 def _run(command: str, args: list[str]) -> None:

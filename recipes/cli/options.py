@@ -13,6 +13,8 @@ from rl_modules.common.foreign_names import CONTROL, INSTEAD, MEANT, difference
 GROUPS = ("model", "data", "trainer", "checkpoint")
 ALONE = ("seed_everything", "ckpt_path", "threads", "resume", "record_every", "print_config", "config", "help",
          "output", "episodes", "weights_only")  # fmt: skip
+#: Options that name a class.
+CLASS_OPTIONS = ("--model", "--data", "--model.class_path", "--data.class_path")
 #: What the shell completes after a dash.
 COMMON = (
     "--config", "--model", "--data", "--resume", "--ckpt_path", "--seed_everything", "--print_config", "--help",

@@ -374,6 +374,28 @@ def test_an_option_overrides_every_config_wherever_it_stands(rl: Any, tmp_path: 
     assert recorded["trainer"]["max_epochs"] == 9
 
 
+@pytest.mark.parametrize("late", [["--model", "PPO"], ["--model=PPO"], ["--model.class_path", "rl_modules.PPO"]])
+def test_a_class_may_come_after_its_options(rl: Any, late: list[str]) -> None:
+    given = ["--model.gamma", "0.75", "--data.n_steps=32", *late, "--trainer.max_epochs", "1",
+             "--data", "RolloutDataModule"]  # fmt: skip
+    code, out, err = rl("fit", "--config", "a2c/cartpole.yaml", *given, "--print_config")
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert printed["model"]["class_path"] == "rl_modules.PPO" and printed["model"]["init_args"]["gamma"] == 0.75
+    assert printed["data"]["init_args"]["n_steps"] == 32 and printed["trainer"]["max_epochs"] == 1
+    code, out, err = rl("fit", *given, "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(out)["model"]["init_args"]["gamma"] == 0.75
+
+
+def test_of_several_classes_the_last_counts_and_options_keep_their_order(rl: Any) -> None:
+    code, out, err = rl("fit", "--model.gamma=0.5", "--model", "A2C", "--model.gamma=0.75", "--model", "PPO", "--data",
+                        "RolloutDataModule", "--print_config")  # fmt: skip
+    assert code == 0, err
+    printed = yaml.safe_load(out)["model"]
+    assert printed["class_path"] == "rl_modules.PPO" and printed["init_args"]["gamma"] == 0.75
+
+
 @pytest.mark.long
 def test_a_seed_by_chance_is_drawn_once_for_all_ranks(rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(version: int) -> tuple[int, int]:
