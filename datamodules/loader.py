@@ -20,6 +20,8 @@ class LazyLoader:
         self._make_batches = make_batches
         #: Called before each batch is made: the one moment at which the last batch is finished and the next not begun.
         self.before_next: Callable[[], None] | None = None
+        #: Called while a batch is made, where that takes long and a checkpoint written now resumes exactly.
+        self.while_waiting: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return self._length

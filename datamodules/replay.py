@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from typing_extensions import Unpack
@@ -152,6 +153,11 @@ class ReplayDataModule(ControlDataModule):
         self.resolve()
         self._position = 0
         self._left = 0
+        # Of the round of episodes under way: transitions so far, episodes to come, and `num_timesteps` before it; None
+        # between rounds.
+        self._round: tuple[int, int, int] | None = None
+        # Transitions that `num_timesteps` lacks between loading a checkpoint within a round and its next step.
+        self._uncounted = 0
         self._drawn: deque[Batch] = deque()
         self._learning: Tensor | None = None
         self._parts: list[torch.nn.Module] = []
@@ -214,6 +220,7 @@ class ReplayDataModule(ControlDataModule):
             self.sampler = UniformSampler(self.replay, seed)
         self.replay.on_added = self._on_added
         self._position = self._left = 0
+        self._round, self._uncounted = None, 0
         self._drawn.clear()
         self._learning = None
         self._parts = []
@@ -280,7 +287,7 @@ class ReplayDataModule(ControlDataModule):
     @property
     def is_complete(self) -> bool:
         """Whether ``total_timesteps`` transitions were collected and the last round's minibatches were used."""
-        return self.num_timesteps >= self.total_timesteps and self._left == 0
+        return self.num_timesteps >= self.total_timesteps and self._left == 0 and self._round is None
 
     def _minibatches(self) -> Iterator[Batch]:
         """One epoch's minibatches, from where the checkpoint left off, or ``limit_train_batches`` the last epoch."""
@@ -316,6 +323,9 @@ class ReplayDataModule(ControlDataModule):
 
         A subclass that learns from recorded transitions adds some to ``num_timesteps``, and collects none.
         """
+        began = self.num_timesteps
+        self.num_timesteps += self._uncounted
+        self._uncounted = 0
         if self.num_timesteps < self.learning_starts:
             self._warm_up()
         module: Any = self.learner
@@ -337,15 +347,41 @@ class ReplayDataModule(ControlDataModule):
                                "replay stores actions alone, so that prepare does not get them")  # fmt: skip
             return {"action": acted["action"].cpu()}
 
-        with evaluation_mode(self._parts), torch.no_grad(), self.learner_trainer.precision_plugin.forward_context():
-            if not self.counts_episodes:
-                return self._collect(act, self.train_freq)
-            transitions, missing = 0, self.train_freq
-            while missing > 0:
-                added = self._collect(act, 1)
-                transitions += added
-                missing -= added == 1 and int(self.collector.episodes.running_length[0]) == 0
-            return transitions
+        def collect(n_steps: int) -> int:
+            precision = self.learner_trainer.precision_plugin.forward_context()
+            with evaluation_mode(self._parts), torch.no_grad(), precision:
+                return self._collect(act, n_steps)
+
+        if not self.counts_episodes:
+            return collect(self.train_freq)
+        transitions, missing, began = self._round or (0, self.train_freq, began)
+        # gSDE keeps its noise for the round, which a checkpoint within the round would lack.
+        resumes_within = policy_act == module.act
+        while missing > 0:
+            added = collect(1)
+            transitions += added
+            missing -= added == 1 and int(self.collector.episodes.running_length[0]) == 0
+            self._round = transitions, missing, began
+            if missing > 0:
+                self._offer_to_stop(resumes_within)
+        self._round = None
+        return transitions
+
+    def _offer_to_stop(self, resumes_within: bool) -> None:
+        """Lets a signal end the run within a round, whose episodes may never end.
+
+        Args:
+            resumes_within: whether a checkpoint written now resumes exactly.
+
+        Raises:
+            SIGTERMException: Lightning received the signal, and no callback of this project writes checkpoints.
+        """
+        trainer = self.learner_trainer
+        waits = getattr(trainer.train_dataloader, "while_waiting", None)
+        if resumes_within and waits is not None:
+            waits()
+        if trainer.received_sigterm:
+            raise SIGTERMException
 
     def _warm_up(self) -> None:
         """``learning_starts`` transitions with uniformly random actions."""
@@ -456,6 +492,8 @@ class ReplayDataModule(ControlDataModule):
             **super().rank_state(),
             "position": self._position,
             "left": self._left,
+            "round": self._round,
+            "uncounted": self._uncounted,
             "exploration": getattr(self.learner, "exploration_state", dict)() if self.has_learner else {},
             "layout": self._layout,
             "replay": self.replay.state_dict(self.checkpoint_buffer_size),
@@ -479,6 +517,11 @@ class ReplayDataModule(ControlDataModule):
         # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
         goes_on = state["layout"] == self._layout
         self._left = state["left"] if goes_on else 0
+        self._round = state.get("round") if goes_on else None
+        if self._round is not None:
+            # Schedules are set from this at the start of a fit, and keep their values within a round.
+            counted, self.num_timesteps = self.num_timesteps + state["uncounted"], self._round[2]
+            self._uncounted = counted - self.num_timesteps
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
         self.replay.valid.zero_()  # a subclass may have filled rows beyond those of the checkpoint

@@ -162,6 +162,7 @@ class Checkpoints(ModelCheckpoint):
         self._between_batches = hasattr(loader, "before_next")
         if self._between_batches:
             loader.before_next = lambda: self._safe_point(trainer)
+            loader.while_waiting = lambda: self._stop_if_asked(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -215,7 +216,7 @@ class Checkpoints(ModelCheckpoint):
         if self.progress is not None:
             self.progress.tick(trainer, now_s)
         # What ranks agree on holds for this moment alone: they are asked only where it can be done.
-        if not ends_epoch and (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not ends_epoch and not _is_between_steps(trainer):
             return
         is_due = self.writes and now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
         stop, is_due = self._ranks.decide(trainer, self.requests.signum, is_due)
@@ -223,6 +224,16 @@ class Checkpoints(ModelCheckpoint):
             self._save_last(trainer)
         if stop:
             self._stop(trainer, stop)
+
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        """Saves and stops if a signal came; called within a round of whole episodes, which may never end.
+
+        Raises:
+            Stopped: after saving.
+        """
+        if self.requests.signum and _is_between_steps(trainer):
+            self._save_last(trainer)
+            self._stop(trainer, self.requests.signum)
 
     def _stop(self, trainer: L.Trainer, signum: int) -> None:
         requeue = self.requests.previous_handler(signum) if signum in requeue_signals(trainer) else None
@@ -318,6 +329,11 @@ def _number_if_older(trainer: L.Trainer) -> int | None:
                if (number := path.name.removeprefix("version_")).isdigit()}  # fmt: skip
     own = numbers.get(folder.name)
     return own if own is not None and own < max(numbers.values()) else None
+
+
+def _is_between_steps(trainer: L.Trainer) -> bool:
+    """Whether no gradients are accumulated that an optimizer step is to follow."""
+    return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:

@@ -9,9 +9,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules import ReplayDataModule, RolloutDataModule
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
@@ -316,6 +319,71 @@ def test_a_signal_saves_after_the_step_and_stops(signum: int, tmp_path: Path, ca
     fit(PPO(), ppo_data(), stopped.value.checkpoint, **saving(tmp_path))
     fit(PPO(), ppo_data(), **saving(tmp_path / "whole"))
     assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
+
+
+ROUNDS: dict[str, tuple[Any, Any]] = {
+    "dqn": (lambda: DQN(), lambda: replay(gradient_steps=3, train_freq=(4, "episode"))),
+    "sac of as many steps": (
+        lambda: SAC(net_arch=[16]),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", gradient_steps=-1, train_freq=(3, "episode")),
+    ),
+    "td3 normalized and prioritized": (
+        lambda: TD3(net_arch=[16], action_noise=OrnsteinUhlenbeckActionNoise(sigma=0.5)),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", train_freq=(3, "episode"), norm_obs=True,
+                       norm_reward=True, prioritized_replay=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROUNDS)
+def test_a_signal_stops_within_a_round_of_episodes_from_where_the_run_resumes_exactly(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model, make_data = ROUNDS[case]
+    fit(make_model(), make_data(), **saving(tmp_path / "whole", interval_s=1e9))
+    collect, asked = ReplayDataModule._collect, []
+
+    def counted(self: Any, act: Any, n_steps: int) -> int:
+        asked.append(n_steps)
+        if len(asked) == 22:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return collect(self, act, n_steps)
+
+    monkeypatch.setattr(ReplayDataModule, "_collect", counted)
+    with pytest.raises(Stopped) as stopped:
+        fit(make_model(), make_data(), **saving(tmp_path, interval_s=1e9))
+    monkeypatch.undo()
+    assert len(asked) == 22
+    saved = torch.load(stopped.value.checkpoint, weights_only=True)["ReplayDataModule"]["ranks"][0]["round"]
+    assert saved is not None and 0 < saved[0] <= 21
+    fit(make_model(), make_data(), stopped.value.checkpoint, **saving(tmp_path, interval_s=1e9))
+    assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_signal_stops_a_run_whose_episode_never_ends(writes: bool, tmp_path: Path) -> None:
+    class Endless(gym.Env):
+        observation_space, action_space = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2)
+
+        def __init__(self) -> None:
+            self.t = 0
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            self.t += 1
+            if self.t == 200:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.t == 2000:
+                raise RuntimeError("still running")
+            return np.zeros(1, np.float32), 1.0, False, False, {}
+
+    data = ReplayDataModule(Endless, total_timesteps=120, learning_starts=20, eval_freq=0, train_freq=(1, "episode"))
+    with pytest.raises(Stopped if writes else SIGTERMException):
+        fit(DQN(), data, **(saving(tmp_path, interval_s=1e9) if writes else {}))
+    assert (tmp_path / "checkpoints/last.ckpt").is_file() == writes
 
 
 class Regression(L.LightningModule):
