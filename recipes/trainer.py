@@ -67,6 +67,7 @@ class Trainer(L.Trainer):
         if self._makes_logger:
             arguments["logger"] = False
         super().__init__(callbacks=callbacks, **{**defaults, **arguments})
+        self._given_root_dir = str(self.default_root_dir)
 
     def fit(
         self,
@@ -121,6 +122,8 @@ class Trainer(L.Trainer):
             # Forked ranks would wait for ever for the writer's thread, which stays in this process.
             if not launches(self):
                 logger.experiment.add_custom_scalars(layout_of(model))
+        self._default_root_dir = self._given_root_dir
+        runs.place_without_logger(self, name)
         if not self._shows_bar or not self.is_global_zero or data is None:
             return
         bar = TransitionProgressBar() if controls else language.StepProgressBar()

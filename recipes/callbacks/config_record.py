@@ -16,10 +16,12 @@ from recipes.callbacks.log_folder import log_folder
 class ConfigRecord(SaveConfigCallback):
     """Writes the resolved config into the folder of a training run, and into TensorBoard as text.
 
-    A run without a logger has no folder to itself, and an evaluation trains nothing: their config is not written, since
-    the file would replace a ``config.yaml`` of the user's. A resumed run has the text already.
+    A run that writes nothing has no folder to itself, and an evaluation trains nothing: their config is not written,
+    since the file would replace a ``config.yaml`` of the user's. A resumed run has the text already.
     """
 
+    #: Whether the run has a folder to itself without a logger.
+    has_folder = False
     #: Whether the run resumes in a folder that holds the config.
     resumes = False
 
@@ -38,7 +40,7 @@ class ConfigRecord(SaveConfigCallback):
         super().__init__(parser, _without_enums(recorded), **arguments, save_to_log_dir=False)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit" or not trainer.loggers:
+        if stage != "fit" or not (trainer.loggers or self.has_folder):
             return
         folder = log_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)

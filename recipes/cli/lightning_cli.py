@@ -136,7 +136,9 @@ class RLCLI(LightningCLI):
         runs.number_alike(self.trainer)
         if self.resumed is None:
             runs.open_csv_files(self.trainer)
-        if self.resumed is None and self.trainer.is_global_zero and (folder := runs.local_folder(self.trainer)):
+        name = runs.configured_name(self.config[self.command])
+        folder = runs.place_without_logger(self.trainer, name, self.resumed) or runs.local_folder(self.trainer)
+        if self.resumed is None and self.trainer.is_global_zero and folder is not None:
             self._lock.enter_context(run_lock.held(folder))
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
 

@@ -14,6 +14,7 @@ from recipes import language
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.slurm import requeue_signals
 from recipes.cli import resume
 from rl_modules.common.errors import UsageError
 from rl_modules.loggers import adapters
@@ -41,11 +42,15 @@ def set_folder(config: Any) -> None:
         if root is not None and logger.init_args.get("save_dir") == LOGS:
             logger.init_args.save_dir = str(Path(root) / LOGS)
         if logger.init_args.get("name", "") is None:
-            algorithm = config["model"]["class_path"].rpartition(".")[2]
-            settings = config["data"]["init_args"]
-            task = settings.get("env_id") or language.task_name(settings)
-            task = task or config["data"]["class_path"].rpartition(".")[2]
-            logger.init_args.name = re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
+            logger.init_args.name = configured_name(config)
+
+
+def configured_name(config: Any) -> str:
+    """What :func:`run_name` returns, before there are objects."""
+    algorithm = config["model"]["class_path"].rpartition(".")[2]
+    settings = config["data"]["init_args"]
+    task = settings.get("env_id") or language.task_name(settings) or config["data"]["class_path"].rpartition(".")[2]
+    return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
 def _logger(config: Any) -> Any:
@@ -167,7 +172,8 @@ def _run_folder(config: Any) -> Path | None:
     parent = _parent_folder(config)
     logger = _logger(config)
     if not hasattr(logger, "init_args"):
-        return parent
+        root = _root_folder(config)  # there were the checkpoints of earlier versions, and are those that SLURM requeues
+        return resume.newest_run(parent) or (root if (root / "checkpoints").is_dir() else None)
     version = logger.init_args.get("version")
     if logger.class_path.endswith("WandbLogger") and version is None:
         named = logger.init_args.get("id")
@@ -181,7 +187,7 @@ def _run_folder(config: Any) -> Path | None:
 def _parent_folder(config: Any) -> Path:
     logger = _logger(config)
     if logger in (False, None):
-        return Path(config["trainer"]["default_root_dir"] or ".")
+        return _root_folder(config) / LOGS / configured_name(config)
     settings = getattr(logger, "init_args", None)
     if settings is not None and logger.class_path.endswith("WandbLogger"):
         return Path(settings.save_dir or ".") / (settings.project or "lightning_logs")
@@ -189,6 +195,10 @@ def _parent_folder(config: Any) -> Path:
         raise UsageError("the newest run is found by the folders of TensorBoardLogger, CSVLogger and WandbLogger; with "
                          "another logger give --ckpt_path PATH")  # fmt: skip
     return Path(settings.save_dir) / (settings.name or "")
+
+
+def _root_folder(config: Any) -> Path:
+    return Path(config["trainer"]["default_root_dir"] or ".")
 
 
 def announce(checkpoint: dict[str, Any], path: str, model: Any, datamodule: Any) -> None:
@@ -238,6 +248,39 @@ def number_alike(trainer: Any) -> None:
             number = _claimed(Path(loggers[0].root_dir), number)
     for logger in loggers:
         logger._version = number
+
+
+def place_without_logger(trainer: Any, name: str, run: resume.Run | None = None) -> Path | None:
+    """Gives a run without a logger a folder of its own, numbered as a logger does: runs that share one would overwrite
+    each other's checkpoints.
+
+    Args:
+        trainer: of the run; its ``default_root_dir`` becomes the folder.
+        name: what :func:`run_name` returns.
+        run: that is resumed; None: a new one.
+
+    Returns:
+        The folder; None where the run has a logger, writes no checkpoints, or Lightning requeues it by files in
+        ``default_root_dir``. Other ranks than the first get theirs from it.
+    """
+    checkpoints = Checkpoints.of(trainer)
+    writes = checkpoints is not None and checkpoints.writes and not trainer.fast_dev_run
+    if trainer.loggers or not writes or not trainer.is_global_zero or requeue_signals(trainer):
+        return None
+    if run is None and "://" in str(trainer.default_root_dir):
+        return None
+    folder = _new_folder(Path(trainer.default_root_dir) / LOGS / name) if run is None else run.folder
+    trainer._default_root_dir = str(folder)
+    for callback in trainer.callbacks:
+        if isinstance(callback, ConfigRecord):
+            callback.has_folder = True
+    return folder
+
+
+def _new_folder(parent: Path) -> Path:
+    names = (path.name.removeprefix("version_") for path in parent.glob("version_*"))
+    number = max((int(name) for name in names if name.isdigit()), default=-1) + 1
+    return parent / f"version_{_claimed(parent, number)}"
 
 
 def open_csv_files(trainer: Any) -> None:

@@ -95,6 +95,18 @@ def test_a_second_fit_of_one_trainer_has_checkpoints_of_its_own(here):
     assert torch.load(folder / "last.ckpt", weights_only=True)["env_id"] == "Pendulum-v1"
 
 
+def test_runs_without_logger_have_a_folder_each(here):
+    trainer = Trainer(accelerator="cpu", evaluate=False, logger=False, default_root_dir="elsewhere")
+    trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    first = {path: path.read_bytes() for path in here.rglob("*.ckpt")}
+    trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    assert {path: path.read_bytes() for path in first} == first
+    runs = Path("elsewhere/logs/PPO-CartPole-v1")
+    assert {path.parent for path in here.rglob("last.ckpt")} == {
+        (runs / f"version_{i}/checkpoints").absolute() for i in (0, 1)
+    }
+
+
 def test_a_trial_run_leaves_no_files(here, capsys):
     data = RolloutDataModule("CartPole-v1", **SMALL)
     Trainer(accelerator="cpu", fast_dev_run=True).fit(PPO(), data)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,47 @@ def test_a_run_without_logger_says_that_it_has_no_curves(rl: Any) -> None:
     code, out, err = rl("fit", *RUN, "--trainer.logger", "false")
     assert code == 0, err
     assert next(line for line in out.splitlines() if line.startswith("curves")).split(None, 1)[1] == "none (no logger)"
+
+
+def test_runs_without_logger_have_a_folder_each_and_resume_in_it(rl: Any, tmp_path: Path) -> None:
+    def files() -> dict[Path, bytes]:
+        return {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    alone, runs = [*RUN, "--trainer.logger", "false"], Path("logs/PPO-CartPole-v1")
+    assert rl("fit", *alone)[0] == 0
+    first = files()
+    assert {path.parent for path in first} == {runs / "version_0", runs / "version_0/checkpoints"}
+    code, out, err = rl("fit", *alone, "--model.gamma", "0.5")
+    assert code == 0, err
+    assert "logs/PPO-CartPole-v1/version_1/checkpoints/last.ckpt" in out
+    second = files()
+    assert {path: second[path] for path in first} == first and runs / "version_1/checkpoints/last.ckpt" in second
+    code, out, err = rl("fit", *alone, "--model.gamma", "0.5", "--data.total_timesteps", "1536", "--resume")
+    assert code == 0, err
+    assert "resuming from logs/PPO-CartPole-v1/version_1/checkpoints/last.ckpt (1,024 transitions)" in out
+    third = files()
+    assert {path: third[path] for path in first} == first and set(third) >= set(second)
+    assert {path.parts[2] for path in third} == {"version_0", "version_1"}
+    code, _, err = rl("fit", "--config", str(runs / "version_0/config.yaml"))
+    assert code == 0, err
+    assert Path(runs / "version_2/checkpoints/last.ckpt").is_file()
+
+
+def test_a_run_of_an_earlier_version_without_logger_is_found(rl: Any, tmp_path: Path) -> None:
+    alone = [*RUN, "--trainer.logger", "false"]
+    assert rl("fit", *alone)[0] == 0
+    (tmp_path / "logs/PPO-CartPole-v1/version_0/checkpoints").rename(tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "logs")
+    code, out, err = rl("fit", *alone, "--data.total_timesteps", "1536", "--resume")
+    assert code == 0, err
+    assert "resuming from checkpoints/last.ckpt (1,024 transitions)" in out
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_run_that_writes_nothing_leaves_no_folder(rl: Any, tmp_path: Path) -> None:
+    code, _, err = rl("fit", *RUN, "--trainer.logger=false", "--trainer.enable_checkpointing=false")
+    assert code == 0, err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
