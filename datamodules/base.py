@@ -38,6 +38,8 @@ from rl_modules.common.storable import make_plain
 
 Batch = dict[str, Any]
 
+#: Arguments of a normalisation, and the one that turns it on.
+IDLE_WITHOUT = {"norm_gamma": "norm_reward", "clip_reward": "norm_reward", "clip_obs": "norm_obs"}
 #: Trainers whose ``check_val_every_n_epoch`` a datamodule has set from its ``eval_freq``, with that number.
 _evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
 
@@ -383,7 +385,17 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     # ---------------------------------------------------------------- environments and statistics
 
+    def _warn_of_idle_arguments(self) -> None:
+        """Names arguments of a normalisation that is off. A warning, because a config may keep them beside a switch."""
+        parameters = inspect.signature(ControlDataModule.__init__).parameters
+        for name, switch in IDLE_WITHOUT.items():
+            value = self.norm_gamma if name == "norm_gamma" else self.hparams[name]
+            if value != parameters[name].default and not getattr(self, switch):
+                rank_zero_warn(f"{name}={value} does nothing while {switch} is false; set that to true, or leave "
+                               f"{name} out")  # fmt: skip
+
     def _make_collector(self) -> Collector:
+        self._warn_of_idle_arguments()
         clip_obs, clip_reward = self.hparams["clip_obs"], self.hparams["clip_reward"]
         gamma = self.norm_gamma
         if gamma is None:

@@ -171,3 +171,20 @@ def test_a_wrapper_with_statistics_of_its_own_is_answered_with_the_argument(vect
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*running statistics")
         fit(PPO(net_arch=[8]), RolloutDataModule("Pendulum-v1", n_envs=2, **common, **{argument: True}))
+
+
+@pytest.mark.parametrize(
+    ("given", "switch"),
+    [({"norm_gamma": 0.5}, "norm_reward"), ({"clip_reward": 1.0}, "norm_reward"), ({"clip_obs": 1.0}, "norm_obs")],
+    ids=str,
+)
+def test_an_argument_of_a_normalisation_that_is_off_is_named(given, switch):
+    small = {"n_envs": 2, "n_steps": 16, "total_timesteps": 64, "eval_freq": 0}
+    name, value = next(iter(given.items()))
+    with pytest.warns(UserWarning, match=f"^{name}={value} does nothing while {switch} is false; set that to") as told:
+        fit(PPO(net_arch=[8]), RolloutDataModule("CartPole-v1", **small, **given))
+    assert sum("does nothing" in str(one.message) for one in told) == 1
+    for quiet in ({**given, switch: True}, {}, {"clip_obs": 10.0, "clip_reward": 10.0}):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*does nothing while")
+            fit(PPO(net_arch=[8]), RolloutDataModule("CartPole-v1", **small, **quiet))
