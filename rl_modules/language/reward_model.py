@@ -352,6 +352,6 @@ def _from_checkpoint(path: str) -> RewardModel:
         raise UsageError(f"checkpoint {path!r} can't be read ({reason})") from error
     if algorithm != RewardModel.__name__:
         kind = algorithm or "no language algorithm"
-        raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass by "
-                         "`rl export` with --model, and give the directory")  # fmt: skip
+        raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
+                         "by `rl export` with --model, and give the directory")  # fmt: skip
     return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)
