@@ -236,7 +236,8 @@ def example_arrays(space: spaces.Space) -> Any:
         return {str(i): example_arrays(part) for i, part in enumerate(space)}
     if np.issubdtype(space.dtype, np.floating):
         return np.zeros(space.shape, np.float32)
-    return np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else np.int64)
+    is_bytes = isinstance(space, spaces.Box) and space.dtype == np.uint8  # choices of any dtype are int64
+    return np.zeros(space.shape, np.uint8 if is_bytes else np.int64)
 
 
 def tree_map(function: Any, tree: Any, *others: Any) -> Any:

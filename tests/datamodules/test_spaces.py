@@ -22,6 +22,8 @@ PARTS: dict[str, spaces.Space] = {
     "bool": spaces.Box(0, 1, (2,), np.bool_),
     "choice": spaces.Discrete(3, start=5),
     "choices": spaces.MultiDiscrete([3, 4], dtype=np.int32, start=[7, 8]),
+    "choice of bytes": spaces.Discrete(3, dtype=np.uint8),
+    "choices of bytes": spaces.MultiDiscrete([3, 4], dtype=np.uint8),
     "bits": spaces.MultiBinary((2, 2)),
 }
 
