@@ -76,7 +76,7 @@ def run_episodes(
     n_episodes: int,
     deterministic: bool = True,
     max_steps: int = 100_000,
-    name: str = "of evaluation",
+    name: str | None = None,
 ) -> dict[str, Tensor]:
     """Play ``n_episodes`` whole episodes.
 
@@ -91,7 +91,7 @@ def run_episodes(
         n_episodes: how many.
         deterministic: the policy's most likely actions instead of samples.
         max_steps: steps after which an episode counts as it is, and its environment plays no other; a warning says so.
-        name: the environment's, for messages.
+        name: the environment's, for messages; None: the vector's class.
 
     Returns:
         ``return`` [E] float32 (undiscounted, not normalised), ``length`` [E] int64 (transitions); where episodes are
@@ -101,7 +101,7 @@ def run_episodes(
     Raises:
         UsageError: a NaN or infinite reward or observation, or environments that failed.
     """
-    n_envs = envs.num_envs
+    n_envs, name = envs.num_envs, name or type(envs).__name__
     mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
     quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     played = np.zeros(n_envs, np.int64)

@@ -18,7 +18,7 @@ from rl_modules.ranks import episodes_of_all_ranks, is_alone
 #: Prefix of the names of logged values: where the algorithm records one of that name, the logged value is drawn.
 LOGGED = "log:"
 #: Reductions that ``log`` takes, by what Lightning accepts.
-REDUCTIONS: dict[Any, str] = {
+REDUCE_FX: dict[Any, str] = {
     "mean": "mean", torch.mean: "mean", "max": "max", torch.max: "max", "min": "min", torch.min: "min", "sum": "sum",
     torch.sum: "sum",
 }  # fmt: skip
@@ -80,7 +80,7 @@ class MetricsMixin(HeldPoints, L.LightningModule):
     def _log_value(self, name: str, value: Any, prog_bar: bool, logger: bool | None, options: dict[str, Any]) -> None:
         trainer = self._trainer
         value = value.item() if isinstance(value, np.generic) else value
-        reduction = REDUCTIONS.get(options.get("reduce_fx", "mean"))
+        reduction = REDUCE_FX.get(options.get("reduce_fx", "mean"))
         if trainer is not None and trainer.training and reduction is not None:
             if logger is not False and self.logs_this_epoch:
                 self._draw(name, value, reduction)

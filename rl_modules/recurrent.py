@@ -325,9 +325,18 @@ class RecurrentMixin(ActorCriticModule):
         if "counts" in batch:
             rows = batch["counts"].flatten()
             policy, value, flat = policy.rows(rows), value[rows], tree_map(lambda x: x[rows], flat)
+        return self.sequence_loss(policy, value, flat)
+
+    def sequence_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Returns the algorithm's loss over the steps of a minibatch of sequences, a scalar.
+
+        Args:
+            policy: of S steps.
+            value: [S].
+            batch: the algorithm's fields, [S, …] each.
+        """
         algorithm: Any = self
-        loss = getattr(algorithm, "loss_within_kl", algorithm.minibatch_loss)
-        return loss(policy, value, flat)
+        return algorithm.minibatch_loss(policy, value, batch)
 
     def _first_state(self, batch: dict[str, Any]) -> Tensor:
         """The memory's state before each sequence: as it was, or as today's weights reach it over the burn-in."""

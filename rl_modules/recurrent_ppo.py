@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.import_path import Custom
+from rl_modules.distributions import Distribution
 from rl_modules.ppo import PPO
 from rl_modules.recurrent import RecurrentMixin
 
@@ -107,3 +108,6 @@ class RecurrentPPO(RecurrentMixin, PPO):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one minibatch of sequences; skips the update once ``target_kl`` is exceeded."""
         return self.no_update() if self.kl_exceeded else super().training_step(batch, batch_idx)
+
+    def sequence_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+        return self.loss_within_kl(policy, value, batch)

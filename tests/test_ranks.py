@@ -359,6 +359,72 @@ def test_an_evaluation_of_two_ranks_is_of_all_their_episodes(tmp_path: Path) -> 
     assert monitored == elsewhere == logged
 
 
+# -------------------------------------------------------------------- subclasses
+
+
+class Logs(PPO):
+    """Logs this rank's number, which each reduction merges over both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        number = float(self.global_rank + 1)
+        for how in ("mean", "sum", "max", "min"):
+            self.log(f"my/{how}", number, reduce_fx=how)
+        if self.global_rank == 1:
+            self.log("my/other", number, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.record(rank=float(self.global_rank))
+
+
+def logged_on_two_ranks() -> dict[str, float]:
+    points = Points()
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, n_epochs=1, eval_freq=0,
+                             rollouts_per_epoch=1, total_timesteps=32)  # fmt: skip
+    fit(Logs(net_arch=[8]), data, devices=2, strategy="ddp", logger=points)
+    return {name: x for name, x in points.last.items() if name.startswith("my/") or name == "train/rank"}
+
+
+@pytest.mark.long
+def test_what_a_subclass_logs_is_reduced_over_all_ranks(tmp_path: Path) -> None:
+    found, _ = on_ranks(logged_on_two_ranks, tmp_path)
+    # Two minibatches of each rank.
+    expected = {"my/mean": 1.5, "my/sum": 6.0, "my/max": 2.0, "my/min": 1.0, "my/other": 2.0, "train/rank": 0.5}
+    assert found == expected
+
+
+class Curious(SAC):
+    """Has a part with a step of its own, and one that nothing trains."""
+
+    def build_network(self) -> None:
+        super().build_network()
+        self.model, self.idle = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        mine = list(self.model.parameters())
+        error = (self.model(batch["observation"])[:, 0] - batch["reward"]).square().mean()
+        self.step(mine, self.gradients_of(error, mine))
+        return loss
+
+
+def parts_on_two_ranks() -> dict[str, Any]:
+    data = ReplayDataModule("Pendulum-v1", n_envs=1, train_freq=4, learning_starts=16, batch_size=8, eval_freq=0,
+                            total_timesteps=96)  # fmt: skip
+    model = Curious(net_arch=[8])
+    trainer = fit(model, data, devices=2, strategy="ddp")
+    state = trainer.optimizers[0].state
+    return {"weight": model.model.weight.detach(), "steps": int(state[model.model.weight]["step"]),
+            "updates": model.n_updates, "idle steps": len(state.get(model.idle.weight, {}))}  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_part_of_one_s_own_takes_its_steps_alone_on_two_ranks(tmp_path: Path) -> None:
+    one, other = on_ranks(parts_on_two_ranks, tmp_path)
+    assert torch.equal(one["weight"], other["weight"])
+    assert one["steps"] == one["updates"] > 0 and one["idle steps"] == 0
+
+
 # -------------------------------------------------------------------- importance weights
 
 

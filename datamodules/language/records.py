@@ -12,7 +12,7 @@ TEXTS = ("answer", "completion", "chosen", "rejected")
 
 
 class NothingUsable(UsageError):
-    """Every record of a source, or of a block of a stream, was left out; a stream goes on to its next block."""
+    """Raised where all records of a source or of a stream's block are left out; a stream then reads its next block."""
 
 
 class PlacedRecord(dict[str, Any]):

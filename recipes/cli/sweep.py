@@ -131,7 +131,7 @@ def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) ->
         finals: result of each finalist in the second round, the best first.
     """
     where = f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"
-    best = best_trials(sweep, study, max(5, len(finals)))
+    best = best_trials(sweep, study, max(5, sweep.finalists))  # the winner may be the last of the finalists
     if not best:
         return ["no trial has a result", where]
     lines = []

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakSet
 
+#: Wrapped hooks that run this project's first, and those that have its points of the curves written last.
+_RUN_OURS: WeakSet[Callable] = WeakSet()
+_HOLD_POINTS: WeakSet[Callable] = WeakSet()
 #: Hooks of this project that write the curves: a point has what a user's hook of the same name records, too.
 WRITE_CURVES = ("on_train_epoch_end", "on_train_batch_end")
 
@@ -64,7 +68,7 @@ def keep_hooks(cls: type) -> None:
         if not before or not isinstance(before[0], FunctionType):
             continue
         hook = _both(vars(owner)[name], before[0]) if _is_last_call(before, name, cls) else before[0]
-        if name in WRITE_CURVES and not hasattr(hook, "holds_points") and issubclass(owner, HeldPoints):
+        if name in WRITE_CURVES and hook not in _HOLD_POINTS and issubclass(owner, HeldPoints):
             hook = _holding(hook)
         if hook is not before[0]:
             setattr(cls, name, hook)
@@ -79,7 +83,7 @@ def _is_last_call(hooks: list[Any], name: str, cls: type) -> bool:
         cls: the class that they are hooks of.
     """
     for hook in hooks:
-        if not isinstance(hook, FunctionType) or hasattr(hook, "runs_ours"):
+        if not isinstance(hook, FunctionType) or hook in _RUN_OURS:
             return False
         if not _calls_next(inspect.unwrap(hook), name, cls):
             return True
@@ -87,16 +91,20 @@ def _is_last_call(hooks: list[Any], name: str, cls: type) -> bool:
 
 
 def _both(first: Callable, then: Callable) -> Callable:
+    """Wraps a user's hook so that this project's runs first."""
+
     @functools.wraps(then)
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         first(self, *args, **kwargs)
         return then(self, *args, **kwargs)
 
-    hook.runs_ours = True  # type: ignore[attr-defined]
+    _RUN_OURS.add(hook)
     return hook
 
 
 def _holding(then: Callable) -> Callable:
+    """Wraps a hook so that what this project's hook would write is written after it."""
+
     @functools.wraps(then)
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.holds_points:  # in the hook of a subclass
@@ -111,7 +119,9 @@ def _holding(then: Callable) -> Callable:
             write()
         return result
 
-    hook.holds_points = True  # type: ignore[attr-defined]
+    _HOLD_POINTS.add(hook)
+    if then in _RUN_OURS:
+        _RUN_OURS.add(hook)
     return hook
 
 

@@ -83,7 +83,7 @@ class DelegatesBesideSuper(PPO):
 
 
 @pytest.mark.parametrize("cls", [Says, Delegates, DelegatesBesideSuper])
-def test_a_hook_that_only_names_itself_does_not_replace_the_inherited_one(cls: type, tmp_path: Any) -> None:
+def test_a_hook_that_only_names_itself_does_not_replace_the_inherited_one(cls: Any, tmp_path: Any) -> None:
     curves = []
     for kind in (PPO, cls):
         logger = Curves()
@@ -91,7 +91,7 @@ def test_a_hook_that_only_names_itself_does_not_replace_the_inherited_one(cls: t
         curves.append([step for step, _ in logger.points])
     assert curves[0] == curves[1] == [128, 256, 384]
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert cls.load_from_checkpoint(tmp_path / "last.ckpt").is_built  # type: ignore[attr-defined]
+    assert cls.load_from_checkpoint(tmp_path / "last.ckpt").is_built
 
 
 class BySuper(PPO):
@@ -174,11 +174,6 @@ def test_a_hook_that_calls_the_inherited_one_has_it_run_once(cls: type, monkeypa
 def note(self: Any) -> None:
     self.log("my/logged", float(self.current_epoch))
     self.record(recorded=float(self.current_epoch))
-
-
-def first(self: Any) -> None:
-    type(self).__mro__[1].on_train_epoch_end(self)  # type: ignore[attr-defined]
-    note(self)
 
 
 @pytest.mark.parametrize("base", [PPO, SAC])

@@ -122,9 +122,14 @@ def test_a_part_with_a_step_of_its_own_takes_no_other_on_several_ranks(monkeypat
 @pytest.mark.parametrize("base", [SAC, TD3, TRPO])
 def test_max_grad_norm_of_a_subclass_clips(base: type) -> None:
     norms: list[float] = []
+    part = "value_network" if base is TRPO else "network.critics"
+    before: dict[str, Any] = {}
 
     class Clipped(base):  # type: ignore[misc, valid-type]
         max_grad_norm = 1e-3
+
+        def on_train_start(self) -> None:
+            before.update({k: v.detach().clone() for k, v in self.named_parameters() if k.startswith(part)})
 
         def on_train_batch_end(self, *args: Any) -> None:
             norms.append(float(self.grad_norm))
@@ -132,13 +137,6 @@ def test_max_grad_norm_of_a_subclass_clips(base: type) -> None:
     # Steps of plain gradient descent are as long as the gradients: each at most 1e-3.
     model = Clipped(net_arch=[8], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     data = rollouts(batch_size=None, n_epochs=1) if base is TRPO else replayed(total_timesteps=40)
-    part = "value_network" if base is TRPO else "network.critics"
-    before: dict[str, Any] = {}
-
-    def start(self: Any) -> None:
-        before.update({k: v.detach().clone() for k, v in self.named_parameters() if k.startswith(part)})
-
-    Clipped.on_train_start = start  # type: ignore[attr-defined]
     trainer = fit(model, data)
     after = {k: v.detach() for k, v in model.named_parameters() if k.startswith(part)}
     moved = float(torch.stack([(after[k] - before[k]).norm() for k in before]).norm())
@@ -182,7 +180,7 @@ def test_prepare_of_replay_runs_in_evaluation_mode() -> None:
     assert seen and all(seen)
 
 
-def own_layer(base: type) -> type:
+def own_layer(base: type) -> Any:
     """A subclass whose act, prepare and training_step send observations through a layer of its own."""
 
     class Own(base):  # type: ignore[misc, valid-type]
@@ -216,7 +214,7 @@ def test_layers_of_a_subclass_compute_in_double_precision(base: type, tmp_path: 
     trainer = fit(model, data, precision="64-true")
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    loaded = cls.load_from_checkpoint(tmp_path / "last.ckpt")  # type: ignore[attr-defined]
+    loaded = cls.load_from_checkpoint(tmp_path / "last.ckpt")
     observation = model.observation_space.sample()
     assert loaded.predict(observation, deterministic=True)[0] == model.predict(observation, deterministic=True)[0]
 

@@ -291,6 +291,19 @@ def test_a_finalist_that_fails_does_not_win_and_costs_the_others_nothing(sweep, 
     assert f"trial {ordered[0].number}: eval/mean_reward {-ordered[0].value:.6g} on seeds" not in out
 
 
+def test_the_last_of_many_finalists_may_win_where_the_others_fail(sweep, monkeypatch):
+    def fails(chosen, seed):
+        if float(chosen["model.learning_rate"]) > min(trial.value for trial in trials()):
+            raise FloatingPointError("the weights are NaN")
+        return 1.0
+
+    by_setting(monkeypatch, fails)
+    code, out, err = sweep(n_trials=7, seeds=1, finalists=7, final_seeds=1)
+    assert code == 0, err
+    last = min(trials(), key=lambda trial: trial.value)
+    assert f"--model.learning_rate={last.params['model.learning_rate']}" in out.splitlines()[-1]
+
+
 def test_the_second_round_goes_on_where_it_was_stopped(sweep, monkeypatch):
     ran = []
 
