@@ -99,6 +99,14 @@ class A2C(ActorCriticModule):
         self.use_rms_prop = use_rms_prop
         self.rms_prop_eps = float(rms_prop_eps)
 
+    def idle_arguments(self) -> dict[str, str]:
+        idle = super().idle_arguments()
+        if self.optimizer_factory is not None:
+            idle |= dict.fromkeys(("use_rms_prop", "rms_prop_eps"), "beside optimizer, which has arguments of its own; set them there")
+        elif not self.use_rms_prop:
+            idle["rms_prop_eps"] = "while use_rms_prop is false; set that to true"
+        return idle
+
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions and the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)

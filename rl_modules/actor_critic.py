@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules import functional as F
@@ -70,6 +71,12 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         """
         super().check_spaces()
         self.check_sde(self.action_space)
+
+    def idle_arguments(self) -> dict[str, str]:
+        idle = {**super().idle_arguments(), **self.idle_without_sde()}
+        if not isinstance(self.action_space, spaces.Box):
+            idle["log_std_init"] = f"in the action space {self.action_space}; use it with a Box"
+        return idle
 
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""

@@ -22,6 +22,7 @@ from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import warn_of_missing
 from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.import_path import networks_to_plain, require_class
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
@@ -231,6 +232,17 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             torch.default_generator.manual_seed(seed)
             with extractor_of(self.hparams.get("features_extractor")):
                 self.build_network()
+        if self.is_fitting:
+            warn_of_idle(self, self.idle_arguments())
+
+    def idle_arguments(self) -> dict[str, str]:
+        """Returns the arguments that nothing reads beside the others and with these spaces: of each, beside what, and
+        what would be right. A warning names those that were given.
+        """
+        if self.hparams.get("network") is None:
+            return {}
+        why = "beside network, which is the whole network; give it to that as one of its init_args"
+        return dict.fromkeys(("net_arch", "activation_fn", "log_std_init", "ortho_init", "dueling"), why)
 
     def _check_trainer(self) -> None:
         name, trainer = type(self).__name__, self._trainer

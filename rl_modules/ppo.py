@@ -141,6 +141,11 @@ class PPO(ActorCriticModule):
         """Whether the updates on a rollout end once the policy has moved by more than 1.5 × ``target_kl``."""
         return self.target_kl < math.inf and not self.penalizes
 
+    def idle_arguments(self) -> dict[str, str]:
+        name, other = ("clip_range", "clip") if self.penalizes else ("kl_coef", "penalty")
+        why = f"with policy_objective={self.hparams.get('policy_objective', 'clip')}; set that to {other}"
+        return {**super().idle_arguments(), name: why}
+
     def begin_run(self) -> None:
         super().begin_run()
         self.kl_coef = float(self.hparams["kl_coef"])

@@ -103,6 +103,14 @@ class REINFORCE(ActorCriticModule):
         self.ent_coef = self.ent_schedule.initial
         self.vf_coef = float(vf_coef)
 
+    def idle_arguments(self) -> dict[str, str]:
+        idle = super().idle_arguments()
+        if self.psi != "advantage":
+            idle["gae_lambda"] = f"with psi={self.psi}; set that to advantage"
+        if not self.has_critic:
+            idle["vf_coef"] = f"with psi={self.psi}, which needs no values; set that to baseline or advantage"
+        return idle
+
     def build_network(self) -> None:
         self.network = self.make_network(critic=self.has_critic)
 

@@ -105,6 +105,14 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
             raise UsageError(f"target_entropy={target_entropy!r} must be a number of nats, or auto")
         self.target_update_interval = at_least("target_update_interval", target_update_interval, 1, "update")
 
+    def idle_arguments(self) -> dict[str, str]:
+        idle = {**super().idle_arguments(), **self.idle_without_sde()}
+        if not self.uses_sde:
+            idle["log_std_init"] = "while use_sde is false; set that to true"
+        if not self.learns_ent_coef:
+            idle["target_entropy"] = f"with the fixed ent_coef={self.hparams['ent_coef']!r}; set that to auto"
+        return idle
+
     # ---------------------------------------------------------------- networks
 
     def check_spaces(self) -> None:

@@ -110,6 +110,10 @@ class ExploringMixin:
             raise UsageError("use_sde=True needs the features of the project's own networks; give features_extractor "
                              "instead of network, or use_sde=False")  # fmt: skip
 
+    def idle_without_sde(self) -> dict[str, str]:
+        """Returns the arguments of gSDE where it is off, as ``idle_arguments``."""
+        return {} if self.uses_sde else {"sde_sample_freq": "while use_sde is false; set that to true"}
+
     def rollout_act(self) -> Callable[..., Any]:
         """``act`` for one rollout, whose noise matrices it keeps."""
         if not self.uses_sde:

@@ -145,6 +145,10 @@ class TRPO(ActorCriticModule):
         super()._check_trainer()
         self._refuse_loss_scaling()
 
+    def idle_arguments(self) -> dict[str, str]:
+        of_critic = ("net_arch", "activation_fn", "ortho_init")
+        return {name: why for name, why in super().idle_arguments().items() if name not in of_critic}
+
     def build_network(self) -> None:
         hp: Any = self.hparams
         self.network = self.make_network(critic=False)

@@ -83,6 +83,11 @@ def declared_here(cls: type) -> frozenset[str]:
     return _declared(base for base in cls.__mro__ if is_ours(base))
 
 
+def declared_elsewhere(cls: type) -> frozenset[str]:
+    """Arguments that a user's subclass declares, which means by them what it likes."""
+    return _declared(base for base in cls.__mro__ if issubclass(base, CheckedCall) and not is_ours(base))
+
+
 def default_of(cls: type, name: str) -> Any:
     """Returns the default of an argument that a class or one of its bases declares."""
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]

@@ -1,0 +1,25 @@
+"""Arguments that nothing reads, beside others that turn them off."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from rl_modules.common.calls import declared_elsewhere, declared_here, default_of
+
+
+def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
+    """Names the arguments that were given and that nothing reads in this run.
+
+    A warning and no error, because a config or a sweep may keep an argument beside the one that turns it off.
+
+    Args:
+        module: whose ``hparams`` they are.
+        reasons: by argument, beside what it does nothing, and what would be right.
+    """
+    cls = type(module)
+    declared = declared_here(cls) - declared_elsewhere(cls)
+    for name in sorted(declared.intersection(reasons, module.hparams)):
+        value = module.hparams[name]
+        if value != default_of(cls, name):
+            rank_zero_warn(f"{name}={value!r} does nothing {reasons[name]}, or leave {name} out")
