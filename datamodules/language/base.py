@@ -228,14 +228,25 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         hp: Any = self.hparams
         rows = open_stream(hp.path, self.dataset_object or hp.dataset, hp.dataset_config, hp.dataset_split)
 
+        def to_record(found: tuple[str, Record]) -> Record:
+            place, row = found
+            return as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape, self.texts)
+
         def encode(read: list[tuple[str, Record]]) -> list[Record]:
-            records = [as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape, self.texts)
-                       for place, row in read]  # fmt: skip
-            encoded = self.encode(records) if records else []
+            encoded = self.encode([to_record(found) for found in read]) if read else []
             self.encoder.report_unknown(self.source)
             return encoded
 
-        return RecordStream(rows, encode, hp.streaming_buffer, self.seed, self.source)
+        per_row = self.records_per_row(map(to_record, rows(0)))
+        return RecordStream(rows, encode, hp.streaming_buffer, self.seed, self.source, per_row)
+
+    def records_per_row(self, records: Iterator[Record]) -> int:
+        """Returns how many records :meth:`encode` makes of a streamed row that it does not leave out.
+
+        Args:
+            records: those of the source, before they are encoded; they are read when they are asked for.
+        """
+        return 1
 
     def load_split(self, split: str, n: int | None) -> list[Record]:
         """The ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -190,6 +191,10 @@ class PreferenceDataModule(LanguageDataModule):
             raise UsageError(f"{place}: 'completion' and 'label' are a judgement of one answer, from which KTO learns; "
                              f"{type(self.policy).__name__} needs chosen and rejected")  # fmt: skip
         return as_preference(row, place)
+
+    def records_per_row(self, records: Iterator[Record]) -> int:
+        """Returns 2 where single answers are learned from and there is a pair among the first hundred records."""
+        return 2 if self.unpaired and any("chosen" in record for record in islice(records, 100)) else 1
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds both sequences as token ids; refuses or drops pairs that are too long, and drops pairs of equal

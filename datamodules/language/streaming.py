@@ -27,15 +27,16 @@ class RecordStream:
 
     Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. What
     stands at a position therefore depends on the seed and the source only: a resumed run opens the source at its block.
-    Two blocks are in memory at a time. Where ``encode`` leaves out records of a block, others of it take their places;
-    where it leaves out all of them, those of the next block do.
+    Two blocks are in memory at a time. A block has n · ``per_row`` positions. Where ``encode`` makes fewer records of it,
+    some of them stand at several; where it leaves out all of them, those of the next block take their places.
 
     Args:
         rows: opens the source at a row.
         encode: turns rows into records with token ids; may leave some out.
-        buffer_size: n, records of a block.
+        buffer_size: n, rows of a block.
         seed: of the order.
         name: of the source, for messages.
+        per_row: records that ``encode`` makes of a row.
 
     Raises:
         UsageError: the source is empty, or a whole pass has no record that can be used.
@@ -43,9 +44,10 @@ class RecordStream:
 
     def __init__(
         self, rows: Rows, encode: Callable[[list[tuple[str, Record]]], list[Record]], buffer_size: int, seed: int,
-        name: str,
+        name: str, per_row: int = 1,
     ) -> None:  # fmt: skip
         self._rows, self._encode, self._size, self._seed, self._name = rows, encode, buffer_size, seed, name
+        self._per_row = per_row
         self._blocks: dict[int, list[Record]] = {}
         # Rounds that are written ahead read in a thread of their own.
         self._lock = threading.Lock()
@@ -53,15 +55,15 @@ class RecordStream:
         self._read = 0  # rows of the endless stream that the reader is past
         #: Rows of the source; None until its end was seen.
         self.length: int | None = None
-        self._warned_of_unusable = False
+        self._unusable = 0  # blocks passed over
 
     def __len__(self) -> int:
-        """Rows of the source as far as they are known, at least 1."""
-        return max(1, self._read if self.length is None else self.length)
+        """Records of a pass over the source as far as it is known, at least 1."""
+        return max(1, self._read if self.length is None else self.length) * self._per_row
 
     def __getitem__(self, position: int) -> Record:
         """The record at a position of the endless stream."""
-        number, offset = divmod(position, self._size)
+        number, offset = divmod(position, self._size * self._per_row)
         block = self._block(number)
         return block[offset % len(block)]
 
@@ -95,10 +97,14 @@ class RecordStream:
             usable += 1
 
     def _note_unusable(self, number: int, reason: str) -> None:
-        if not self._warned_of_unusable:
-            self._warned_of_unusable = True
+        """Says so at the first, tenth, hundredth … block: a source without an end may have none that can be used."""
+        self._unusable += 1
+        if self._unusable == 1:
             notice(f"{self._name}: block {number}, of streaming_buffer={self._size} records, has none that can be used "
-                   f"({reason}) and is passed over, as later ones will be without a message")  # fmt: skip
+                   f"({reason}) and is passed over")  # fmt: skip
+        elif str(self._unusable).strip("0") == "1":
+            notice(f"{self._name}: {self._unusable} blocks, of streaming_buffer={self._size} records each, have been "
+                   f"passed over, because none of their records can be used (the last: {reason})")  # fmt: skip
 
     def _from(self, row: int) -> Iterator[tuple[str, Record]]:
         """The endless stream from a row on."""

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,25 @@ def test_a_block_without_a_record_is_replaced_by_the_next_that_has_one(n, size, 
     assert [resumed[i]["number"] for i in range(position, position + 2 * size)] == found[position:]
 
 
+def test_an_endless_source_without_a_usable_record_says_so_again(monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def rows(start):
+        for number in count(start):
+            if number == 2500:
+                raise Stopped
+            yield f"row {number}", {"number": number}
+
+    told: list = []
+    monkeypatch.setattr("datamodules.language.streaming.notice", told.append)
+    with pytest.raises(Stopped):
+        RecordStream(rows, lambda read: [], 2, 0, "the source")[0]
+    assert [text.split(",")[0] for text in told] == [
+        "the source: block 0", "the source: 10 blocks", "the source: 100 blocks", "the source: 1000 blocks",
+    ]  # fmt: skip
+
+
 def test_a_source_is_read_once_where_blocks_are_passed_over():
     opened = []
     found = stream(12, 1, opened=opened, left_out={4, 5, 6})
@@ -184,8 +204,8 @@ def test_an_empty_source_is_refused():
         stream(0, 4)[0]
 
 
-def attached(data):
-    module = SimpleNamespace(tokenizer=character_tokenizer(), max_length=64, can_pack=False)
+def attached(data, **module_attributes):
+    module = SimpleNamespace(tokenizer=character_tokenizer(), max_length=64, can_pack=False, **module_attributes)
     data.trainer = SimpleNamespace(lightning_module=module, accumulate_grad_batches=1, global_rank=0, world_size=1,
                                    state=SimpleNamespace(fn="fit"), global_step=0)  # fmt: skip
     data.setup("fit")
@@ -266,6 +286,31 @@ def test_streamed_pairs_are_those_that_are_loaded(tmp_path):
     # A reward model's zero comes from answers of the first block.
     chosen = {tuple(record["prompt_ids"] + record["chosen_ids"]) for record in loaded.train_records[:4]}
     assert {tuple(row.tolist()) for row in data.demonstration_ids} == chosen
+
+
+def judged(pair, name):
+    return {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+
+
+@pytest.mark.parametrize("form", ["pairs", "judgements", "both"])
+def test_a_pass_over_streamed_judgements_has_each_of_them_once(form, tmp_path):
+    single = [judged(pair, name) for pair in PAIRS for name in ("chosen", "rejected")]
+    rows = {"pairs": PAIRS, "judgements": single, "both": PAIRS[:6] + single[12:]}[form]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # As many rows as fill blocks of half the source.
+    size = len(rows) // 2 + len(rows) % 2
+    settings = {"path": str(path), "streaming": True, "streaming_buffer": size, "batch_size": 2, "packing": False}
+    data = attached(PreferenceDataModule(**settings), unpaired=True, scores_demonstrations=False)
+    per_row = 1 if form == "judgements" else 2
+    read = [data.record(position) for position in range(2 * size * per_row)]
+    found = [(record["prompt"], record["completion"], record["label"]) for record in read]
+    expected = {tuple(one.values()) for one in single}
+    assert set(found) == expected
+    if form != "both":  # where a row is a judgement, others of its block take the second place
+        rest = 2 * size - len(rows)  # rows of the next pass in the last block
+        assert len(found) - len(expected) == rest * per_row
+    assert len(data.stream) == len(rows) * per_row
 
 
 @pytest.mark.parametrize("algorithm", [DPO, KTO, RewardModel])
