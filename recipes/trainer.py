@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules.base import ControlDataModule
 from recipes import language
@@ -94,6 +95,9 @@ class Trainer(L.Trainer):
         except Stopped as stopped:
             self.was_stopped = True
             print(stopped, file=sys.stderr)
+        except SIGTERMException:
+            self.was_stopped = True
+            print("stopped by SIGTERM, without a checkpoint", file=sys.stderr)
         except SystemExit as exit_:
             # Lightning answers Ctrl-C with `exit(1)`.
             if not isinstance(exit_.__context__, KeyboardInterrupt):

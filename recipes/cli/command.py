@@ -3,6 +3,7 @@
 import errno
 import os
 import shlex
+import signal
 import sys
 
 from recipes import configs
@@ -38,8 +39,15 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except SystemExit as exit_:
-        # Lightning exits with code 1 after Ctrl-C, as if something had failed.
-        raise SystemExit(130) if isinstance(exit_.__context__, KeyboardInterrupt) else exit_ from None
+        # Where no checkpoint is written, Lightning exits with 1 after Ctrl-C, as if something had failed, and after
+        # SIGTERM with 0, as if nothing had.
+        if isinstance(exit_.__context__, KeyboardInterrupt):
+            raise SystemExit(130) from None
+        lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")  # help does without the library
+        if lightning is not None and isinstance(exit_, lightning.SIGTERMException):
+            print(f"stopped by SIGTERM{', without a checkpoint' if args[0] == 'fit' else ''}", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

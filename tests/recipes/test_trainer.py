@@ -152,6 +152,19 @@ def test_ctrl_c_ends_fit_without_ending_python(here, capsys, times):
     assert bool(list(here.glob("logs/*/version_0/checkpoints/last.ckpt"))) == (times == 1)
 
 
+def test_sigterm_ends_fit_without_ending_python_where_no_checkpoint_is_written(here, capsys):
+    class Terminate(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = Trainer(accelerator="cpu", callbacks=[Terminate()], enable_checkpointing=False)
+    trainer.fit(PPO(), RolloutDataModule("CartPole-v1", **SMALL))
+    assert trainer.was_stopped
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err.endswith("stopped by SIGTERM, without a checkpoint\n")
+
+
 @pytest.mark.long
 def test_nothing_is_said_about_weights_only(here, caplog):
     """Lightning's own line at level INFO, which plain ``lightning.Trainer`` shows for its ``save_checkpoint``."""

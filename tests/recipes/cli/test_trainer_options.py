@@ -5,8 +5,8 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +65,30 @@ def test_without_checkpointing_a_run_writes_none_and_says_so(rl: Any, tmp_path: 
     given = '[{"class_path": "ModelCheckpoint"}]'
     code, _, err = rl("fit", *RUN, "--trainer.enable_checkpointing=false", f"--trainer.callbacks={given}")
     assert code == 1 and "trainer.enable_checkpointing=false contradicts the callback ModelCheckpoint" in err
+
+
+@pytest.mark.parametrize(("signum", "said"), [(signal.SIGTERM, "stopped by SIGTERM, without a checkpoint"),
+                                               (signal.SIGINT, "")])  # fmt: skip
+def test_without_checkpointing_a_stopped_run_has_the_code_of_its_signal(
+    signum: int, said: str, rl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_modules import PPO
+
+    step = PPO.training_step
+
+    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            os.kill(os.getpid(), signum)
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(PPO, "training_step", stops)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        code, _, err = rl("fit", *RUN, "--trainer.enable_checkpointing=false")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == 128 + signum
+    assert said in err and "Traceback" not in err
 
 
 # -------------------------------------------------------------------- loggers
