@@ -102,7 +102,9 @@ class A2C(ActorCriticModule):
     def idle_arguments(self) -> dict[str, str]:
         idle = super().idle_arguments()
         if self.optimizer_factory is not None:
-            idle |= dict.fromkeys(("use_rms_prop", "rms_prop_eps"), "beside optimizer, which has arguments of its own; set them there")
+            idle |= dict.fromkeys(
+                ("use_rms_prop", "rms_prop_eps"), "beside optimizer, which has arguments of its own; set them there"
+            )
         elif not self.use_rms_prop:
             idle["rms_prop_eps"] = "while use_rms_prop is false; set that to true"
         return idle

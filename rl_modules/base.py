@@ -205,7 +205,6 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._gradients = {}
         self._generators = GlobalGenerators()
         self._has_begun = False
-        self._lacks_epoch_end = False
         self._optimizers_saved = None
         self.grad_norm = None
 

@@ -1,9 +1,7 @@
 """Checkpoints of the control algorithms: plain data, exact resume, warm starts."""
 
-import warnings
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -14,7 +12,7 @@ from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
-from rl_modules.common.finished_epoch import begin_next_epoch, reopen_epoch
+from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
@@ -41,8 +39,6 @@ class CheckpointMixin(MetricsMixin):
         self._rate_applied: float | str | None = None
         # Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
         self._optimizers_saved: list[str] | None = None
-        # Whether the loaded checkpoint was written in the last batch of an epoch, whose end Lightning leaves out.
-        self._lacks_epoch_end = False
         # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
         self._gradients: dict[str, torch.Tensor] = {}
         self._generators = GlobalGenerators()
@@ -60,7 +56,6 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
         checkpoint["normalizer_state"] = self.normalizer_state
         checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
-        checkpoint["lacks_epoch_end"] = self.is_fitting and is_in_last_batch(self.trainer)
         if self.is_fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
         own = self.rank_state()
@@ -96,7 +91,6 @@ class CheckpointMixin(MetricsMixin):
             # In the optimizers' state; absent where a subclass sets it by itself.
             self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate", self._rate_applied)
             self._optimizers_saved = checkpoint.get("optimizer_classes")
-            self._lacks_epoch_end = checkpoint.get("lacks_epoch_end", False)
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 
@@ -119,14 +113,9 @@ class CheckpointMixin(MetricsMixin):
         begin_next_epoch(self.trainer)
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
-        if self._lacks_epoch_end:
-            # Lightning counts that epoch as done: its point is written and manual schedulers step here, or never.
-            self._lacks_epoch_end = False
-            self.logs_this_epoch = self.current_epoch % self.log_every == 0
-            with warnings.catch_warnings():
-                # The optimizer has stepped: before the checkpoint, which torch does not know.
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                self.on_train_epoch_end()
+        # Of the epoch that ends there, if one does: Lightning counts it as done.
+        self.logs_this_epoch = self.current_epoch % self.log_every == 0
+        finish_batch(self.trainer)
 
     def load_initial_weights(self, path: str) -> None:
         """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.
@@ -190,14 +179,6 @@ class CheckpointMixin(MetricsMixin):
         if saved != here:
             raise UsageError(f"the checkpoint holds {saved or 'no control algorithm'}, not {here}; load it with that "
                              "class")  # fmt: skip
-
-
-def is_in_last_batch(trainer: L.Trainer) -> bool:
-    """Whether the last batch of an epoch has been learned from and Lightning has not finished it yet, as where
-    ``ModelCheckpoint(every_n_train_steps=...)`` saves; a run that resumes from there begins with the next epoch.
-    """
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(batches.is_last_batch) and batches.current.completed < batches.current.processed
 
 
 def statistics_to_tensors(tree: Statistics) -> Any:

@@ -27,8 +27,8 @@ class RecordStream:
 
     Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. What
     stands at a position therefore depends on the seed and the source only: a resumed run opens the source at its block.
-    Two blocks are in memory at a time. A block has n · ``per_row`` positions. Where ``encode`` makes fewer records of it,
-    some of them stand at several; where it leaves out all of them, those of the next block take their places.
+    Two blocks are in memory at a time. A block has n · ``per_row`` positions. Where ``encode`` makes fewer records of
+    it, some of them stand at several; where it leaves out all of them, those of the next block take their places.
 
     Args:
         rows: opens the source at a row.

@@ -1,7 +1,8 @@
-"""Ends of epochs that Lightning counts in another way than a run that resumes exactly must: finished ones under
-``max_steps``, and those that a stop cuts off.
+"""Ends of batches and epochs that Lightning treats in another way than a run that resumes exactly must: where a
+callback saves at a batch's end, finished epochs under ``max_steps``, and those that a stop cuts off.
 """
 
+import warnings
 from typing import Any
 
 
@@ -34,6 +35,43 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
     for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         progress.update(ready=number, started=number, processed=number - 1, completed=number - 1)
     checkpoint["epoch"] = number - 1
+
+
+def finish_batch(trainer: Any) -> None:
+    """Does what was due after the batch at whose end the checkpoint was written, as by
+    ``ModelCheckpoint(every_n_train_steps=…)``: an evaluation, and the end of the epoch if it was the last. Lightning
+    counts both as done.
+
+    Args:
+        trainer: whose training is about to start.
+    """
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    # Else schedulers that wait for a metric would miss the end of the first epoch.
+    epochs._restarting = False
+    if not batches.restarted_on_train_batch_end:
+        return
+    ends_epoch = epochs.restarted_mid_epoch and batches.batch_progress.is_last_batch
+    # The counts are those of an uninterrupted run at these places, for callbacks that read or save them.
+    of_epochs, of_batches = (
+        [progress.total, progress.current] for progress in (epochs.epoch_progress, batches.batch_progress)
+    )
+    for progress in of_batches:
+        progress.completed += 1
+    for progress in of_epochs if ends_epoch else ():
+        progress.processed -= 1
+        progress.completed -= 1
+    batches.val_loop.restarting = False
+    with warnings.catch_warnings():
+        # The optimizer has stepped: before the checkpoint, which torch does not know.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        batches.on_advance_end(epochs._data_fetcher)
+        if ends_epoch:
+            epochs.on_advance_end()
+            epochs.reset_restart_stage()  # else the next epoch would have no beginning
+    # Lightning has yet to count the batch as completed and stepped.
+    batches._batches_that_stepped -= not batches._should_accumulate()
+    for progress in of_batches:
+        progress.completed -= 1
 
 
 def begin_next_epoch(trainer: Any) -> None:

@@ -8,7 +8,7 @@ from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.calls import set_by_subclass
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
-from rl_modules.common.finished_epoch import begin_next_epoch, is_cut_off, reopen_epoch
+from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, is_cut_off, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.storable import make_loadable
@@ -107,6 +107,8 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
             begin_next_epoch(self.trainer)
         # Not earlier: what makes a run ready may draw from them.
         self._generators.start(self.device)
+        if self._trainer is not None:
+            finish_batch(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         algorithm, here = checkpoint.get("algorithm"), type(self).__name__

@@ -1,5 +1,6 @@
 """Checkpoints of Lightning's own callback in the last batch of an epoch, before the epoch's end, and at it."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from datamodules import ReplayDataModule, RolloutDataModule
-from rl_modules import DQN, PPO, SAC, TRPO, QLearning
+from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
+from rl_modules import DQN, PPO, SAC, SFT, TRPO, QLearning
 from tests.datamodules.test_first_evaluation import Curves
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
@@ -199,3 +200,72 @@ def test_a_run_that_max_steps_ended_at_an_epochs_end_resumes_with_the_next(
     run(4, tmp_path / "part.ckpt").save_checkpoint(tmp_path / "resumed.ckpt")
     assert evaluated == whole
     assert_equal_checkpoints(tmp_path / "whole.ckpt", tmp_path / "resumed.ckpt")
+
+
+def plateau(optimizer: Any) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, threshold=1e3)
+
+
+class Plateau(PPO):
+    """Halves its learning rate whenever an evaluation is no better."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 1e-2)
+        return {"optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "eval/mean_reward"}}  # fmt: skip
+
+
+def sft() -> SFT:
+    return SFT(model_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+                             "num_key_value_heads": 1}, learning_rate=1e-2, lr_scheduler_type="constant")  # fmt: skip
+
+
+def with_evaluations(data: Any) -> Any:
+    data.eval_freq, data.n_eval_episodes, data.eval_on_start = 1, 1, False
+    return data
+
+
+# Per case: module, datamodule, what is monitored, arguments of the Trainer, and steps with an evaluation and without.
+DUE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, dict[str, int], list[int]]] = {
+    "ppo": (lambda: Plateau(net_arch=[8], log_every=2), lambda: with_evaluations(CASES["ppo"][1]()),
+            "eval/mean_reward", {"max_epochs": 4}, [4, 6, 8]),
+    "dqn": (CASES["dqn"][0], lambda: with_evaluations(CASES["dqn"][1]()), "eval/mean_reward", {"max_epochs": 4},
+            [4, 6]),
+    "sft": (sft, lambda: InstructionDataModule(task="addition", n_train=16, n_eval=4, batch_size=4, eval_steps=2,
+                                               eval_on_start=False),
+            "eval/loss", {"max_steps": 9}, [2, 3, 4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DUE)
+def test_what_is_due_after_a_checkpoints_batch_is_done_by_the_run_that_resumes(case: str, tmp_path: Path) -> None:
+    """Evaluations, callbacks that count them, checkpoints at them, and schedulers that wait for them."""
+    make_model, make_data, metric, length, steps = DUE[case]
+    mode = "min" if metric == "eval/loss" else "max"
+
+    def run(name: str, ckpt_path: Path | None = None) -> tuple[Curves, int]:
+        curves, stop = Curves(), EarlyStopping(metric, mode=mode, patience=100)
+        saves = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        evaluated = ModelCheckpoint(tmp_path / name / "evaluated", "{step}", metric, save_top_k=-1)
+        trainer = fit(make_model(), make_data(), ckpt_path, callbacks=[stop, saves, evaluated], logger=curves,
+                      enable_checkpointing=True, **length)  # fmt: skip
+        trainer.save_checkpoint(tmp_path / name / "last")
+        return curves, stop.wait_count
+
+    whole, waited = run("whole")
+    for step in steps:
+        rest, waited_too = run("rest", tmp_path / f"whole/step={step}.ckpt")
+        assert waited_too == waited
+        assert_equal_checkpoints(tmp_path / "whole/last", tmp_path / "rest/last")
+        assert points(rest) <= points(whole)
+        evaluations = {path.name for path in (tmp_path / "whole/evaluated").iterdir()}
+        due = {f"step={at}.ckpt" for at in range(step, 100)} & evaluations
+        assert (f"step={step}.ckpt" in due) == (step != steps[1])
+        for name in due:
+            assert_equal_checkpoints(tmp_path / "whole/evaluated" / name, tmp_path / "rest/evaluated" / name)
+        if step != steps[1]:
+            loops = [torch.load(tmp_path / run / f"evaluated/step={step}.ckpt", weights_only=True)["loops"]["fit_loop"]
+                     for run in ("whole", "rest")]  # fmt: skip
+            for progress in ("epoch_progress", "epoch_loop.batch_progress"):
+                assert loops[0][progress] == loops[1][progress]
+        shutil.rmtree(tmp_path / "rest")
