@@ -11,8 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
-from rl_modules import DQN, PPO, SAC, SFT, TRPO, QLearning
+from datamodules import InstructionDataModule, PromptDataModule, ReplayDataModule, RolloutDataModule
+from rl_modules import DQN, GRPO, PPO, SAC, SFT, TRPO, QLearning
 from tests.datamodules.test_first_evaluation import Curves
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
@@ -215,9 +215,27 @@ class Plateau(PPO):
                 "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "eval/mean_reward"}}  # fmt: skip
 
 
+TINY = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "num_key_value_heads": 1}  # fmt: skip
+
+
 def sft() -> SFT:
-    return SFT(model_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-                             "num_key_value_heads": 1}, learning_rate=1e-2, lr_scheduler_type="constant")  # fmt: skip
+    return SFT(model_config=TINY, learning_rate=1e-2, lr_scheduler_type="constant")
+
+
+def grpo() -> GRPO:
+    return GRPO(model_config=TINY, learning_rate=1e-2, lr_scheduler_type="constant", max_completion_length=3)
+
+
+def prompts(async_generations: int) -> PromptDataModule:
+    return PromptDataModule(
+        task="addition", n_train=8, n_eval=4, batch_size=4, num_generations=2, eval_steps=2, eval_on_start=False,
+        reward_funcs=[f"{__name__}:digits"], async_generations=async_generations,
+    )  # fmt: skip
+
+
+def digits(completions: list[str], **columns: Any) -> list[float]:
+    return [float(sum(map(str.isdigit, completion))) for completion in completions]
 
 
 def with_evaluations(data: Any) -> Any:
@@ -234,6 +252,8 @@ DUE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, dict[str, int], 
     "sft": (sft, lambda: InstructionDataModule(task="addition", n_train=16, n_eval=4, batch_size=4, eval_steps=2,
                                                eval_on_start=False),
             "eval/loss", {"max_steps": 9}, [2, 3, 4]),
+    "grpo": (grpo, lambda: prompts(0), "eval/rewards/digits", {"max_steps": 9}, [4, 5, 8]),
+    "grpo, written ahead": (grpo, lambda: prompts(1), "eval/rewards/digits", {"max_steps": 9}, [4, 5]),
 }  # fmt: skip
 
 
