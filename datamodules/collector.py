@@ -12,7 +12,7 @@ from torch import Tensor
 from datamodules.envs import restore
 from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite
 from datamodules.envs.tensors import rows_of
-from datamodules.episode_statistics import EpisodeStatistics, successes
+from datamodules.episode_statistics import EpisodeStatistics
 from datamodules.fields import require_acted
 from datamodules.normalizers import Normalizers
 from rl_modules.common.contract import Act, Rollout
@@ -72,8 +72,8 @@ class Collector:
         self.begun_anew = np.zeros(envs.num_envs, bool)
         #: Call :meth:`report` at the end of each rollout; False: its reader does, when the rollout's turn has come.
         self.reports_at_once = True
-        # Rewards, ends, valid rows and successes of the last rollout, until the statistics of episodes have them.
-        self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[float | None]] | None = None
+        # Rewards, ends, valid rows and what infos say of ends in the last rollout, until the statistics have them.
+        self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[list[Any]]] | None = None
         #: Of a recurrent policy; None: it has none.
         self.memory: Memory | None = None
 
@@ -108,7 +108,7 @@ class Collector:
         valid = np.ones((n_steps, n), bool)
         acted: list[dict[str, Tensor]] = []
         finals: list[tuple[int, int, Any]] = []
-        succeeded: list[float | None] = []
+        ends: list[list[Any]] = []
         if self.memory is not None:
             self.memory.begin_rollout()
         for t in range(n_steps):
@@ -134,7 +134,7 @@ class Collector:
             else:
                 self.episode_start = done
             if done.any():
-                succeeded += successes(done, info).values()
+                ends += self.episodes.ends_of(done, info)
             if self.mode != AutoresetMode.NEXT_STEP and done.any():
                 # The statistics of this moment: those of the next include the observation after the reset.
                 new = [(t, int(i), self._stored(final)) for i, final in self._finals(done, raw, info)]
@@ -147,7 +147,7 @@ class Collector:
         _write(observations, n_steps, self._observation)
         if self.sign_reward:
             reward = np.sign(raw_reward).astype(np.float32)
-        self._unreported = raw_reward, terminated | truncated, valid, succeeded
+        self._unreported = raw_reward, terminated | truncated, valid, ends
         if self.reports_at_once:
             self.report()
         require_finite(self.name, observations, reward, finals)
@@ -260,8 +260,8 @@ class Collector:
             running = self._episodes_at_close or find(self.envs)
         unreported = None
         if self._unreported is not None:
-            *arrays, succeeded = self._unreported
-            unreported = [*map(torch.from_numpy, arrays), succeeded]
+            *arrays, ends = self._unreported
+            unreported = [*map(torch.from_numpy, arrays), ends]
         return {
             "statistics": self.episodes.state_dict(),
             "unreported": unreported,
@@ -292,9 +292,10 @@ class Collector:
         self.begun_anew[:] = False
         self.episodes.load_state_dict(state["statistics"])
         if (unreported := state.get("unreported")) is not None:
-            *tensors, succeeded = unreported
+            *tensors, ends = unreported
             reward, done, valid = (x.numpy() for x in tensors)
-            self._unreported = reward, done, valid, succeeded
+            # Older checkpoints hold the successes alone.
+            self._unreported = reward, done, valid, [end if isinstance(end, list) else [end] for end in ends]
         self._resets_next = state["resets_next"].numpy().copy()
         self.episode_start = state["episode_start"].numpy().copy()
         if self.memory is not None:

@@ -27,11 +27,30 @@ class EpisodeStatistics:
         self.successes: deque[float] = deque(maxlen=window)
         #: Whether any episode's end came with ``is_success``, those that the window has lost among them.
         self.knows_success = False
-        #: Called with return and length of every finished episode.
-        self.on_finished: Callable[[float, int], None] | None = None
+        #: Called with return and length of every finished episode, and its values of ``info_keywords``.
+        self.on_finished: Callable[..., None] | None = None
+        #: What :meth:`ends_of` reads in the infos of an episode's end beside ``is_success``.
+        self.info_keywords: tuple[str, ...] = ()
+
+    def ends_of(self, done: np.ndarray, info: dict[str, Any]) -> list[list[Any]]:
+        """Reads in the infos of a step what they say of the episodes that ended in it, in the order of environments.
+
+        Args:
+            done: the episode ended, [N] bool.
+            info: the vector's infos of the step.
+
+        Returns:
+            Of each episode ``is_success``, as :func:`successes` reads it, and its values of ``info_keywords``.
+
+        Raises:
+            UsageError: ``is_success`` is not one number, or a keyword is missing or no number, text or None.
+        """
+        final = info.get("final_info", info)
+        return [[success, *(_noted(final, name, i) for name in self.info_keywords)]
+                for i, success in successes(done, info).items()]  # fmt: skip
 
     def update(
-        self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, successes: Sequence[float | None] = ()
+        self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, ends: Sequence[Sequence[Any]] = ()
     ) -> None:
         """Add a rollout.
 
@@ -39,10 +58,10 @@ class EpisodeStatistics:
             reward: as the environments returned it, [T, N] float64.
             done: the episode ended, [T, N] bool.
             valid: false in rows that are no transitions, [T, N] bool.
-            successes: what :func:`successes` read in its steps.
+            ends: what :meth:`ends_of` read in its steps.
         """
-        self.successes.extend(one or 0.0 for one in successes)
-        self.knows_success |= any(one is not None for one in successes)
+        self.successes.extend(success or 0.0 for success, *_ in ends)
+        self.knows_success |= any(success is not None for success, *_ in ends)
         if not done.any():
             # Summed in order of time, as single steps would be.
             self.running_return = np.add.accumulate(
@@ -50,14 +69,16 @@ class EpisodeStatistics:
             )[-1]
             self.running_length = self.running_length + valid.sum(0)
             return
+        notes = iter(ends)
         for t in range(len(reward)):
             self.running_return += reward[t] * valid[t]
             self.running_length += valid[t]
             for i in np.flatnonzero(done[t]):
                 self.returns.append(float(self.running_return[i]))
                 self.lengths.append(int(self.running_length[i]))
+                _, *noted = next(notes, (None,))
                 if self.on_finished is not None:
-                    self.on_finished(self.returns[-1], self.lengths[-1])
+                    self.on_finished(self.returns[-1], self.lengths[-1], *noted)
                 self.running_return[i], self.running_length[i] = 0.0, 0
 
     def means(self) -> dict[str, float]:
@@ -133,3 +154,17 @@ def _success(values: Any, i: int) -> float | None:
     except (KeyError, TypeError, ValueError) as error:  # a vector collects dictionaries by their keys
         raise UsageError(f"the environments' infos have is_success={values!r} at the end of an episode; it must be "
                          "true or false, or None where that is not known") from error  # fmt: skip
+
+
+def _noted(info: dict[str, Any], name: str, i: int) -> Any:
+    """One environment's value of a keyword at its episode's end: a number, a text or None."""
+    known = info.get(f"_{name}")
+    if name not in info or not (known is None or known[i]):
+        there = ", ".join(sorted(key for key in info if not key.startswith(("_", "final_")))) or "none"
+        raise UsageError(f"info_keywords names {name!r}, which the infos at an episode's end lack; they have {there}")
+    value = info[name][i]
+    value = value.item() if isinstance(value, np.ndarray | np.generic) and np.size(value) == 1 else value
+    if not isinstance(value, bool | int | float | str | None):
+        raise UsageError(f"info_keywords names {name!r}, which is {value!r} at an episode's end; it must be one number "
+                         "or a text")  # fmt: skip
+    return value

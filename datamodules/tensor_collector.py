@@ -9,7 +9,6 @@ from torch import Tensor
 from datamodules.collector import Collector
 from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors
-from datamodules.episode_statistics import successes
 from datamodules.fields import require_acted
 from datamodules.tensor_normalization import TensorNormalizers
 from rl_modules.common.contract import Act, Rollout
@@ -72,7 +71,7 @@ class TensorCollector(Collector):
             ended, cut = ended.bool(), cut.bool()
             reward[t], terminated[t], truncated[t] = raw_reward, ended, cut
             done = ended | cut
-            infos.append(_success(info))
+            infos.append(_copied(info, ("is_success", *self.episodes.info_keywords)))
             if self.mode == AutoresetMode.NEXT_STEP:
                 valid[t] = ~resets_next
                 starts, resets_next = resets_next, done
@@ -119,11 +118,11 @@ class TensorCollector(Collector):
     def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:
         """Keeps the rollout's rewards and ends for the statistics of episodes, in the host's memory."""
         arrays = [x.cpu().numpy() for x in (reward.double(), done, valid)]
-        succeeded: list[float | None] = []
+        ends: list[list[Any]] = []
         for t, info in enumerate(infos):
             if arrays[1][t].any():
-                succeeded += successes(arrays[1][t], {key: x.cpu().numpy() for key, x in info.items()}).values()
-        self._unreported = arrays[0], arrays[1], arrays[2], succeeded
+                ends += self.episodes.ends_of(arrays[1][t], {key: x.cpu().numpy() for key, x in info.items()})
+        self._unreported = arrays[0], arrays[1], arrays[2], ends
         if self.reports_at_once:
             self.report()
 
@@ -146,10 +145,10 @@ class TensorCollector(Collector):
         return observation_tensors(self.space, raw)
 
 
-def _success(info: dict[str, Any]) -> dict[str, Tensor]:
-    """What the infos of a step say about success, in copies: a vector may write into its own tensors again."""
+def _copied(info: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Some infos of a step with their masks, in copies: a vector may write into its own tensors again."""
     info = info.get("final_info", info)
-    return {key: torch.as_tensor(info[key]).clone() for key in ("is_success", "_is_success") if key in info}
+    return {key: torch.as_tensor(info[key]).clone() for name in names for key in (name, f"_{name}") if key in info}
 
 
 def _where(done: Tensor, last: Tensor, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import csv
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,28 +13,41 @@ from datamodules.base import ControlDataModule
 from datamodules.resume import gather_ranks
 from rl_modules.common.errors import UsageError
 
+#: Of every episode, as in Stable-Baselines3.
+COLUMNS = ("r", "l", "t")
+
 
 class EpisodeMonitor(L.Callback):
     """Writes ``monitor.csv`` into the run's folder: return, length and time of every training episode.
 
     The format is that of Stable-Baselines3's ``Monitor``, so that its ``load_results`` and plotting scripts read it: a
     line of JSON behind ``#``, then the columns ``r`` (undiscounted return of raw rewards), ``l`` (length in
-    transitions) and ``t`` (seconds since ``t_start``). With several ranks each has a file ``<rank>.monitor.csv``. A run
-    that resumes in its folder continues the file from the checkpoint's last episode; in another folder it begins one.
+    transitions), ``t`` (seconds since ``t_start``) and ``info_keywords``. With several ranks each has a file
+    ``<rank>.monitor.csv``. A run that resumes in its folder continues the file from the checkpoint's last episode; in
+    another folder it begins one.
 
     Args:
         folder: of the file; None: the logger's, or the Trainer's ``default_root_dir``.
+        info_keywords: entries of the info at an episode's end to write beside them, numbers or texts.
+
+    Raises:
+        UsageError: ``info_keywords`` are no names of their own; in training an info lacks one.
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(self, folder: str | Path | None = None, info_keywords: Sequence[str] = ()) -> None:
         super().__init__()
         self.folder = folder
+        names = [*COLUMNS, *info_keywords]
+        if isinstance(info_keywords, str) or len(set(names)) < len(names):
+            raise UsageError(f"info_keywords={info_keywords!r} must be a list of names, each once, other than "
+                             f"{', '.join(COLUMNS)}")  # fmt: skip
+        self.info_keywords = tuple(info_keywords)
         self._trainer: L.Trainer | None = None
         self._file: IO[str] | None = None
         self._rows: Any = None
         self._t_start_s = self._last_t_s = 0.0
         # Episodes of a checkpoint that are reported while it is loaded, before the file is open.
-        self._early: list[tuple[float, int]] = []
+        self._early: list[tuple[Any, ...]] = []
         #: Of a checkpoint: where the file ended then, and when it began.
         self._saved: dict[str, Any] | None = None
 
@@ -56,11 +70,15 @@ class EpisodeMonitor(L.Callback):
         self._trainer, self._saved = trainer, None
         self._file, self._early = None, []
         data.collector.episodes.on_finished = self._write
+        data.collector.episodes.info_keywords = self.info_keywords
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         path, saved = self.path(trainer), self._saved
         path.parent.mkdir(parents=True, exist_ok=True)
         continues = saved is not None and path.is_file() and path.stat().st_size >= saved["size"]
+        if saved is not None and continues and (before := saved.get("info_keywords", [])) != list(self.info_keywords):
+            raise UsageError(f"info_keywords={list(self.info_keywords)} differ from those of {path}, {before}; resume "
+                             "with the same, or give another folder")  # fmt: skip
         self._file = path.open("a" if continues else "w", encoding="utf-8", newline="\n")
         self._rows = csv.writer(self._file, lineterminator="\n")
         if saved is not None and continues:
@@ -71,18 +89,18 @@ class EpisodeMonitor(L.Callback):
             self._t_start_s, self._last_t_s = time.time(), 0.0
             header = {"t_start": self._t_start_s, "env_id": trainer.datamodule.env_name}  # type: ignore[attr-defined]
             self._file.write(f"#{json.dumps(header)}\n")
-            self._rows.writerow(["r", "l", "t"])
+            self._rows.writerow([*COLUMNS, *self.info_keywords])
             self._file.flush()
-        for episode_return, length in self._early:
-            self._write(episode_return, length)
+        for episode in self._early:
+            self._write(*episode)
 
-    def _write(self, episode_return: float, length: int) -> None:
+    def _write(self, episode_return: float, length: int, *noted: Any) -> None:
         if self._file is None:
-            self._early.append((episode_return, length))
+            self._early.append((episode_return, length, *noted))
             return
         # Episodes of one rollout are reported together; readers sort them by time.
         self._last_t_s = max(time.time() - self._t_start_s, self._last_t_s + 1e-6)
-        self._rows.writerow([round(episode_return, 6), length, round(self._last_t_s, 6)])
+        self._rows.writerow([round(episode_return, 6), length, round(self._last_t_s, 6), *noted])
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._file is not None:
@@ -101,7 +119,7 @@ class EpisodeMonitor(L.Callback):
             self._file.flush()
         path = self.path(trainer)
         own = {"size": path.stat().st_size if path.is_file() else 0, "t_start": self._t_start_s,
-               "last_t": self._last_t_s}  # fmt: skip
+               "last_t": self._last_t_s, "info_keywords": list(self.info_keywords)}  # fmt: skip
         return {"ranks": gather_ranks(own, trainer.global_rank, trainer.world_size)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

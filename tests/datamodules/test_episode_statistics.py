@@ -33,7 +33,7 @@ def test_rollouts_of_any_length_add_up_to_episodes(seed: int, n_envs: int, ends:
         valid = rng.random((length, n_envs)) < 0.8
         done = valid & (rng.random((length, n_envs)) < ends)
         successes = rng.choice([0.0, 1.0, None], size=length % 3).tolist()  # type: ignore[arg-type]
-        statistics.update(reward, done, valid, successes)
+        statistics.update(reward, done, valid, [[one] for one in successes])
         known += [one or 0.0 for one in successes]
         said = said or any(one is not None for one in successes)
         for t in range(length):
@@ -61,7 +61,7 @@ def test_the_success_rate_falls_to_0_and_stays_where_the_window_has_lost_the_las
     assert "rollout/success_rate" not in statistics.means()
     rates = []
     for said in (1.0, None, None):
-        statistics.update(one.astype(float), one, one, [said])
+        statistics.update(one.astype(float), one, one, [[said]])
         rates.append(statistics.means()["rollout/success_rate"])
     assert rates == [1.0, 0.5, 0.0]
     resumed = EpisodeStatistics(1, window=2)

@@ -54,7 +54,7 @@ class Walk(gym.Env):
         self.left -= 1
         over = self.left == 0
         reward = float(np.float32(self.np_random.normal() + np.sum(action)))
-        info = {"is_success": self.cut} if over else {}
+        info = {"is_success": self.cut, "last": reward} if over else {}
         return self.observation_space.sample(), reward, over and not self.cut, over and self.cut, info
 
 
@@ -95,8 +95,8 @@ class OfTensors(VectorWrapper):
             some = next(x for x in info["final_obs"] if x is not None)
             told["final_obs"] = _batched([some if x is None else x for x in info["final_obs"]], self.device)
         success = info.get("final_info", info)
-        told.update({key: to_tensors(success[key], self.device) for key in ("is_success", "_is_success")
-                     if key in success})  # fmt: skip
+        names = ("is_success", "_is_success", "last", "_last")
+        told.update({key: to_tensors(success[key], self.device) for key in names if key in success})
         rest = (to_tensors(x, self.device) for x in (reward, terminated.astype(np.uint8), truncated))
         return self._observation(observation), *rest, told
 
@@ -136,6 +136,19 @@ def acting(space: gym.Space) -> Callable[..., dict[str, torch.Tensor]]:
         return {"action": action, "value": value}
 
     return act
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_infos_of_ends_are_those_of_arrays(mode: str) -> None:
+    heard: list[list[tuple[float, int, float]]] = []
+    for envs, collects in ((vector(mode), Collector), (OfTensors(vector(mode)), TensorCollector)):
+        collector, found = collects(envs, [5, 6, 7], 9, "walk"), []
+        collector.episodes.info_keywords = ("last",)
+        collector.episodes.on_finished = lambda *episode, found=found: found.append(episode)
+        for _ in range(3):
+            collector.collect(acting(ACTIONS["Discrete"]), 6, torch.device("cpu"))
+        heard.append(found)
+    assert heard[0] == heard[1] and len(heard[0]) > 5 and len({last for *_, last in heard[0]}) > 5
 
 
 @pytest.mark.parametrize("action", ACTIONS)

@@ -70,6 +70,59 @@ def test_every_episode_is_there_once_with_its_raw_return(options: dict[str, Any]
     assert times.is_monotonic_increasing and times.is_unique and times.min() >= 0
 
 
+class Noting(gym.Wrapper):
+    """Puts the last action, the episode's length and a text into the info of an episode's end, and into a file."""
+
+    def __init__(self, env: gym.Env, path: str) -> None:
+        super().__init__(env)
+        self.path, self.length = path, 0
+
+    def reset(self, **arguments: Any) -> Any:
+        self.length = 0
+        return self.env.reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        *step, info = self.env.step(action)
+        self.length += 1
+        if step[2] or step[3]:
+            noted = {"last": int(action), "n": self.length, "kind": ("even", "odd")[self.length % 2]}
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(" ".join(map(str, noted.values())) + "\n")
+            info = {**info, **noted}
+        return *step, info
+
+
+@pytest.mark.parametrize("options", [{}, {"autoreset_mode": "next_step"}, {"autoreset_mode": "disabled"},
+                                     {"overlap": True}])  # fmt: skip
+def test_infos_of_an_episodes_end_are_columns(options: dict[str, Any], tmp_path: Path) -> None:
+    wrapper = {"class_path": f"{__name__}.Noting", "init_args": {"path": str(tmp_path / "seen.txt")}}
+
+    def run(ckpt_path: Path | None = None, keywords: Any = ("last", "n", "kind"), **arguments: Any) -> list[str]:
+        monitor = EpisodeMonitor(tmp_path, info_keywords=keywords)
+        data = rollouts(wrappers=[wrapper], rollouts_per_epoch=1, **options)
+        fit(PPO(net_arch=[8]), data, ckpt_path, callbacks=[monitor], **arguments).save_checkpoint(tmp_path / "a.ckpt")
+        frame = load_results(str(tmp_path))
+        assert frame["n"].tolist() == frame["l"].tolist()
+        return [f"{last} {n} {kind}" for last, n, kind in zip(frame["last"], frame["n"], frame["kind"], strict=True)]
+
+    whole = run()
+    seen = (tmp_path / "seen.txt").read_text("utf-8").splitlines()
+    assert len(whole) > 20 and (sorted(whole) == sorted(seen) or ("overlap" in options and set(whole) <= set(seen)))
+    run(max_epochs=2)
+    with pytest.raises(UsageError, match=r"info_keywords=\['n'\] differ from those of .*, \['last', 'n', 'kind'\]"):
+        run(tmp_path / "a.ckpt", ["n"])
+    assert run(tmp_path / "a.ckpt") == whole
+
+
+def test_an_info_that_an_episodes_end_lacks_is_named(tmp_path: Path) -> None:
+    monitor = EpisodeMonitor(tmp_path, info_keywords=["speed"])
+    with pytest.raises(UsageError, match="info_keywords names 'speed', which the infos at an episode's end lack; they"):
+        fit(PPO(net_arch=[8]), rollouts(), callbacks=[monitor])
+    for wrong in ("speed", ["r"], ["speed", "speed"]):
+        with pytest.raises(UsageError, match="must be a list of names, each once, other than r, l, t"):
+            EpisodeMonitor(tmp_path, info_keywords=wrong)
+
+
 @pytest.mark.long
 def test_replay_has_one_too(tmp_path: Path) -> None:
     data = ReplayDataModule("CartPole-v1", learning_starts=16, total_timesteps=300, eval_freq=0)
