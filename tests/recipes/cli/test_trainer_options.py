@@ -82,7 +82,8 @@ def test_without_checkpointing_a_stopped_run_has_the_code_of_its_signal(
         return step(self, batch, batch_idx)
 
     monkeypatch.setattr(PPO, "training_step", stops)
-    handler = signal.getsignal(signal.SIGINT)
+    # Python has no handler where SIGINT was ignored at its start, as in a shell's background jobs.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code, _, err = rl("fit", *RUN, "--trainer.enable_checkpointing=false")
     finally:
