@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.ranks import explained_variance
 from tests.ranks import on_ranks
+from tests.rl_modules.test_subclass_updates import Curious
 from tests.training import assert_equal_checkpoints, fit, rollouts
 
 T, N = 8, 6
@@ -393,25 +395,18 @@ def test_what_a_subclass_logs_is_reduced_over_all_ranks(tmp_path: Path) -> None:
     assert found == expected
 
 
-class Curious(SAC):
+class CuriousWithAnIdlePart(Curious):
     """Has a part with a step of its own, and one that nothing trains."""
 
     def build_network(self) -> None:
         super().build_network()
-        self.model, self.idle = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        mine = list(self.model.parameters())
-        error = (self.model(batch["observation"])[:, 0] - batch["reward"]).square().mean()
-        self.step(mine, self.gradients_of(error, mine))
-        return loss
+        self.idle = torch.nn.Linear(3, 1)
 
 
 def parts_on_two_ranks() -> dict[str, Any]:
     data = ReplayDataModule("Pendulum-v1", n_envs=1, train_freq=4, learning_starts=16, batch_size=8, eval_freq=0,
                             total_timesteps=96)  # fmt: skip
-    model = Curious(net_arch=[8])
+    model = CuriousWithAnIdlePart(net_arch=[8])
     trainer = fit(model, data, devices=2, strategy="ddp")
     state = trainer.optimizers[0].state
     return {"weight": model.model.weight.detach(), "steps": int(state[model.model.weight]["step"]),
@@ -423,6 +418,31 @@ def test_a_part_of_one_s_own_takes_its_steps_alone_on_two_ranks(tmp_path: Path) 
     one, other = on_ranks(parts_on_two_ranks, tmp_path)
     assert torch.equal(one["weight"], other["weight"])
     assert one["steps"] == one["updates"] > 0 and one["idle steps"] == 0
+
+
+# -------------------------------------------------------------------- resuming
+
+
+def evaluated_on_two_ranks(folder: Path, ckpt_path: Path | None = None) -> tuple[dict[str, Any], int]:
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, n_epochs=1, eval_freq=1,
+                             n_eval_episodes=2, rollouts_per_epoch=1, total_timesteps=10**9)  # fmt: skip
+    stop = EarlyStopping("eval/mean_reward", mode="max", patience=100)
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    model = PPO(net_arch=[8])
+    fit(model, data, ckpt_path, devices=2, strategy="ddp", callbacks=[stop, saves], enable_checkpointing=True,
+        max_epochs=4)  # fmt: skip
+    return {name: x.detach().clone() for name, x in model.state_dict().items()}, stop.wait_count
+
+
+@pytest.mark.long
+def test_two_ranks_do_what_was_due_after_the_batch_of_their_checkpoint(tmp_path: Path) -> None:
+    (whole, waited), _ = on_ranks(lambda: evaluated_on_two_ranks(tmp_path / "whole"), tmp_path / "a")
+    assert waited > 0
+    saved = tmp_path / "whole/step=4.ckpt"  # of the second epoch's last batch
+    resumed = on_ranks(lambda: evaluated_on_two_ranks(tmp_path / "rest", saved), tmp_path / "b")
+    for weights, waited_too in resumed:
+        assert waited_too == waited
+        assert all(torch.equal(weights[name], x) for name, x in whole.items())
 
 
 # -------------------------------------------------------------------- importance weights

@@ -73,8 +73,10 @@ class EnvPoolVector(VectorEnv):
         return self._pool.reset()[0], {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        observation, reward, terminated, truncated, _ = self._pool.step(np.asarray(actions))
-        return observation, reward, terminated, truncated, {}
+        *step, info = self._pool.step(np.asarray(actions))
+        # Beside one value of each environment there is what EnvPool numbers its environments and players by.
+        infos = {name: x for name, x in info.items() if np.shape(x)[:1] == (self.num_envs,) and name != "env_id"}
+        return *step, infos
 
     def close_extras(self, **kwargs: Any) -> None:
         self._pool.close()

@@ -80,6 +80,16 @@ def test_statistics_count_what_gymnasium_would() -> None:
     assert (rollout["truncated"].sum() == len(collector.episodes.lengths)) and not rollout["terminated"].any()
 
 
+def test_infos_of_an_episodes_end_are_those_of_its_last_step() -> None:
+    envs = make_vector_env("CartPole-v1", 3, "envpool", env_kwargs={"max_episode_steps": 20})
+    collector, heard = Collector(envs, [10, 11, 12], 1, "test"), []
+    collector.episodes.info_keywords = ("elapsed_step",)
+    collector.episodes.on_finished = lambda total, length, steps: heard.append((length, steps))
+    collector.collect(act, 120, CPU)
+    collector.close()
+    assert len(heard) > 10 and all(length == steps for length, steps in heard)
+
+
 def test_pendulums_transitions() -> None:
     envs = make_vector_env("Pendulum-v1", 2, "envpool")
     observation, _ = envs.reset(seed=[3, 4])

@@ -95,19 +95,22 @@ def test_a_gradient_that_no_rank_has_stays_none() -> None:
     assert averaged([], [], lambda flat: flat) == []
 
 
+class Curious(SAC):
+    """Has a part with a step of its own."""
+
+    def build_network(self) -> None:
+        super().build_network()
+        self.model = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        mine = list(self.model.parameters())
+        error = (self.model(batch["observation"])[:, 0] - batch["reward"]).square().mean()
+        self.step(mine, self.gradients_of(error, mine))
+        return loss
+
+
 def test_a_part_with_a_step_of_its_own_takes_no_other_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Curious(SAC):
-        def build_network(self) -> None:
-            super().build_network()
-            self.model = nn.Linear(3, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            mine = list(self.model.parameters())
-            error = (self.model(batch["observation"])[:, 0] - batch["reward"]).square().mean()
-            self.step(mine, self.gradients_of(error, mine))
-            return loss
-
     models = []
     for ranks in (1, 2):
         if ranks == 2:  # of which every reduction is this rank's own value
