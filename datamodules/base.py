@@ -26,6 +26,7 @@ from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
+from rl_modules.common.arguments import save_arguments
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import building, chosen_by_checkpoint
 from rl_modules.common.checks import at_least, unit_interval
@@ -34,7 +35,6 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.storable import make_plain
 
 Batch = dict[str, Any]
 
@@ -172,8 +172,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         stats_window_size: int = 100,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["env_id", *self.given_networks], logger=False)
-        make_plain(self)
+        save_arguments(self, ignore=["env_id", *self.given_networks])
         check_ranges(self.hparams, type(self))
         for name in ("env_kwargs", "eval_env_kwargs"):
             if not isinstance(self.hparams[name], dict | None):

@@ -21,9 +21,9 @@ from datamodules.buffers import ReplayBuffer, replay_bytes
 from datamodules.envs.vector import EnvId
 from datamodules.fields import require_action, require_rows
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
-from datamodules.free_memory import available_bytes
-from datamodules.hindsight import HindsightReplayBuffer, check_hindsight, require_goals
+from datamodules.hindsight import HindsightReplayBuffer, require_goals
 from datamodules.loader import LazyLoader
+from datamodules.replay_arguments import check_arguments, parse_train_freq, require_memory
 from datamodules.resume import resumed_position
 from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.common.checks import at_least
@@ -119,37 +119,16 @@ class ReplayDataModule(ControlDataModule):
         **environment: Unpack[EnvironmentArguments],
     ) -> None:
         super().__init__(env_id, n_envs, **environment)
-        self.buffer_size, self.n_steps = at_least("buffer_size", buffer_size), at_least("n_steps", n_steps)
-        n_envs = self.n_envs
-        if gradient_steps < 1 and gradient_steps != -1:
-            raise UsageError(f"gradient_steps={gradient_steps} must be at least 1, or -1 for as many as transitions")
-        self.hparams["gradient_steps"] = at_least("gradient_steps", gradient_steps, -1)
-        if not 0 <= learning_starts < self.total_timesteps:
-            raise UsageError(f"learning_starts={learning_starts} must lie in [0, total_timesteps={self.total_timesteps}"
-                             "): nothing would be left to learn in")  # fmt: skip
-        if checkpoint_buffer_size is not None and checkpoint_buffer_size < n_envs:
-            raise UsageError(f"checkpoint_buffer_size={checkpoint_buffer_size} must be at least n_envs={n_envs}, a row "
-                             "of each environment; or None for all rows")  # fmt: skip
-        bound = checkpoint_buffer_size
-        self.checkpoint_buffer_size = None if bound is None else at_least("checkpoint_buffer_size", bound)
-        if prioritized_replay_alpha < 0 or not 0 <= prioritized_replay_beta0 <= 1 or prioritized_replay_eps <= 0:
-            raise UsageError(f"prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got alpha="
-                             f"{prioritized_replay_alpha}, beta0={prioritized_replay_beta0}, eps="
-                             f"{prioritized_replay_eps}")  # fmt: skip
-        for name, default in (("alpha", 0.6), ("beta0", 0.4), ("eps", 1e-6)):
-            value = self.hparams[f"prioritized_replay_{name}"]
-            if not prioritized_replay and value != default:
-                raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
-                                 "set that to true")  # fmt: skip
-        check_hindsight(self.hparams)
+        hp: Any = self.hparams
+        check_arguments(hp, self.n_envs, self.total_timesteps)
+        self.buffer_size, self.n_steps = hp.buffer_size, hp.n_steps
+        self.checkpoint_buffer_size: int | None = hp.checkpoint_buffer_size
         self.share_frames = share_frames
         self.learning_starts = learning_starts
         self.prioritized_replay = prioritized_replay
         self.alpha = prioritized_replay_alpha
         self.beta0 = prioritized_replay_beta0
         self.epsilon = prioritized_replay_eps
-        if rollouts_per_epoch is not None:
-            self.hparams["rollouts_per_epoch"] = at_least("rollouts_per_epoch", rollouts_per_epoch)
         self.resolve()
         self._position = 0
         self._left = 0
@@ -173,7 +152,7 @@ class ReplayDataModule(ControlDataModule):
         """
         wanted = self.learner.experience if self.has_learner else REPLAY
         given: Any = self.hparams
-        self.train_freq, self.counts_episodes = _parse_train_freq(given.train_freq, wanted.train_freq)
+        self.train_freq, self.counts_episodes = parse_train_freq(given.train_freq, wanted.train_freq)
         batch_size = (wanted.batch_size or 32) if given.batch_size is None else given.batch_size
         self.batch_size = at_least("batch_size", batch_size)
         if self.batch_size > self.buffer_size:
@@ -207,7 +186,7 @@ class ReplayDataModule(ControlDataModule):
             raise UsageError(f"{self.env_name} has the action space {self.action_space}, and a replay buffer stores "
                              f"actions of {known}; make it one of these (gymnasium.wrappers.TransformAction)"
                              )  # fmt: skip
-        self._require_memory()
+        self._announce_memory()
         self.replay = self._make_buffer()
         least = 2 * self.replay.rows_per_step * max(self.train_freq, self.n_steps) * self.n_envs
         if self.share_frames and self.buffer_size < least:
@@ -237,7 +216,7 @@ class ReplayDataModule(ControlDataModule):
             )
         return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes)
 
-    def _require_memory(self) -> None:
+    def _announce_memory(self) -> None:
         """Say how much memory the buffer will take, before it does.
 
         Raises:
@@ -257,13 +236,7 @@ class ReplayDataModule(ControlDataModule):
         needed = size(self.buffer_size, self.prioritized_replay)
         if bound is not None and bound < self.buffer_size:
             needed += size(bound, False)  # the copy of its newest rows, while a checkpoint is written
-        free = available_bytes()
-        needs, has = _readable(needed), _readable(free)
-        if needed > free:
-            fitting = int(self.buffer_size * free / needed * 0.8)
-            raise UsageError(f"buffer_size={self.buffer_size} needs {needs} of memory, but {has} are free; {fitting} "
-                             "would fit")  # fmt: skip
-        rank_zero_only(log.info)(f"The replay buffer takes up to {needs} of memory; {has} are free.")
+        rank_zero_only(log.info)(require_memory(self.buffer_size, needed))
         if bound is not None and bound < self.buffer_size:
             rank_zero_only(log.info)(
                 f"Checkpoints hold the newest {bound:,} of its {self.buffer_size:,} rows: a run resumed from one "
@@ -537,21 +510,3 @@ class ReplayDataModule(ControlDataModule):
         self.sampler.load_state_dict(state["sampler"])
         if goes_on:
             self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
-
-
-def _parse_train_freq(given: Any, default: int) -> tuple[int, bool]:
-    """The number of ``train_freq``, and whether it counts episodes.
-
-    Raises:
-        UsageError: neither a number ≥ 1 nor a number and a unit.
-    """
-    if isinstance(given, tuple | list):
-        if len(given) != 2 or not isinstance(given[0], int) or given[1] not in ("step", "episode"):
-            raise UsageError(f'train_freq={given!r} must be a number of steps, or [number, "step"] or [number, '
-                             '"episode"]')  # fmt: skip
-        return at_least("train_freq", given[0]), given[1] == "episode"
-    return at_least("train_freq", default if given is None else given), False
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

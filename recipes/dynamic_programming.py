@@ -19,6 +19,7 @@ from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import make_env
 from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import functional as F
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 
@@ -79,7 +80,7 @@ def solve(
         env_id = saved["env_id"]
         require_registered(env_id, f"--env_id {env_id}")
     same = env_id == saved.get("env_id")
-    settings = dict(saved.get("datamodule_hyper_parameters", {})) if same else {}
+    settings = settings_of(saved, "datamodule_hyper_parameters") if same else {}
     require_gymnasiums(
         settings.get("wrappers"), "--env_id an import path of a function that makes and wraps the environment"
     )

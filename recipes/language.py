@@ -11,6 +11,7 @@ import rl_modules
 from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.cli import resume
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError, did_you_mean
 
@@ -177,7 +178,7 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
         raise UsageError(f"output={output!r} exists already; give a new folder, or an empty one")
     checkpoint = resume.read(Path(ckpt_path))
     algorithm = checkpoint.get("algorithm")
-    if algorithm is None or "observation_space" in (checkpoint.get("hyper_parameters") or {}):
+    if algorithm is None or "observation_space" in settings_of(checkpoint):
         raise UsageError(f"{ckpt_path} holds {algorithm or 'no algorithm'}, which is no language model; only those are "
                          "exported as Hugging Face directories")  # fmt: skip
     if model is None and algorithm not in rl_modules.__all__:
@@ -202,7 +203,7 @@ def _policy_alone(checkpoint: dict[str, Any]) -> Any:
     """The policy of a checkpoint; its reward model and reference, which may be elsewhere by now, are not loaded."""
     from rl_modules.language.base import LanguageModule
 
-    settings = checkpoint["hyper_parameters"]
+    settings = settings_of(checkpoint)
     description = settings["description"]
     frozen = {prefix: source for prefix, source in description["frozen"].items() if prefix == "model."}
     names = ("model_name_or_path", "lora", "torch_dtype", "attn_implementation")

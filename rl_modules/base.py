@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
+from rl_modules.common.arguments import save_arguments
 from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkpoint
@@ -30,7 +31,7 @@ from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
-from rl_modules.common.storable import make_plain, plain
+from rl_modules.common.storable import plain
 from rl_modules.encoders import extractor_of
 from rl_modules.foreign_calls import ForeignCalls
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
@@ -102,8 +103,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     ) -> None:
         super().__init__(at_least("log_every", log_every, 1, "epoch"))
         # Callables are code, which a checkpoint must not hold.
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *self.given_networks], logger=False)
-        make_plain(self)
+        save_arguments(self, ignore=["optimizer", "lr_scheduler", *self.given_networks])
         kept: Any = (self.hparams, self._hparams_initial)
         for hparams in kept:
             for name in ("observation_space", "action_space"):

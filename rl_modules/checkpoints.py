@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 
 from rl_modules.common.accumulation import accumulated_gradients
-from rl_modules.common.calls import set_by_subclass
+from rl_modules.common.arguments import make_loadable, settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
@@ -16,7 +16,6 @@ from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, reo
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
-from rl_modules.common.storable import make_loadable
 from rl_modules.metrics import MetricsMixin
 from rl_modules.optimizers import class_names
 from rl_modules.ranks import of_other_ranks, of_this_rank
@@ -49,7 +48,7 @@ class CheckpointMixin(MetricsMixin):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
-        make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
+        make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
         checkpoint["factories"] = factory_names(self)
         checkpoint["algorithm"] = type(self).__name__
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
@@ -89,7 +88,7 @@ class CheckpointMixin(MetricsMixin):
         if self.is_fitting:
             self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
             # In the optimizers' state; absent where a subclass sets it by itself.
-            self._rate_applied = checkpoint["hyper_parameters"].get("learning_rate", self._rate_applied)
+            self._rate_applied = settings_of(checkpoint).get("learning_rate", self._rate_applied)
             self._optimizers_saved = checkpoint.get("optimizer_classes")
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
@@ -127,7 +126,7 @@ class CheckpointMixin(MetricsMixin):
         if checkpoint.get("algorithm") not in [cls.__name__ for cls in type(self).__mro__]:
             self._check_algorithm(checkpoint)
         for name in ("observation_space", "action_space"):
-            trained = space_from_dict(checkpoint["hyper_parameters"][name])
+            trained = space_from_dict(settings_of(checkpoint)[name])
             check_same_space(
                 name, trained, space_from_dict(self.hparams[name]), f"init_from={path!r}", self.source.env_name
             )
@@ -148,7 +147,8 @@ class CheckpointMixin(MetricsMixin):
     def _check_resumable(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of other spaces; in a ``fit`` also one of another environment, seed or datamodule."""
         for name in ("observation_space", "action_space"):
-            saved, here = checkpoint["hyper_parameters"].get(name), self.hparams[name]
+            saved: Any = settings_of(checkpoint).get(name)
+            here = self.hparams[name]
             if saved != here:
                 raise UsageError(f"the checkpoint is of another environment, {checkpoint['env_id']}: its {name} is "
                                  f"{space_brief(saved)}, here it is {space_brief(here)}")  # fmt: skip
@@ -165,7 +165,7 @@ class CheckpointMixin(MetricsMixin):
             raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
                              f"this run is on {source.env_name}; a run resumes only where it was (init_from takes the "
                              "weights alone)")  # fmt: skip
-        seed = checkpoint["datamodule_hyper_parameters"]["seed"]
+        seed = settings_of(checkpoint, "datamodule_hyper_parameters")["seed"]
         if seed != source.seed:
             raise UsageError(f"seed={source.seed} differs from the checkpoint's {seed}; its random streams resume "
                              "where they were, so give the same")  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
@@ -318,5 +319,5 @@ class DQN(ControlModule):
         if checkpoint.get("noise_generator") is not None and self.is_fitting:
             self.noise_generator.set_state(checkpoint["noise_generator"].cpu())
         # Earlier versions counted in the intervals of the run that wrote it, which a callback may have set.
-        interval = checkpoint["hyper_parameters"].get("target_update_interval", self.target_update_interval)
+        interval = settings_of(checkpoint).get("target_update_interval", self.target_update_interval)
         self._target_seen_at = checkpoint.get("target_seen_at", checkpoint["target_updates"] * interval)

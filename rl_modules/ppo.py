@@ -11,6 +11,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
 from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom
@@ -313,7 +314,7 @@ class PPO(ActorCriticModule):
         self._adapted_at = checkpoint.get("adapted_at", 0)
         # A new value of the argument kl_coef overrides the checkpoint's β.
         given = self.hparams["kl_coef"]
-        if checkpoint["hyper_parameters"].get("kl_coef", given) == given:
+        if settings_of(checkpoint).get("kl_coef", given) == given:
             self.kl_coef = checkpoint["kl_coef"]
 
 

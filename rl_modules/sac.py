@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom
@@ -153,9 +154,9 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         weights = super().weights_to_start_from(checkpoint)
-        before = checkpoint["hyper_parameters"].get("ent_coef")
+        before = settings_of(checkpoint).get("ent_coef")
         if before is None:
-            # The constructor of a subclass has chosen it, and chooses it again: no new value, unless one is fixed.
+            # An earlier version left out what the constructor of a subclass had chosen.
             is_same = ("log_ent_coef" in weights) == self.learns_ent_coef
         else:
             is_same = parse_ent_coef(before) == parse_ent_coef(self.hparams["ent_coef"])

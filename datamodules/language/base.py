@@ -1,42 +1,38 @@
 """What every language datamodule shares: records, their tokens, the order of training, evaluation."""
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from datamodules.first_evaluation import evaluate_on_start
+from datamodules.language.arguments import check_arguments, named_functions
 from datamodules.language.dataset_files import describe_dataset, refuse_stream
 from datamodules.language.early_rewards import EarlyRewards
-from datamodules.language.encoding import TextEncoder
-from datamodules.language.held_out import check_splits, require_held_out
+from datamodules.language.encoding import TextEncoder, reads_alike
+from datamodules.language.endings import note_completions, note_demonstrations
+from datamodules.language.eval_steps import evaluate_every
+from datamodules.language.held_out import require_held_out
 from datamodules.language.notices import notice
+from datamodules.language.order import EndlessOrder
 from datamodules.language.records import TEXTS, as_record, place_of
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import check_prompt_lengths, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
-from datamodules.language.text import voted_answer
+from datamodules.language.text import prompt_text, voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
+from rl_modules.common.arguments import save_arguments
 from rl_modules.common.calls import CheckedCall
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
-from rl_modules.common.storable import make_plain
-from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
-
-#: Attribute of a Trainer with the ``val_check_interval`` that a datamodule has set from its ``eval_steps``.
-_OWN_INTERVAL = "_interval_of_eval_steps"
 
 
 class LanguageDataModule(CheckedCall, L.LightningDataModule):
@@ -137,39 +133,19 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=self.given_networks, logger=False)
+        save_arguments(self, ignore=self.given_networks)
         #: The dataset that was given as an object; None: by name. A checkpoint holds a description of it.
         self.dataset_object: Any = None
         if dataset is not None and not isinstance(dataset, str):
             self.dataset_object, self.hparams["dataset"] = dataset, describe_dataset(dataset)
-        make_plain(self)
         hp: Any = self.hparams
-        # Functions are code, which a checkpoint must not hold: their names stand for them.
+        # A checkpoint must not hold code.
         for settings in (hp, getattr(self, "_hparams_initial", hp)):
-            settings["reward_funcs"] = _named_functions(reward_funcs)
+            settings["reward_funcs"] = named_functions(reward_funcs)
         check_ranges(self.hparams, type(self))
-        given = [name for name in ("task", "path", "dataset") if hp[name] is not None]
-        if len(given) != 1:
-            raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
-        check_splits(hp)
-        if not isinstance(chat_template, bool | None):
-            raise UsageError(f"chat_template={chat_template!r} must be true or false; the template itself belongs to "
-                             "the tokenizer, as chat_template.jinja in its folder")  # fmt: skip
-        if streaming and (task is not None or n_train is not None):
-            name = "task" if task is not None else "n_train"
-            raise UsageError(f"streaming=true reads a file or dataset whole, pass after pass; {name}={hp[name]!r} "
-                             "can't go with it")  # fmt: skip
-        for name, least in (("batch_size", 1), ("streaming_buffer", 1), ("eval_num_generations", 1),
-                            ("eval_batch_size", 1), ("n_eval", 0), ("eval_steps", 0), ("seed", 0)):  # fmt: skip
-            hp[name] = at_least(name, hp[name], least)
-        if hp.eval_temperature < 0:
-            raise UsageError(f"eval_temperature={hp.eval_temperature} must be at least 0")
+        check_arguments(hp)
         self.seed: int = hp.seed
         self.batch_size: int = hp.batch_size
-        if task_kwargs and task is None:
-            raise UsageError(f"task_kwargs={task_kwargs} are settings of a task, but none is given")
-        if overlong not in ("error", "drop"):
-            raise UsageError(f"overlong={overlong!r} must be error or drop")
         self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
         single = isinstance(reward_funcs, str | dict) or callable(reward_funcs)
         given_funcs: Any = [reward_funcs] if single else reward_funcs
@@ -183,7 +159,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self.eval_records: list[Record] = []
         # The rewards of a batch that is being written.
         self._scoring: EarlyRewards | None = None
-        self._permutations: dict[int, list[int]] = {}
+        self._passes = EndlessOrder(self.seed)
         self._encoder: TextEncoder | None = None
         self._warned_of_ends = self._warned_of_texts = False
         # What the records were encoded with; None: there are none yet.
@@ -195,7 +171,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         hp: Any = self.hparams
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
-        if self._encoding is not None and not _is_same(self._encoding, self.encoding()):
+        if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
         if stage == "fit" and hp.streaming:
             self.stream = self.open_stream()
@@ -211,7 +187,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             notice(f"eval_num_generations={hp.eval_num_generations} completions of a prompt are all the same at "
                    "eval_temperature=0; set it above 0 for pass@k")  # fmt: skip
         if stage == "fit":
-            self._schedule_evaluation()
+            self._passes = EndlessOrder(self.seed)
+            evaluate_every(self.learner_trainer, hp.eval_steps, hp.eval_on_start)
 
     def encoding(self) -> dict[str, Any]:
         """Returns what the records' token ids depend on in the module: another one may read them otherwise."""
@@ -220,7 +197,6 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     def forget_records(self) -> None:
         """Drops the encoded records, to load them for another module; a subclass drops what it made of them."""
         self.train_records, self.eval_records = [], []
-        self._permutations = {}
         self._encoding = None
 
     def open_stream(self) -> RecordStream:
@@ -321,11 +297,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def encode_completions(self, completions: list[str]) -> list[list[int]]:
         """Token ids of completions, each with the EOS token that ends it."""
-        if completions and self.encoder.chats and not self._warned_of_ends and not self.encoder.ends_turns():
-            self._warned_of_ends = True
-            notice(f"{self.source}: completions end with the EOS token {self.policy.tokenizer.eos_token!r}, with which "
-                   "the chat template does not end the assistant's turns; if the model ends them as the template does, "
-                   "set eos_token in tokenizer_config.json to that token")  # fmt: skip
+        if completions and not self._warned_of_ends:
+            self._warned_of_ends = note_demonstrations(self.encoder, self.source)
         return self.encoder.completions(completions)
 
     @property
@@ -369,21 +342,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     # ---------------------------------------------------------------- order
 
     def record_at(self, position: int) -> int:
-        """Which training record stands at a position of the endless shuffled stream, the same on every rank.
-
-        Each pass over the records has an order of its own, that depends on the seed and the pass alone: where a run
-        stands is one number.
-        """
-        n = len(self.train_records)
-        epoch, offset = divmod(position, n)
-        order = self._permutations.get(epoch)
-        if order is None:
-            generator = torch.Generator().manual_seed(stream_seed(self.seed, 0, "order", epoch))
-            order = torch.randperm(n, generator=generator).tolist()
-            # Two passes may be in use at once, where a batch goes over the end of one. Rounds that are written ahead
-            # ask in a thread of their own, so the dictionary is replaced and never changed.
-            self._permutations = {k: v for k, v in self._permutations.items() if k == epoch - 1} | {epoch: order}
-        return order[offset]
+        """Which training record stands at a position of the endless shuffled stream, see :class:`EndlessOrder`."""
+        return self._passes.at(position, len(self.train_records))
 
     def record(self, position: int) -> Record:
         """The training record at a position of the endless shuffled stream, the same on every rank."""
@@ -401,20 +361,6 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """Whether there are held-out records: a task makes them, a file or dataset needs an argument for them."""
         hp: Any = self.hparams
         return bool(hp.n_eval) and (hp.task is not None or hp.eval_path is not None or bool(hp.eval_steps))
-
-    def _schedule_evaluation(self) -> None:
-        # Evaluation is counted in optimizer steps; Lightning counts batches.
-        trainer, steps = self.learner_trainer, self.hparams["eval_steps"]
-        evaluate_on_start(trainer, self.hparams["eval_on_start"] and steps > 0)
-        # Lightning sets no number where the interval is a time.
-        given = getattr(trainer, "val_check_interval", "a time")
-        if given not in (1.0, getattr(trainer, _OWN_INTERVAL, None)) and not (steps and given == "a time"):
-            notice(f"val_check_interval={given} of the Trainer has no effect: eval_steps={steps} is the number of "
-                   "optimizer steps between evaluations (0: none)")  # fmt: skip
-        if steps:
-            trainer.val_check_interval = steps * trainer.accumulate_grad_batches
-            setattr(trainer, _OWN_INTERVAL, trainer.val_check_interval)
-            trainer.check_val_every_n_epoch = None
 
     def val_dataloader(self) -> Any:
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
@@ -526,7 +472,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             lists of K), ``length`` and ``finished`` [P·K].
         """
         tokenizer = self.policy.tokenizer
-        self._warn_of_texts()
+        if not self._warned_of_texts:
+            self._warned_of_texts = True
+            note_completions(self.encoder, self.source, self.policy.settings().eos_token_id, len(self.rewards) > 0)
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -544,7 +492,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         answers = [voted_answer(text, after) if self.task is None else self.task.extract(text) for text in texts]
         k = num_generations
         return {
-            "prompts": [_as_text(record["prompt"]) for record in repeated],
+            "prompts": [prompt_text(record["prompt"]) for record in repeated],
             "asked": [self.encoder.as_read(record["prompt"]) for record in repeated],
             "texts": texts,
             "rewards": rewards,
@@ -557,21 +505,6 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             "finished": written.finished,
         }
 
-    def _warn_of_texts(self) -> None:
-        """Says once what no completion can end with, and what reward functions can't see of it."""
-        if self._warned_of_texts:
-            return
-        self._warned_of_texts = True
-        stops = self.policy.settings().eos_token_id
-        if self.encoder.chats and (end := self.encoder.unknown_end(stops)) is not None:
-            known = ", ".join(map(repr, self.policy.tokenizer.convert_ids_to_tokens(list(stops))))
-            notice(f"{self.source}: completions end with {known}, and not with {end!r}, with which the chat template "
-                   "ends the assistant's turns; set eos_token in tokenizer_config.json to it, or add its id to "
-                   "eos_token_id in generation_config.json")  # fmt: skip
-        if len(self.rewards) and (tags := self.encoder.hidden_tags()):
-            notice(f"{self.source}: {', '.join(tags)} are special tokens, which the texts of completions leave out, so "
-                   "that no reward function sees them; add them as tokens that are not special")  # fmt: skip
-
     def _ready_rewards(self) -> None:
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
         self.rewards.by_token = getattr(self.policy, "takes_token_rewards", False)
@@ -583,24 +516,3 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     @property
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer is not None else 1
-
-
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two modules read texts alike; each module has a tokenizer object of its own."""
-    tokenizers = one["tokenizer"], other["tokenizer"]
-    alike = tokenizers[0] is tokenizers[1] or operator.eq(*map(tokenizer_to_dict, tokenizers))
-    return alike and {**one, "tokenizer": None} == {**other, "tokenizer": None}
-
-
-def _as_text(prompt: str | list[dict[str, Any]]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
-
-
-def _named_functions(value: Any) -> Any:
-    """Reward functions as a checkpoint may hold them: a function by its import path."""
-    if isinstance(value, list | tuple):
-        return [_named_functions(part) for part in value]
-    if callable(value):
-        target = getattr(value, "func", value)  # functools.partial
-        return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__qualname__)}"
-    return value

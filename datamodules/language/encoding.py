@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from datamodules.language.notices import notice
 from datamodules.language.text import TAGS
 from rl_modules.common.errors import UsageError
+from rl_modules.language.tokenizer import tokenizer_to_dict
 
 Messages = list[dict[str, Any]]
 #: Characters that a message about unknown ones shows.
@@ -311,6 +312,15 @@ class TextEncoder:
             more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
             notice(f"{source}: the tokenizer lacks {' '.join(map(repr, new[:_SHOWN]))}{more}, which the model reads as "
                    f"{self.tokenizer.unk_token}; to keep them set model.tokenizer_name_or_path")  # fmt: skip
+
+
+def reads_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two modules read texts alike, by what a datamodule's ``encoding`` says of each; each module has a
+    tokenizer object of its own.
+    """
+    tokenizers = one["tokenizer"], other["tokenizer"]
+    alike = tokenizers[0] is tokenizers[1] or tokenizer_to_dict(tokenizers[0]) == tokenizer_to_dict(tokenizers[1])
+    return alike and {**one, "tokenizer": None} == {**other, "tokenizer": None}
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:

@@ -16,6 +16,11 @@ def text_of(completion: str | list[dict[str, Any]]) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt as one text for tables and logs; messages with their roles, a line each."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
+
+
 def answer_of(text: str) -> str | None:
     """What stands in the last ``<answer>…</answer>``, stripped; None where there is no such pair."""
     found = _ANSWER.findall(text)

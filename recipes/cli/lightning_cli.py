@@ -26,6 +26,7 @@ from recipes.cli.parser import RLParser, add_arguments
 from recipes.cli.sentences import unknown_monitor, which_class
 from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 
@@ -160,7 +161,7 @@ class RLCLI(LightningCLI):
     def _take_description(self) -> None:
         """Takes a language model's architecture and tokenizer from the checkpoint: their directory may be gone."""
         saved = self.checkpoint or {}
-        parameters = saved.get("hyper_parameters") or {}
+        parameters = settings_of(saved)
         description = parameters.get("description")
         if description is not None and saved.get("algorithm") == type(self.model).__name__:
             from rl_modules.language.lora import require_same_adapters  # imports transformers

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import described
 
@@ -104,7 +105,7 @@ def changes(checkpoint: dict[str, Any], model: Any, datamodule: Any) -> list[str
     """Returns the arguments that differ from the checkpoint's, as ``clip_range: 0.2 → 0.1``."""
     lines = []
     for key, owner in (("hyper_parameters", model), ("datamodule_hyper_parameters", datamodule)):
-        saved = checkpoint.get(key) or {}
+        saved = settings_of(checkpoint, key)
         for name, value in owner.hparams.items():
             value = described(value)  # as the checkpoint has it
             if name in saved and name not in FILLED_IN and not name.startswith("_") and saved[name] != value:

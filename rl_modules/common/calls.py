@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from copy import deepcopy
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,10 @@ class CheckedCall:
     given_networks: list[str]
     #: Names of all arguments that the caller gave.
     given_names: list[str]
+    # Arguments that a subclass's constructor passed on with another value: that which it received, and the other, see
+    # `save_arguments`.
+    _received: dict[str, Any]
+    _passed_on: dict[str, Any]
 
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
         if args or arguments:
@@ -32,10 +38,24 @@ class CheckedCall:
         made = super().__new__(cls)
         given = given_arguments(cls, args, arguments)
         own = [name for name in sorted(given) if name not in declared_here(cls) and not is_storable(given[name])]
+        made.__dict__["_given"] = given
         made.__dict__["given_names"] = list(given)
         made.__dict__["given_objects"] = {name: name_of(given[name]) for name in own}
         made.__dict__["given_networks"] = [name for name in own if isinstance(given[name], nn.Module)]
         return made
+
+    def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:
+        """Saves arguments as Lightning's does, but for those that a subclass has passed on with another value."""
+        caller: Any = inspect.currentframe()
+        super().save_hyperparameters(*args, frame=frame or caller.f_back, **kwargs)  # type: ignore[misc]
+        self.restore_passed_on()
+
+    def restore_passed_on(self) -> None:
+        """Has ``hparams`` hold what this project's constructors received, where a subclass received other values."""
+        parameters: Any = self
+        for name, value in self.__dict__.get("_passed_on", {}).items():
+            parameters._hparams[name] = value
+            parameters._hparams_initial[name] = deepcopy(value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -76,6 +96,13 @@ def given_arguments(cls: type, args: tuple, arguments: dict[str, Any]) -> dict[s
     parameters = list(inspect.signature(init).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return {**dict(zip(names, args, strict=False)), **arguments}
+
+
+def default_arguments(cls: type) -> dict[str, Any]:
+    """Returns the arguments of a class that have defaults, by name."""
+    init: Callable = cls.__init__  # type: ignore[misc]
+    parameters = inspect.signature(init).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def declared_here(cls: type) -> frozenset[str]:

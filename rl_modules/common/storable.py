@@ -64,29 +64,3 @@ def name_of(value: Any) -> str:
     """``package.name`` of a function or class, or of an object's class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def make_loadable(checkpoint: dict[str, Any], given: dict[str, str], chosen: set[str]) -> None:
-    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written.
-
-    Args:
-        checkpoint: its module's arguments lose what it can't hold; in those of its datamodule, which whoever resumes
-            builds again, names stand for objects. Callbacks' NumPy numbers become Python's.
-        given: arguments that were objects, with their names: without them ``load_from_checkpoint`` refuses.
-        chosen: arguments that the subclass sets by itself, and so takes from no checkpoint.
-    """
-    parameters = {k: x for k, x in checkpoint.get("hyper_parameters", {}).items() if k not in chosen}
-    checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
-    checkpoint["left_out"] = dict(given)
-    if "datamodule_hyper_parameters" in checkpoint:
-        checkpoint["datamodule_hyper_parameters"] = plain(described(checkpoint["datamodule_hyper_parameters"]))
-    for name, state in checkpoint.get("callbacks", {}).items():
-        checkpoint["callbacks"][name] = _with_python_numbers(state)
-
-
-def _with_python_numbers(state: Any) -> Any:
-    if type(state) is dict:
-        return {_with_python_numbers(key): _with_python_numbers(item) for key, item in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_with_python_numbers(item) for item in state)
-    return state.item() if isinstance(state, np.generic) else state

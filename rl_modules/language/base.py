@@ -10,12 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from rl_modules.common.arguments import save_arguments
 from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.ranges import check_ranges, real_number
-from rl_modules.common.storable import make_plain
+from rl_modules.common.storable import plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
 from rl_modules.language.frozen_weights import (
     Sources,
@@ -137,10 +138,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         # Callables are code, which a checkpoint must not hold.
         objects = {"model_name_or_path": model_name_or_path, "tokenizer_name_or_path": tokenizer_name_or_path}
         objects = {name: value for name, value in objects.items() if not is_name(value)}
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", *objects, *self.given_networks], logger=False)
+        save_arguments(self, ignore=["optimizer", "lr_scheduler", *objects, *self.given_networks])
         for parameters in (self._hparams, self._hparams_initial):
-            parameters.update({**dict.fromkeys(objects), "lora": plain_lora(lora)})
-        make_plain(self)
+            parameters.update({**dict.fromkeys(objects), "lora": plain(plain_lora(lora))})
         refuse_objects(self.hparams)
         check_ranges(self.hparams, type(self))
         hp: Any = self.hparams

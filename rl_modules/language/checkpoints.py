@@ -5,13 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from rl_modules.common.accumulation import accumulated_gradients
-from rl_modules.common.calls import set_by_subclass
+from rl_modules.common.arguments import make_loadable, settings_of
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
 from rl_modules.common.errors import UsageError
 from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, is_cut_off, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.interrupted import keep_earlier_checkpoint
-from rl_modules.common.storable import make_loadable
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
 from rl_modules.language.lora import require_same_adapters
 from rl_modules.language.metric_names import monitors
@@ -54,7 +53,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
-        make_loadable(checkpoint, self.given_objects, set_by_subclass(self))
+        make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
         # `WeightAveraging`, whose hook came before, has put averages there and the module's own weights beside them.
         states = [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
         for prefix in self.hparams["description"]["frozen"]:
@@ -115,7 +114,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         if algorithm != here:
             raise UsageError(f"the checkpoint holds {algorithm or 'no language algorithm'}, not {here}; load it with "
                              "that class")  # fmt: skip
-        parameters = checkpoint.get("hyper_parameters", {})
+        parameters = settings_of(checkpoint)
         if "lora" in parameters:
             require_same_adapters(self.hparams["lora"], parameters["lora"])
         description = parameters.get("description") or {}

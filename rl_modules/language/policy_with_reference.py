@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.indices import on
 from rl_modules.common.ranges import real_number
@@ -280,7 +281,7 @@ class PolicyWithReference(LanguagePolicy):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        description = checkpoint.get("hyper_parameters", {}).get("description") or {}
+        description = settings_of(checkpoint).get("description") or {}
         had_reference = description.get("reference_config") is not None
         if "reference_config" in description and had_reference != (self.reference is not None):
             names = [name for name in ("beta", "reference_free", "ref_model_name_or_path") if name in self.hparams]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules import ranks
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
@@ -456,7 +457,7 @@ class RLHFPPO(PolicyWithReference):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        # A run that resumes with another `beta` begins with that. What a subclass sets is in no checkpoint.
+        # A run that resumes with another `beta` begins with that.
         start = self.hparams["beta"]
-        if checkpoint["hyper_parameters"].get("beta", start) == start:
+        if settings_of(checkpoint).get("beta", start) == start:
             self.beta = checkpoint["beta"]

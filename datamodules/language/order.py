@@ -1,0 +1,31 @@
+"""The order in which training goes through its records."""
+
+import torch
+
+from rl_modules.common.seeding import stream_seed
+
+
+class EndlessOrder:
+    """Passes over records without end, each in an order of its own, the same on every rank.
+
+    A pass's order depends on the seed and the pass alone: where a run stands is one number.
+
+    Args:
+        seed: of the orders.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._passes: dict[int, list[int]] = {}
+
+    def at(self, position: int, n: int) -> int:
+        """Which of ``n`` records stands at a position of the endless stream."""
+        number, offset = divmod(position, n)
+        order = self._passes.get(number)
+        if order is None or len(order) != n:
+            generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", number))
+            order = torch.randperm(n, generator=generator).tolist()
+            # Two passes may be in use at once, where a batch goes over the end of one. Rounds that are written ahead
+            # ask in a thread of their own, so the dictionary is replaced and never changed.
+            self._passes = {k: v for k, v in self._passes.items() if k == number - 1} | {number: order}
+        return order[offset]

@@ -1,0 +1,124 @@
+"""The arguments of a module or datamodule: those that this project's constructors received, and those that a user's
+subclass did, whose constructor may choose some and pass on others changed.
+"""
+
+import inspect
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities.parsing import get_init_args
+
+from rl_modules.common.calls import CheckedCall, default_arguments, set_by_subclass
+from rl_modules.common.hooks import is_ours
+from rl_modules.common.storable import described, is_storable, make_plain, name_of, plain
+
+
+def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
+    """Makes the arguments hyperparameters; called in the constructor of a base class.
+
+    Where a subclass has an argument of the same name and passes on another value, as in ``super().__init__(net_arch=
+    [net_arch] * 2)``, ``hparams`` has what was passed on, by which the run goes, and not what the subclass received, as
+    with Lightning's ``save_hyperparameters``. The latter is kept in ``made._received`` for checkpoints, from which the
+    subclass's constructor makes the other again.
+
+    Args:
+        made: module or datamodule.
+        ignore: names that are no hyperparameters.
+    """
+    frame: Any = inspect.currentframe()
+    made.save_hyperparameters(ignore=list(ignore), frame=frame.f_back, logger=False)
+    make_plain(made)
+    given = made.__dict__.pop("_given")
+    made._received, made._passed_on = {}, {}
+    if is_ours(type(made).__init__):
+        return
+    ours = _passed_on(frame.f_back)
+    # Lightning's command line knows nothing of arguments that the subclass chooses.
+    for name in ours.keys() - made._hparams.keys() - {*ignore}:
+        made._passed_on[name] = plain(ours[name])
+    for name, value in {**default_arguments(type(made)), **given}.items():
+        now = ours[name] if name in ours else made._hparams.get(name, value)
+        if value is now or repr(plain(value)) == repr(plain(now)):
+            continue
+        if not is_storable(value):
+            if name not in ours:
+                continue  # a command line's words for the object are no other value
+            if name in given and name not in ignore:
+                made.given_objects[name] = name_of(value)
+        made._received[name] = plain(value)
+        if name in ours and name in made._hparams:
+            made._passed_on[name] = plain(now)
+    made.restore_passed_on()
+
+
+def _passed_on(frame: FrameType | None) -> dict[str, Any]:
+    """What the outermost of this project's constructors received, and the inner ones beside it."""
+    found: dict[str, Any] = {}
+    while frame is not None and frame.f_code.co_name == "__init__":
+        cls = frame.f_locals.get("__class__")
+        if cls is not None and is_ours(cls):
+            found.update(get_init_args(frame))
+        frame = frame.f_back
+    return found
+
+
+def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what a checkpoint holds of the arguments of a module or datamodule: those with which its class makes it
+    again, and the settings of the run that differ from them, because a constructor of the user's chose them.
+
+    Args:
+        made: module or datamodule.
+        settings: its hyperparameters, as Lightning stores them.
+    """
+    if not isinstance(made, CheckedCall):
+        return settings, {}
+    chosen = set_by_subclass(made)
+    parameters: Any = made
+    now, then = parameters._hparams, parameters._hparams_initial
+    # A setting that was assigned since has no such value.
+    changed = {name for name in then if repr(now.get(name)) != repr(then[name])}
+    received = {name: value for name, value in made._received.items() if name not in changed}
+    stored = {name: x for name, x in settings.items() if name not in chosen}
+    others = {name: plain(settings[name]) for name in {*chosen, *received} if name in settings}
+    return {**stored, **received}, {name: x for name, x in others.items() if is_storable(x)}
+
+
+def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> None:
+    """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written.
+
+    Args:
+        checkpoint: its module's arguments lose what it can't hold; in those of its datamodule, which whoever resumes
+            builds again, names stand for objects. Callbacks' NumPy numbers become Python's.
+        module: whose checkpoint it is; without its arguments that were objects, ``load_from_checkpoint`` refuses.
+        datamodule: of the run; None: there is none.
+    """
+    parameters, chosen = arguments_to_store(module, checkpoint.get("hyper_parameters", {}))
+    checkpoint["hyper_parameters"] = {name: plain(x) for name, x in parameters.items() if is_storable(x)}
+    checkpoint["left_out"] = dict(module.given_objects)
+    checkpoint["chosen"] = {"hyper_parameters": chosen}
+    if "datamodule_hyper_parameters" in checkpoint:
+        parameters, chosen = arguments_to_store(datamodule, checkpoint["datamodule_hyper_parameters"])
+        checkpoint["datamodule_hyper_parameters"] = plain(described(parameters))
+        checkpoint["chosen"]["datamodule_hyper_parameters"] = chosen
+    for name, state in checkpoint.get("callbacks", {}).items():
+        checkpoint["callbacks"][name] = _with_python_numbers(state)
+
+
+def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> dict[str, Any]:
+    """Returns the hyperparameters of a checkpoint's run, those among them that a subclass's constructor chose.
+
+    Args:
+        checkpoint: as it was loaded.
+        key: ``hyper_parameters`` of the module, or ``datamodule_hyper_parameters``.
+    """
+    return {**(checkpoint.get(key) or {}), **checkpoint.get("chosen", {}).get(key, {})}
+
+
+def _with_python_numbers(state: Any) -> Any:
+    if type(state) is dict:
+        return {_with_python_numbers(key): _with_python_numbers(item) for key, item in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_with_python_numbers(item) for item in state)
+    return state.item() if isinstance(state, np.generic) else state
