@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
 from datamodules.environments import Environments
-from datamodules.envs.masks import unread_masks
+from datamodules.envs.given_vector import check_vector
 from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
@@ -252,7 +252,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         if not self.environments.is_open:
             self.environments.open()
             if self.environments.makes_vector:
-                self._check_vector(self.example_env)
+                check_vector(self.example_env, self)
                 self.n_envs = self.example_env.num_envs
         if stage == "fit":
             self._collector = self._make_collector()
@@ -273,39 +273,6 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     def _resolve(self) -> None:
         raise UsageError(f"{type(self).__name__} must define _resolve")
-
-    def _check_vector(self, envs: VectorEnv) -> None:
-        """Says which arguments of single environments a vector of the user's does not follow, which of its masks nobody
-        reads, and when it is taken to reset.
-
-        Raises:
-            UsageError: ``env_kwargs`` for a vector that is made already, or no known way of resetting.
-        """
-        given: Any = self.hparams
-        if self.environments.is_one_vector and self.env_kwargs:
-            raise UsageError(f"env_kwargs={self.env_kwargs} are for a callable that makes the environments; "
-                             f"{self.env_name} was given as a vector")  # fmt: skip
-        parameter = inspect.signature(type(self).__init__).parameters.get("n_envs")
-        usual = {"vectorization_mode": "sync", "autoreset_mode": "same_step"}
-        other = [f"{name}={given[name]}" for name, value in usual.items() if given[name] != value]
-        if parameter is not None and given.n_envs not in (parameter.default, envs.num_envs):
-            other.append(f"n_envs={given.n_envs}")
-        if other:
-            rank_zero_warn(f"{self.env_name} is a vector of {envs.num_envs} environments, which brings its own number "
-                           f"and way of stepping: {', '.join(other)} does not apply")  # fmt: skip
-        mode = envs.metadata.get("autoreset_mode")
-        if mode is None:
-            rank_zero_warn(f"{self.env_name} has no metadata['autoreset_mode'] and is taken for one of "
-                           "AutoresetMode.NEXT_STEP: the step after an episode's end resets, and is no transition; set "
-                           "AutoresetMode.SAME_STEP there if the step that ends an episode resets")  # fmt: skip
-        elif not isinstance(mode, AutoresetMode):
-            raise UsageError(f"{self.env_name} has metadata['autoreset_mode']={mode!r}; it must be a member of "
-                             "gymnasium.vector.AutoresetMode, such as AutoresetMode.SAME_STEP")  # fmt: skip
-        where = unread_masks(envs) if self.action_masks else None
-        if where is not None:
-            rank_zero_warn(f"{self.env_name} gives action masks {where}, and only those in a vector's observations "
-                           "are read: the policy acts without masks; put them there as 'action_mask', give a callable "
-                           "that makes one environment, or action_masks=False")  # fmt: skip
 
     def begin_run(self) -> None:
         """Resets the state of a run before a checkpoint is loaded; a subclass resets its storage.
