@@ -131,7 +131,8 @@ class Environments:
     def example(self) -> Any:
         """One environment, or the vector; available between :meth:`open` and :meth:`close`."""
         if self._example is None:
-            raise RuntimeError("the environment is made by setup, which comes first")
+            raise RuntimeError("the environment is there from setup to teardown; after a fit ask the module for its "
+                               "spaces, before it call setup")  # fmt: skip
         return self._example
 
     @property

@@ -24,7 +24,7 @@ from datamodules.frame_buffer import FrameReplayBuffer, stack_size
 from datamodules.hindsight import HindsightReplayBuffer, require_goals
 from datamodules.loader import LazyLoader
 from datamodules.replay_arguments import check_arguments, parse_train_freq, require_memory
-from datamodules.resume import resumed_position
+from datamodules.resume import preparation, resumed_position
 from datamodules.samplers import PrioritizedSampler, UniformSampler
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import REPLAY
@@ -471,6 +471,7 @@ class ReplayDataModule(ControlDataModule):
             "layout": self._layout,
             "replay": self.replay.state_dict(self.checkpoint_buffer_size),
             "sampler": self.sampler.state_dict(self.checkpoint_buffer_size),
+            "preparation": preparation(self.learner) if self.has_learner else {},
             "drawn": [tree_map(lambda x: x.cpu(), batch) for batch in self._drawn],
         }
 
@@ -508,5 +509,7 @@ class ReplayDataModule(ControlDataModule):
                 "transitions are lost, and the run differs from one that was never stopped."
             )
         self.sampler.load_state_dict(state["sampler"])
-        if goes_on:
+        here = preparation(self.learner) if self.has_learner else {}
+        # Those that were prepared for another setting are drawn anew.
+        if goes_on and {**here, **state.get("preparation", {})} == here:
             self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])

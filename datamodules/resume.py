@@ -33,6 +33,28 @@ def state_of_rank(states: list[Any], rank: int, world_size: int, n_envs: int) ->
     return states[rank]
 
 
+def preparation(learner: Any) -> dict[str, Any]:
+    """The settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
+    return {name: learner.hparams[name] for name in getattr(learner, "prepares_by", ())}
+
+
+def require_same_preparation(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuses to go on with a rollout that was prepared for another setting.
+
+    Args:
+        saved: :func:`preparation` of the checkpoint's run.
+        here: of this one.
+
+    Raises:
+        UsageError: names the setting.
+    """
+    for name, value in here.items():
+        if saved.get(name, value) != value:
+            raise UsageError(f"{name}={value!r} (it has {saved[name]!r}): the checkpoint is from the middle of an "
+                             "epoch, and its rollout was prepared for the old setting; resume with that, or from a "
+                             "finished run")  # fmt: skip
+
+
 def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
     """Where in its epoch a run resumes, in minibatches.
 

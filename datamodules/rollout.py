@@ -16,7 +16,7 @@ from datamodules.fields import require_rows
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
 from datamodules.overlap import CollectedAhead
-from datamodules.resume import resumed_position
+from datamodules.resume import preparation, require_same_preparation, resumed_position
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Act, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
@@ -314,6 +314,7 @@ class RolloutDataModule(ControlDataModule):
             "shuffler": self._shuffler.get_state(),
             "fields": None if fields is None else tree_map(lambda x: x.cpu(), fields),
             "order": order,
+            "preparation": preparation(self.learner) if self.has_learner else {},
         }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
@@ -328,6 +329,8 @@ class RolloutDataModule(ControlDataModule):
         self._shuffler.set_state(state["shuffler"].cpu())
         self._fields = None if state["fields"] is None else tree_map(lambda x: x.to(device), state["fields"])
         self._order = state["order"]
+        if self.has_learner and (self._fields is not None or ahead["rollout"] is not None):
+            require_same_preparation(state.get("preparation", {}), preparation(self.learner))
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

@@ -65,6 +65,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), devices and "
         "loggers to the Trainer"
     )
+    #: Hyperparameters that decide which fields :meth:`prepare` returns.
+    prepares_by: tuple[str, ...] = ()
     #: Gymnasium action spaces that the algorithm can act in.
     supported_action_spaces: tuple[type[spaces.Space], ...] = (
         spaces.Discrete,

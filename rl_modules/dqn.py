@@ -69,6 +69,7 @@ class DQN(ControlModule):
 
     supported_action_spaces = (spaces.Discrete,)
     experience = REPLAY
+    prepares_by = ("double",)
     network: QNetwork
     target_network: QNetwork
     action_space: spaces.Discrete

@@ -196,7 +196,9 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         named = {name: p for name, p in self.named_parameters() if p.is_floating_point()}
         if not named or bool(torch.stack(torch._foreach_norm(list(named.values()))).isfinite().all()):
             return
-        bad = next((name for name, p in named.items() if not torch.isfinite(p).all()), "all together")
+        bad = next((name for name, p in named.items() if not torch.isfinite(p).all()), None)
+        if bad is None:  # the square of a large weight is infinite
+            return
         raise UsageError(f"after {self.source.num_timesteps:,} transitions the parameter {bad} is NaN or infinite; "
                          "earlier checkpoints are untouched: lower learning_rate or max_grad_norm")  # fmt: skip
 

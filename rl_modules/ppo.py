@@ -79,6 +79,7 @@ class PPO(ActorCriticModule):
     """
 
     experience = MINIBATCHES
+    prepares_by = ("policy_objective",)
 
     def __init__(
         self,

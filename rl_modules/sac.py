@@ -13,6 +13,7 @@ from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import settings_before
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.import_path import Custom
@@ -154,7 +155,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         weights = super().weights_to_start_from(checkpoint)
-        before = settings_of(checkpoint).get("ent_coef")
+        before = settings_before(self, checkpoint).get("ent_coef")
         if before is None:
             # An earlier version left out what the constructor of a subclass had chosen.
             is_same = ("log_ent_coef" in weights) == self.learns_ent_coef
@@ -164,7 +165,23 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
             return weights
         # A new value of the argument overrides the checkpoint's α.
         weights = {name: x for name, x in weights.items() if name != "log_ent_coef"}
-        return weights if self.log_ent_coef is None else {**weights, "log_ent_coef": self.log_ent_coef.detach()}
+        if self.log_ent_coef is None:
+            return weights
+        return {**weights, "log_ent_coef": torch.full_like(self.log_ent_coef, math.log(self.initial_ent_coef))}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores a run; a new value of ``ent_coef`` overrides the checkpoint's α.
+
+        Raises:
+            UsageError: a fit resumes with a fixed α in place of a learned one, or the reverse.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if self.is_fitting and ("log_ent_coef" in checkpoint["state_dict"]) != self.learns_ent_coef:
+            before = settings_of(checkpoint).get("ent_coef")
+            raise UsageError(f"ent_coef={self.hparams['ent_coef']!r} (it has {before!r}): the optimizer's state in the "
+                             "checkpoint is for the other kind, learned or fixed; resume with the same kind, or start "
+                             "from its weights by init_from")  # fmt: skip
+        checkpoint["state_dict"] = self.weights_to_start_from(checkpoint)
 
     # ---------------------------------------------------------------- acting and learning
 

@@ -12,25 +12,29 @@ import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
+from rl_modules.common.arguments import settings_of
+from rl_modules.common.calls import refuse_foreign_call
 from rl_modules.common.errors import UsageError
 from rl_modules.common.launched import ReturnsFromRanks
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
 
-#: The class that ``load_from_checkpoint`` is building, and the arguments that its caller gave.
-_building: ContextVar[tuple[type, frozenset[str]] | None] = ContextVar("building", default=None)
+#: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the checkpoint's settings
+#: before these replaced them; None: unknown.
+_building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None] = ContextVar("building", default=None)
 
 
 @contextmanager
-def building(cls: type, given: Collection[str]) -> Iterator[None]:
+def building(cls: type, given: Collection[str], settings: dict[str, Any] | None = None) -> Iterator[None]:
     """Within it, arguments of new objects of a class come from a checkpoint.
 
     Args:
         cls: of the module or datamodule.
         given: names of the arguments that the caller gave again.
+        settings: of the checkpoint's run; Lightning writes the given arguments over them.
     """
-    token = _building.set((cls, frozenset(given)))
+    token = _building.set((cls, frozenset(given), settings))
     try:
         yield
     finally:
@@ -44,8 +48,19 @@ def chosen_by_checkpoint(made: Any) -> set[str]:
         made: the object, in its constructor.
     """
     names: list[str] = made.given_names
-    cls, given = _building.get() or (None, frozenset())
+    cls, given, _ = _building.get() or (None, frozenset(), None)
     return set(names) - given if cls is not None and isinstance(made, cls) else set()
+
+
+def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Returns the hyperparameters of a checkpoint's run, also where the caller of ``load_from_checkpoint`` gave others.
+
+    Args:
+        made: the module that is being loaded.
+        checkpoint: as ``on_load_checkpoint`` gets it.
+    """
+    cls, _, settings = _building.get() or (None, frozenset(), None)
+    return settings_of(checkpoint) if cls is None or settings is None or not isinstance(made, cls) else settings
 
 
 def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
@@ -104,13 +119,17 @@ class LoadsCheckpoints(ReturnsFromRanks):
 
         Raises:
             TypeError: called on a module instead of its class.
-            UsageError: a file that is no checkpoint of this class, one that names a function for its network, or
-                weights of another network.
+            UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
+                for its network, or weights of another network.
         """
+        taken = ("map_location", "hparams_file", "strict")
+        refuse_foreign_call(cls, (), {name: value for name, value in kwargs.items() if name not in taken})
         if checkpoint_path is None:
             raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
+        settings = None
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
             saved = read_checkpoint(checkpoint_path)
+            settings = settings_of(saved)
             algorithm = saved.get("algorithm")
             if algorithm != cls.__name__:
                 raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
@@ -120,7 +139,7 @@ class LoadsCheckpoints(ReturnsFromRanks):
                     raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
                                      f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
         try:
-            with building(cls, kwargs):
+            with building(cls, kwargs, settings):
                 return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
             if "Error(s) in loading state_dict" not in str(error):
