@@ -272,7 +272,7 @@ class PromptDataModule(LanguageDataModule):
         lacking = n_prompts - sum(self._with_signal(rollout))
         for _ in range(self.dynamic_sampling):
             # Every rank draws as many, or they would not meet again.
-            wanted = self._most_missing(lacking)
+            wanted = self._most_over_ranks(lacking)
             if wanted == 0:
                 break
             rollout = joined(rollout, self._round(wanted))
@@ -298,8 +298,11 @@ class PromptDataModule(LanguageDataModule):
             UsageError: names the functions.
         """
         prompts, names = rollout["prompts"], self.rewards.names
-        is_judgeable = bool(names) and len(set(prompts)) > 1 and not self.rewards.has_failed
-        if is_judgeable and bool(rollout["rewards"].isnan().all()):
+        if not names or (self._world_size == 1 and len(set(prompts)) == 1):
+            return
+        # One rank may have prompts alone that no function judges.
+        is_judged = self.rewards.has_failed or not bool(rollout["rewards"].isnan().all())
+        if not self._most_over_ranks(int(is_judged)):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 
@@ -453,11 +456,11 @@ class PromptDataModule(LanguageDataModule):
         for early in self._early.values():
             early.stop()
 
-    def _most_missing(self, missing: int) -> int:
-        """The largest number of groups that any rank still has to replace."""
+    def _most_over_ranks(self, number: int) -> int:
+        """The largest number of any rank; all ranks call it together."""
         if self._world_size == 1:
-            return missing
-        value = torch.tensor(missing, dtype=torch.int64, device=self.learner_trainer.strategy.root_device)
+            return number
+        value = torch.tensor(number, dtype=torch.int64, device=self.learner_trainer.strategy.root_device)
         return int(self.learner_trainer.strategy.reduce(value, reduce_op="max"))
 
     @property

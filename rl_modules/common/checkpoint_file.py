@@ -20,8 +20,8 @@ from rl_modules.common.launched import ReturnsFromRanks
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
 
-#: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the checkpoint's settings
-#: before these replaced them; None: unknown.
+#: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the settings of the
+#: checkpoint, before these replaced them; None: unknown.
 _building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None] = ContextVar("building", default=None)
 
 

@@ -1,5 +1,6 @@
 """Base class of the language algorithms: arguments, model and tokenizer, optimizer."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.ranges import check_ranges, real_number
 from rl_modules.common.storable import plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
@@ -146,8 +148,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         hp: Any = self.hparams
         for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
-            if real_number(name, value) < least:
-                raise UsageError(f"{name}={value} must be at least {least}")
+            if not least <= real_number(name, value) < math.inf:
+                raise UsageError(f"{name}={value} must be {'finite and ' if value >= least else ''}at least {least}")
         if lr_scheduler is not None and lr_scheduler_kwargs:
             raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "
                              "replaces; give one of them")  # fmt: skip
@@ -404,6 +406,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         if self.optimizer_factory is not None and self.learning_rate != default_of(type(self), "learning_rate"):
             rank_zero_warn(f"learning_rate={self.learning_rate} is AdamW's and has no effect: optimizer="
                            f"{type(optimizer).__name__} brings its own, {optimizer.param_groups[0]['lr']}")  # fmt: skip
+        warn_of_idle(self, self.idle_arguments())
         if self.scheduler_factory is not None:
             scheduler: Any = self.scheduler_factory(optimizer)
         else:
@@ -411,6 +414,20 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             total = self.trainer.estimated_stepping_batches
             scheduler = make_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, optimizer, hp.warmup_steps, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def idle_arguments(self) -> dict[str, str]:
+        """Returns the arguments that nothing reads beside the others: of each, beside what, and what would be right. A
+        warning names those that were given.
+        """
+        idle: dict[str, str] = {}
+        if self.optimizer_factory is not None:
+            idle["weight_decay"] = "beside optimizer, which has its own; give it to that"
+        if self.scheduler_factory is not None:
+            why = "beside lr_scheduler, which is the whole schedule; make it a part of that"
+            idle |= {"lr_scheduler_type": why, "warmup_steps": why}
+        elif self.hparams["lr_scheduler_type"] == "constant":
+            idle["warmup_steps"] = "with lr_scheduler_type='constant'; take constant_with_warmup"
+        return idle
 
     def configure_gradient_clipping(
         self,

@@ -114,6 +114,15 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             raise UsageError(f"record: {name} has shape {tuple(value.shape)}; record a scalar, such as its mean")
         return value.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
 
+    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
+        """Makes an optimizer step, and hands the point of the curves that is due after it to callbacks that monitor
+        one: their ``on_train_batch_end`` comes before the module's, which writes it.
+        """
+        super().optimizer_step(*arguments, **named)
+        step = self.trainer.global_step + 1  # Lightning counts this one later
+        if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitors(self.trainer)):
+            self._hand_to_callbacks(self.summarize(self._means_over_ranks()))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.hold(self.write_due_metrics)
 
@@ -164,8 +173,9 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         if self.trainer.world_size > 1:
             table = self.trainer.strategy.reduce(table, reduce_op="sum")
         sums, weights = table.unbind(-1)
-        means = torch.where(weights > 0, sums / weights, torch.nan).tolist()
-        return {displayed_name(name): mean for name, mean in zip(names, means, strict=True) if mean == mean}
+        found = zip(names, *torch.stack([weights, sums / weights]).tolist(), strict=True)
+        # What has a weight is shown as it is: callbacks such as `EarlyStopping` ask whether it is finite.
+        return {displayed_name(name): mean for name, weight, mean in found if weight > 0}
 
     def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
         """Make metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""

@@ -1,0 +1,79 @@
+"""What callbacks that monitor a training curve see, and arguments that nothing reads."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from datamodules import InstructionDataModule, PromptDataModule
+from rl_modules import GRPO, SFT
+from rl_modules.common.errors import UsageError
+from tests.training import fit
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+def demonstrations(**arguments):
+    return InstructionDataModule("addition", n_train=64, n_eval=0, batch_size=4, **arguments)
+
+
+class Diverges(SFT):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if self.trainer.global_step == 3 else loss
+
+
+def test_a_loss_that_is_no_number_is_shown_and_stops_early_stopping():
+    stop = EarlyStopping("train/loss", check_finite=True, check_on_train_epoch_end=False, patience=100)
+    stop.on_train_batch_end = lambda trainer, module, *_: stop._run_early_stopping_check(trainer)
+    trainer = fit(Diverges(model_config=TINY, logging_steps=1), demonstrations(), max_steps=12, callbacks=[stop])
+    # The weights are no numbers after step 4; the next loss shows it.
+    assert math.isnan(trainer.callback_metrics["train/loss"]) and trainer.global_step == 5
+
+
+def rising(completions, trainer_state, **columns):
+    return [trainer_state.global_step + i % 2 for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_checkpoint_is_ranked_by_the_point_of_its_own_step(micro, tmp_path):
+    kept = ModelCheckpoint(tmp_path, monitor="train/reward", mode="max", save_top_k=-1, every_n_train_steps=2,
+                           filename="{step}")  # fmt: skip
+    data = PromptDataModule("addition", num_generations=4, batch_size=8, reward_funcs=[rising], n_eval=0)
+    fit(GRPO(model_config=TINY, max_completion_length=4, logging_steps=2), data, max_steps=8, callbacks=[kept],
+        enable_checkpointing=True, accumulate_grad_batches=micro)  # fmt: skip
+    scores = {path.rpartition("=")[2]: float(score) for path, score in kept.best_k_models.items()}
+    # Steps 0 and 1 earn 0.5 and 1.5 on average, and so on.
+    assert scores == {"2.ckpt": 1.0, "4.ckpt": 3.0, "6.ckpt": 5.0, "8.ckpt": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"optimizer": torch.optim.SGD, "weight_decay": 0.5}, "weight_decay=0.5 does nothing beside optimizer"),
+        ({"lr_scheduler": lambda o: torch.optim.lr_scheduler.ConstantLR(o), "warmup_steps": 3},
+         "warmup_steps=3 does nothing beside lr_scheduler"),
+        ({"lr_scheduler": lambda o: torch.optim.lr_scheduler.ConstantLR(o), "lr_scheduler_type": "cosine"},
+         "lr_scheduler_type='cosine' does nothing beside lr_scheduler"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3 .*take constant_with_warmup"),
+    ],
+)  # fmt: skip
+def test_what_a_part_of_the_user_s_replaces_is_named(arguments, sentence):
+    with pytest.warns(UserWarning, match=sentence):
+        fit(SFT(model_config=TINY, **arguments), demonstrations(), max_steps=1)
+
+
+def test_nothing_is_named_where_all_is_read():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(SFT(model_config=TINY, weight_decay=0.5, warmup_steps=3), demonstrations(), max_steps=1)
+        fit(SFT(model_config=TINY, lr_scheduler_type="constant"), demonstrations(), max_steps=1)
+    assert not [w for w in caught if "does nothing" in str(w.message)]
+
+
+@pytest.mark.parametrize("rate", [math.inf, math.nan])
+def test_a_rate_is_finite(rate):
+    with pytest.raises(UsageError, match=f"learning_rate={rate} must be .*at least 0"):
+        SFT(learning_rate=rate)
