@@ -187,6 +187,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             notice(f"eval_num_generations={hp.eval_num_generations} completions of a prompt are all the same at "
                    "eval_temperature=0; set it above 0 for pass@k")  # fmt: skip
         if stage == "fit":
+            if batches := getattr(self.trainer, "overfit_batches", 0):
+                notice(f"overfit_batches={batches} repeats no batch: they are made anew in every "
+                       f"pass; give n_train={self.batch_size}, a batch, to learn it by heart")  # fmt: skip
             self._passes = EndlessOrder(self.seed)
             evaluate_every(self.learner_trainer, hp.eval_steps, hp.eval_on_start)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from rl_modules.common.arguments import save_arguments
@@ -150,6 +151,10 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
                                    ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
             if not least <= real_number(name, value) < math.inf:
                 raise UsageError(f"{name}={value} must be {'finite and ' if value >= least else ''}at least {least}")
+        for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if factory is not None and not callable(factory):
+                raise UsageError(f"{name}={factory!r} must be a callable, such as a class of torch.optim"
+                                 f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
         if lr_scheduler is not None and lr_scheduler_kwargs:
             raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "
                              "replaces; give one of them")  # fmt: skip
@@ -409,6 +414,9 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         warn_of_idle(self, self.idle_arguments())
         if self.scheduler_factory is not None:
             scheduler: Any = self.scheduler_factory(optimizer)
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise UsageError("lr_scheduler=ReduceLROnPlateau needs a metric; override configure_optimizers, and "
+                                 "return it there with the monitor, or take another scheduler")  # fmt: skip
         else:
             hp: Any = self.hparams
             total = self.trainer.estimated_stepping_batches

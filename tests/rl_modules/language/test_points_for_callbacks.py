@@ -1,5 +1,6 @@
 """What callbacks that monitor a training curve see, and arguments that nothing reads."""
 
+import json
 import math
 import warnings
 
@@ -10,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from datamodules import InstructionDataModule, PromptDataModule
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError
+from tests.ranks import on_ranks
 from tests.training import fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -73,7 +75,44 @@ def test_nothing_is_named_where_all_is_read():
     assert not [w for w in caught if "does nothing" in str(w.message)]
 
 
+def test_an_optimizer_and_a_scheduler_are_callables_that_need_no_metric():
+    with pytest.raises(UsageError, match="optimizer='adamw' must be a callable, such as a class of torch.optim$"):
+        SFT(optimizer="adamw")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(UsageError, match="lr_scheduler=ReduceLROnPlateau needs a metric; override"):
+        fit(SFT(model_config=TINY, lr_scheduler=lambda o: plateau(o)), demonstrations(), max_steps=1)
+
+
+def test_overfit_batches_is_answered_by_what_repeats_one(caplog):
+    fit(SFT(model_config=TINY), demonstrations(), max_steps=1, overfit_batches=1)
+    assert "overfit_batches=1 repeats no batch" in caplog.text and "give n_train=4" in caplog.text
+
+
 @pytest.mark.parametrize("rate", [math.inf, math.nan])
 def test_a_rate_is_finite(rate):
     with pytest.raises(UsageError, match=f"learning_rate={rate} must be .*at least 0"):
         SFT(learning_rate=rate)
+
+
+def of_one_domain(completions, domain, **columns):
+    return [float(len(c)) if d == "arithmetic" else None for c, d in zip(completions, domain, strict=True)]
+
+
+def rewarded(path, ranks):
+    data = PromptDataModule(path=str(path), num_generations=2, batch_size=8 // ranks, reward_funcs=[of_one_domain],
+                            n_eval=0)  # fmt: skip
+    model = GRPO(model_config=TINY, max_completion_length=4, logging_steps=1, learning_rate=1e-3)
+    fit(model, data, max_steps=2, **({"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}))
+    return model.latest_metrics["train/rewards/of_one_domain/mean"]
+
+
+@pytest.mark.long
+def test_a_rank_whose_prompts_no_function_judges_trains_with_the_others(tmp_path):
+    rows = [{"prompt": f"{i}+1=", "domain": "arithmetic" if i % 3 == 0 else "talk"} for i in range(30)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = rewarded(path, 1)
+    assert on_ranks(lambda: rewarded(path, 2), tmp_path / "ranks") == pytest.approx([one, one])
+    path.write_text("".join(json.dumps({**row, "domain": "talk"}) + "\n" for row in rows))
+    with pytest.raises(UsageError, match="None or NaN, which is no reward, for all 8 completions"):
+        rewarded(path, 1)
