@@ -25,6 +25,12 @@ def check_arguments(hp: Any) -> None:
     if len(given) != 1:
         raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
     check_splits(hp)
+    for name in ("columns", "answer_after"):
+        if hp[name] is not None and hp.task is not None:
+            raise UsageError(f"{name}={hp[name]!r} is for a file or dataset, and task={hp.task!r} makes its records as "
+                             "they are; leave it out")  # fmt: skip
+    if hp.dataset_config is not None and hp.dataset is None:
+        raise UsageError(f"dataset_config={hp.dataset_config!r} is a dataset's, and none is given")
     if not isinstance(hp.chat_template, bool | None):
         raise UsageError(f"chat_template={hp.chat_template!r} must be true or false; the template itself belongs to "
                          "the tokenizer, as chat_template.jinja in its folder")  # fmt: skip

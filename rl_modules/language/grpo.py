@@ -217,6 +217,24 @@ class GRPO(PolicyWithReference):
         super().check_architecture()
         can_share(self.model, 0)
 
+    def idle_arguments(self) -> dict[str, str]:
+        idle = super().idle_arguments()
+        if self.loss_type != "sapo":
+            idle |= dict.fromkeys(
+                ("sapo_temperature_pos", "sapo_temperature_neg"), "without loss_type='sapo'; set that"
+            )
+        else:
+            idle |= dict.fromkeys(("epsilon", "epsilon_high"), "with loss_type='sapo', which does not clip")
+        if self.loss_type == "cispo":
+            idle["epsilon"] = "with loss_type='cispo', which bounds by epsilon_high alone"
+        if not self.hparams["sync_ref_model"]:
+            why = "while sync_ref_model is false; set that to true"
+            idle |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), why)
+        if not self.corrects:
+            why = "without an importance_sampling_correction; set that"
+            idle |= dict.fromkeys(("importance_sampling_clip_min", "importance_sampling_clip_max"), why)
+        return idle
+
     # ---------------------------------------------------------------- experience
 
     def rewards(self, rollout: Rollout) -> Tensor:

@@ -67,11 +67,37 @@ def test_what_a_part_of_the_user_s_replaces_is_named(arguments, sentence):
         fit(SFT(model_config=TINY, **arguments), demonstrations(), max_steps=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 does nothing without loss_type='sapo'"),
+        ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 does nothing with loss_type='sapo'"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1 does nothing with loss_type='cispo'"),
+        ({"ref_model_mixup_alpha": 0.5}, "ref_model_mixup_alpha=0.5 does nothing while sync_ref_model is false"),
+        ({"importance_sampling_clip_max": 2.0}, "clip_max=2.0 does nothing without an importance_sampling_correction"),
+    ],
+)  # fmt: skip
+def test_what_another_loss_reads_is_named(arguments, sentence):
+    data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0)
+    with pytest.warns(UserWarning, match=sentence):
+        fit(GRPO(model_config=TINY, max_completion_length=4, **arguments), data, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"columns": {"prompt": "question"}}, {"answer_after": "####"}, {"dataset_config": "main"}]
+)
+def test_what_a_task_does_not_read_is_refused(arguments):
+    with pytest.raises(UsageError, match=f"^{next(iter(arguments))}="):
+        PromptDataModule("addition", num_generations=4, batch_size=8, **arguments)
+
+
 def test_nothing_is_named_where_all_is_read():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(SFT(model_config=TINY, weight_decay=0.5, warmup_steps=3), demonstrations(), max_steps=1)
         fit(SFT(model_config=TINY, lr_scheduler_type="constant"), demonstrations(), max_steps=1)
+        data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0)
+        fit(GRPO(model_config=TINY, max_completion_length=4, epsilon=0.1), data, max_steps=1)
     assert not [w for w in caught if "does nothing" in str(w.message)]
 
 
