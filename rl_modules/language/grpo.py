@@ -220,9 +220,8 @@ class GRPO(PolicyWithReference):
     def idle_arguments(self) -> dict[str, str]:
         idle = super().idle_arguments()
         if self.loss_type != "sapo":
-            idle |= dict.fromkeys(
-                ("sapo_temperature_pos", "sapo_temperature_neg"), "without loss_type='sapo'; set that"
-            )
+            why = "without loss_type='sapo'; set that"
+            idle |= dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), why)
         else:
             idle |= dict.fromkeys(("epsilon", "epsilon_high"), "with loss_type='sapo', which does not clip")
         if self.loss_type == "cispo":

