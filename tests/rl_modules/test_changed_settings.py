@@ -1,101 +1,136 @@
-"""Runs that resume, and modules that load, with other settings than the checkpoint's."""
+"""What schedulers, callbacks and users set stays set: only values that decay are set by the run."""
 
-import math
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
-import torch
+from torch.optim.lr_scheduler import ExponentialLR
 
-from datamodules import ReplayDataModule
-from rl_modules import C51, DQN, PPO, QRDQN, SAC, TQC, CrossQ
-from rl_modules.common.errors import UsageError
+from datamodules import ReplayDataModule, RolloutDataModule
+from rl_modules import DQN, PPO, SAC, TRPO
 from tests.training import fit, rollouts
 
-
-def replay(env_id: str, **arguments):
-    sizes = {"buffer_size": 500, "learning_starts": 16, "batch_size": 8, "eval_freq": 0, "rollouts_per_epoch": 4}
-    return ReplayDataModule(env_id, **{**sizes, "total_timesteps": 64, **arguments})
+halving = partial(ExponentialLR, gamma=0.5)
 
 
-def alpha(path):
-    return float(torch.load(path, weights_only=True)["state_dict"]["log_ent_coef"].exp())
+class Rates(L.Callback):
+    """Keeps the learning rate of every epoch's first update; may change it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.seen: list[float] = []
+        self.factor = factor
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= self.factor
 
 
-@pytest.mark.parametrize("algorithm", [SAC, TQC, CrossQ])
-def test_a_new_entropy_coefficient_overrides_the_learned_one(algorithm, tmp_path):
-    def make(ent_coef):
-        return algorithm(net_arch=[8], ent_coef=ent_coef)
-
-    path, again = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    fit(make("auto_0.5"), replay("Pendulum-v1")).save_checkpoint(path)
-    learned = alpha(path)
-    assert learned != pytest.approx(0.5, abs=1e-6)
-    fit(make("auto_0.5"), replay("Pendulum-v1", total_timesteps=68), ckpt_path=path).save_checkpoint(again)
-    assert alpha(again) == pytest.approx(learned, rel=0.05)
-    fit(make("auto_0.01"), replay("Pendulum-v1", total_timesteps=68), ckpt_path=path).save_checkpoint(again)
-    assert alpha(again) == pytest.approx(0.01, rel=0.05)
-    with pytest.raises(UsageError, match=r"ent_coef=0.1 \(it has 'auto_0.5'\).* learned or fixed; resume"):
-        fit(make(0.1), replay("Pendulum-v1", total_timesteps=68), ckpt_path=path)
-    loaded = algorithm.load_from_checkpoint(path)
-    assert float(loaded.ent_coef) == pytest.approx(learned)
-    assert float(algorithm.load_from_checkpoint(path, ent_coef="auto_0.1").ent_coef) == pytest.approx(0.1)
-    fixed = algorithm.load_from_checkpoint(path, ent_coef=0.1)
-    assert fixed.ent_coef == 0.1 and torch.equal(fixed(torch.ones(2, 3)), loaded(torch.ones(2, 3)))
+def data(kind: type, epochs: int = 4) -> Any:
+    if kind in (PPO, TRPO):
+        return rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=16 * epochs)
+    env = "CartPole-v1" if kind is DQN else "Pendulum-v1"
+    start = {"learning_starts": 8, "batch_size": 4, "train_freq": 1, "gradient_steps": 1}
+    return ReplayDataModule(env, total_timesteps=8 + 10 * epochs, rollouts_per_epoch=10, eval_freq=0, **start)
 
 
-def test_a_run_with_a_fixed_coefficient_does_not_begin_to_learn_it(tmp_path):
-    fit(SAC(net_arch=[8], ent_coef=0.2), replay("Pendulum-v1")).save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(UsageError, match=r"ent_coef='auto' \(it has 0.2\)"):
-        fit(SAC(net_arch=[8]), replay("Pendulum-v1", total_timesteps=68), ckpt_path=tmp_path / "a.ckpt")
-    loaded = SAC.load_from_checkpoint(tmp_path / "a.ckpt", ent_coef="auto_0.5")
-    assert float(loaded.log_ent_coef) == pytest.approx(math.log(0.5))
+@pytest.mark.parametrize("kind", [PPO, DQN, SAC])
+def test_a_scheduler_decays_the_rate_that_was_given(kind: type) -> None:
+    rates = Rates()
+    fit(kind(learning_rate=1e-3, lr_scheduler=halving), data(kind), callbacks=[rates])
+    assert rates.seen == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4])
 
 
-@pytest.mark.parametrize("algorithm", [DQN, QRDQN, C51])
-@pytest.mark.parametrize("double", [True, False])
-def test_minibatches_of_the_other_target_are_drawn_anew(algorithm, double, tmp_path):
-    def data():
-        return replay("CartPole-v1", train_freq=4, gradient_steps=4)
-
-    stopped = fit(algorithm(net_arch=[8], double=not double), data(), max_steps=5)
-    stopped.save_checkpoint(tmp_path / "a.ckpt")
-    resumed = fit(algorithm(net_arch=[8], double=double), data(), ckpt_path=tmp_path / "a.ckpt", max_steps=9)
-    assert stopped.global_step == 5 and resumed.global_step == 9
-    assert resumed.datamodule.num_timesteps == 16 + 3 * 4
+@pytest.mark.parametrize("kind", [PPO, SAC])
+def test_a_callback_changes_the_rate(kind: type) -> None:
+    rates = Rates(0.5)
+    fit(kind(learning_rate=1e-3), data(kind), callbacks=[rates])
+    assert rates.seen == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4])
 
 
-@pytest.mark.parametrize("penalizes", [True, False])
-def test_a_rollout_that_is_half_used_keeps_its_objective(penalizes, tmp_path):
-    objectives = ["clip", "penalty"] if penalizes else ["penalty", "clip"]
-    before, after = (lambda name=name: PPO(net_arch=[8], policy_objective=name) for name in objectives)
-
-    def data():
-        return rollouts("CartPole-v1", n_envs=2, n_steps=16, batch_size=8, n_epochs=2, total_timesteps=128)
-
-    fit(before(), data(), max_steps=5).save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(
-        UsageError,
-        match=rf"^policy_objective='{objectives[1]}' \(it has '{objectives[0]}'\): the checkpoint is from the middle",
-    ):
-        fit(after(), data(), ckpt_path=tmp_path / "a.ckpt", max_steps=9)
-    fit(before(), data(), max_epochs=1).save_checkpoint(tmp_path / "b.ckpt")
-    assert fit(after(), data(), ckpt_path=tmp_path / "b.ckpt", max_epochs=2).current_epoch == 2
+def test_a_resumed_run_keeps_the_rate_that_a_callback_set_and_takes_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    fit(PPO(learning_rate=1e-3), data(PPO, 2), callbacks=[Rates(0.5)]).save_checkpoint(path)
+    same, other = Rates(), Rates()
+    fit(PPO(learning_rate=1e-3), data(PPO), path, callbacks=[same])
+    assert same.seen == pytest.approx([2.5e-4] * 2)
+    fit(PPO(learning_rate=1e-4), data(PPO), path, callbacks=[other])
+    assert other.seen == pytest.approx([1e-4] * 2)
 
 
-def test_an_unknown_hyperparameter_is_refused_on_loading(tmp_path):
-    fit(PPO(net_arch=[8]), rollouts("CartPole-v1"), max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(UsageError, match="PPO takes no argument 'gama'; did you mean gamma"):
-        PPO.load_from_checkpoint(tmp_path / "a.ckpt", gama=0.5)
-    loaded = PPO.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", strict=True, gamma=0.5)
-    assert loaded.gamma == 0.5
+def test_the_rate_of_the_module_may_change_while_it_trains() -> None:
+    class Lowers(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+            pl_module.learning_rate = 1e-4
+
+    class Mine(PPO):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+    seen: list[float] = []
+    fit(Mine(learning_rate=1e-3), data(PPO, 3), callbacks=[Lowers()])
+    assert seen == pytest.approx([1e-3, 1e-4, 1e-4])
 
 
-def test_large_weights_are_numbers(tmp_path):
-    model = PPO(net_arch=[8])
-    fit(model, rollouts("CartPole-v1"), max_epochs=1)
-    with torch.no_grad():
-        next(model.network.parameters()).fill_(1e30)
-    model.require_finite_weights()
-    with torch.no_grad():
-        next(model.network.parameters()).fill_(math.inf)
-    with pytest.raises(UsageError, match="the parameter network.* is NaN or infinite"):
-        model.require_finite_weights()
+@pytest.mark.parametrize(("kind", "settings"), [
+    (PPO, {"clip_range": 0.05, "clip_range_vf": 0.07, "ent_coef": 0.3}), (TRPO, {"target_kl": 0.003}),
+])  # fmt: skip
+def test_settings_of_a_callback_hold(kind: type, settings: dict[str, float]) -> None:
+    class Sets(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 0:
+                for name, value in settings.items():
+                    setattr(pl_module, name, value)
+
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+            assert {name: getattr(pl_module, name) for name in settings} == settings
+
+    fit(kind(), data(kind), callbacks=[Sets()])
+
+
+def test_an_early_stop_may_be_asked_for_after_construction() -> None:
+    def updates(**settings: float) -> float:
+        model = PPO(learning_rate=0.05)
+        for name, value in settings.items():
+            setattr(model, name, value)
+        trainer = fit(
+            model, rollouts("CartPole-v1", n_envs=2, n_steps=32, batch_size=8, n_epochs=4, total_timesteps=64)
+        )
+        (adam,) = trainer.optimizers
+        return next(iter(adam.state.values()))["step"].item()
+
+    assert updates() == 32
+    assert 1 <= updates(target_kl=1e-6) < 32
+
+
+@pytest.mark.long
+def test_settings_of_a_datamodule_change_between_fits() -> None:
+    once = rollouts("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=64)
+    fit(PPO(), once)
+    once.n_steps, once.n_epochs, once.batch_size = 16, 3, 8
+    trainer = fit(PPO(), once)
+    assert once.rollout["observation"].shape[0] == 2 * 16
+    assert trainer.global_step == 2 * 3 * 4 and once.hparams["n_steps"] == 16
+
+    replay = data(DQN)
+    fit(DQN(), replay)
+    replay.train_freq, replay.gradient_steps, replay.batch_size = 2, 3, 8
+    trainer = fit(DQN(), replay)
+    assert trainer.global_step == 40 // 2 * 3 and len(replay.sampler.draw(8)) == 8
+
+
+def test_a_subclass_sets_what_its_base_would_fill_in() -> None:
+    class Mine(RolloutDataModule):
+        def __init__(self, env_id: str, **arguments: Any) -> None:
+            super().__init__(env_id, **arguments)
+            self.n_steps = 4
+
+    mine = Mine("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, total_timesteps=32, eval_freq=0)
+    fit(PPO(), mine)
+    assert mine.rollout["observation"].shape[0] == 2 * 4
