@@ -103,7 +103,7 @@ def test_a_gzipped_file_has_the_records_and_lines_of_the_plain_one(tmp_path):
     ("name", "content"),
     [
         ("data.tsv", b"prompt\tanswer\n2+2\t4\n"),
-        ("data.csv.gz", gzip.compress(b"prompt,answer\n2+2,4\n")),
+        ("data.csv.gz", gzip.compress(b"prompt,answer\n2+2,4\n", mtime=0)),
         ("data.jsonl.zst", b"\x28\xb5\x2f\xfd"),
     ],
 )
