@@ -35,7 +35,7 @@ def state_of_rank(states: list[Any], rank: int, world_size: int, n_envs: int) ->
 
 def preparation(learner: Any) -> dict[str, Any]:
     """The settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
-    return {name: learner.hparams[name] for name in getattr(learner, "prepares_by", ())}
+    return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}
 
 
 def require_same_preparation(saved: dict[str, Any], here: dict[str, Any]) -> None:

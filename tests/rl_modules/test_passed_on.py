@@ -153,6 +153,20 @@ def test_a_subclass_that_saves_its_hyperparameters_keeps_what_it_passed_on(tmp_p
     assert loaded.hparams["net_arch"] == [4] and torch.equal(loaded(torch.ones(3, 4)), model(torch.ones(3, 4)))
 
 
+class Teacher(PPO):
+    """Makes another module first."""
+
+    def __init__(self, net_arch: int = 8, **ppo):
+        pupil = Square(2 * net_arch)
+        super().__init__(net_arch=[net_arch], **ppo)
+        self.widths = pupil.hparams["net_arch"]
+
+
+def test_a_constructor_may_make_another_module():
+    model = Teacher(4)
+    assert model.hparams["net_arch"] == [4] and model.widths == [8, 8]
+
+
 def test_what_a_constructor_changes_in_place_is_changed_once(tmp_path):
     model = ChangesFirst(4, bonus=3.0, gamma=0.25)
     assert (model.gamma, model.bonus) == (0.5, 30.0)
