@@ -28,6 +28,7 @@ from rl_modules.common.import_path import networks_to_plain, require_class
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.pairing import check_source
 from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
@@ -166,10 +167,12 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         """Builds the network from the spaces; at the start of ``fit`` resets the state of the run.
 
         Raises:
-            UsageError: spaces, strategy or precision that the algorithm does not support.
+            UsageError: spaces, strategy or precision that the algorithm does not support, or a datamodule that lacks
+                what it reads.
         """
         self._check_trainer()
         if self._trainer is not None and getattr(self._trainer, "datamodule", None) is not None:
+            check_source(self, self.source, self.is_fitting)
             self._take_spaces(self.source)
         if self.is_built and not hasattr(self, "action_space"):
             raise UsageError(f"{type(self).__name__}.network was set before its spaces were known; set it in "

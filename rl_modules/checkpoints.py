@@ -165,7 +165,7 @@ class CheckpointMixin(MetricsMixin):
             raise UsageError(f"the checkpoint is of another environment: it was trained on {checkpoint['env_id']}, "
                              f"this run is on {source.env_name}; a run resumes only where it was (init_from takes the "
                              "weights alone)")  # fmt: skip
-        seed = settings_of(checkpoint, "datamodule_hyper_parameters")["seed"]
+        seed = settings_of(checkpoint, "datamodule_hyper_parameters").get("seed", source.seed)
         if seed != source.seed:
             raise UsageError(f"seed={source.seed} differs from the checkpoint's {seed}; its random streams resume "
                              "where they were, so give the same")  # fmt: skip

@@ -1,7 +1,7 @@
 """What every language datamodule shares: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -30,6 +30,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.contract import TextLearner, WritingLearner
 
 Record = dict[str, Any]
 Batch = dict[str, Any]
@@ -305,9 +306,14 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return self.encoder.completions(completions)
 
     @property
-    def policy(self) -> Any:
-        """The module in training, which provides the tokenizer, the context length and completions."""
-        return self.learner_trainer.lightning_module
+    def policy(self) -> TextLearner:
+        """The module in training, which provides the tokenizer and the context length."""
+        return cast(TextLearner, self.learner_trainer.lightning_module)
+
+    @property
+    def writer(self) -> WritingLearner:
+        """The same module as what writes completions."""
+        return cast(WritingLearner, self.policy)
 
     @property
     def learner_trainer(self) -> L.Trainer:
@@ -433,7 +439,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
         prompts = [record["prompt_ids"] for record in records]
         early = self.early_rewards(records, k)
-        written = self.policy.act(prompts, seeds, k, on_ended=early and early.on_ended, **settings)
+        listener = None if early is None else early.on_ended
+        written = self.writer.act(prompts, seeds, k, on_ended=listener, **settings)
         pad_id = int(self.policy.tokenizer.pad_token_id)
         self.rewards.take_logged()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
@@ -477,7 +484,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         tokenizer = self.policy.tokenizer
         if not self._warned_of_texts:
             self._warned_of_texts = True
-            note_completions(self.encoder, self.source, self.policy.settings().eos_token_id, len(self.rewards) > 0)
+            note_completions(self.encoder, self.source, self.writer.settings().eos_token_id, len(self.rewards) > 0)
         lengths = written.length.tolist()
         ids = [row[:n] for row, n in zip(written.tokens.tolist(), lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)

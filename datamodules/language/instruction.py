@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from datamodules.loader import LazyLoader
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.contract import PackingLearner
 
 #: What records get here: a source's columns of these names would be taken for it.
 ADDED = ("conversation", "whole", "text_ids", "completion_mask")
@@ -257,7 +258,7 @@ class InstructionDataModule(LanguageDataModule):
     @property
     def _packs(self) -> bool:
         """Whether rows are packed: ``packing`` is true and the model keeps texts apart. Needs the model."""
-        return self.packing and self.policy.can_pack
+        return self.packing and cast(PackingLearner, self.policy).can_pack
 
     @property
     def _pad_id(self) -> int:

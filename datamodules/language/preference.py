@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from datamodules.language.streaming import STREAM_STEPS
 from datamodules.loader import LazyLoader
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.language.contract import PairLearner, PredictsAnswers
 
 
 class PreferenceDataModule(LanguageDataModule):
@@ -143,6 +144,11 @@ class PreferenceDataModule(LanguageDataModule):
         if not self.demonstration_ids and self._scores_demonstrations:
             self.demonstration_ids = self._load_demonstrations()
         self._position, self._has_saved = 0, False
+
+    @property
+    def policy(self) -> PairLearner:
+        """The module in training."""
+        return cast(PairLearner, super().policy)
 
     @property
     def _packs(self) -> bool:
@@ -272,7 +278,7 @@ class PreferenceDataModule(LanguageDataModule):
         Raises:
             UsageError: names its file and line.
         """
-        if not ids and hasattr(self.policy, "check_pairs"):
+        if not ids and isinstance(self.policy, PredictsAnswers):
             place = place_of(record, "")
             raise UsageError(f"{self.source}: a prompt is empty{place and f' ({place})'}; write one, or leave the row "
                              "out: the first token of an answer needs something that predicts it")  # fmt: skip
@@ -338,9 +344,8 @@ class PreferenceDataModule(LanguageDataModule):
         size = self.batch_size * self._world_size
         records = [self.record(number * size + i) for i in range(size)]
         pairs = as_pairs(records)
-        check_pairs = getattr(self.policy, "check_pairs", None)
-        if check_pairs is not None:
-            check_pairs(pairs, self.source)
+        if isinstance(self.policy, PredictsAnswers):
+            self.policy.check_pairs(pairs, self.source)
         return pairs, records, torch.arange(size)
 
     def pairs_of_step(self, number: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from datamodules.resume import resumed_position
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
 from rl_modules.ranks import cpu_group
@@ -132,6 +133,11 @@ class PromptDataModule(LanguageDataModule):
     def forget_records(self) -> None:
         super().forget_records()
         self.demonstrations = None
+
+    @property
+    def policy(self) -> CompletionLearner:
+        """The module in training."""
+        return cast(CompletionLearner, super().policy)
 
     @property
     def generation_size(self) -> int:
@@ -327,7 +333,8 @@ class PromptDataModule(LanguageDataModule):
         records, seeds = self._asked(range(first, first + n_prompts))
         early = self.early_rewards(records, self.num_generations)
         prompts = [record["prompt_ids"] for record in records]
-        written = self.policy.act(prompts, seeds, self.num_generations, on_ended=early and early.on_ended)
+        listener = None if early is None else early.on_ended
+        written = self.policy.act(prompts, seeds, self.num_generations, on_ended=listener)
         return self._as_rollout(records, written, early)
 
     def _reserve(self, n_prompts: int) -> int:

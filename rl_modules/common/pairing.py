@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rl_modules.common.contract import ExperienceSource
 from rl_modules.common.errors import UsageError
 
 #: The datamodule that makes each kind of experience.
@@ -12,6 +13,12 @@ DATAMODULES = {
     "preferences": "PreferenceDataModule",
     "demonstrations": "InstructionDataModule",
 }
+
+
+#: What an algorithm reads of its datamodule.
+SOURCE_PARTS = tuple(
+    sorted({*ExperienceSource.__annotations__, *(name for name in vars(ExperienceSource) if not name.startswith("_"))})
+)
 
 
 def check_pairing(module: Any, data: Any) -> None:
@@ -30,3 +37,23 @@ def check_pairing(module: Any, data: Any) -> None:
         return
     fitting = DATAMODULES.get(wanted, f"a datamodule of kind {wanted!r}")
     raise UsageError(f"{type(module).__name__} learns from {wanted}, {type(data).__name__} makes {made}; use {fitting}")
+
+
+def check_source(module: Any, source: Any, fitting: bool) -> None:
+    """Refuses a datamodule that lacks what a control algorithm reads of it.
+
+    Args:
+        module: the algorithm, with ``experience``.
+        source: the datamodule of its run.
+        fitting: whether the run is a ``fit``; the others need the spaces alone.
+
+    Raises:
+        UsageError: names what is missing, and the datamodule to subclass.
+    """
+    # A property is not asked for its value, which may not be there yet.
+    parts = SOURCE_PARTS if fitting else ("observation_space", "action_space")
+    missing = [name for name in parts if not hasattr(type(source), name) and not hasattr(source, name)]
+    if missing:
+        raise UsageError(f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
+                         f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
+                         "rl_modules.common.contract.ExperienceSource states")  # fmt: skip

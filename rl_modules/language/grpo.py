@@ -1,7 +1,7 @@
 """Group relative policy optimization, and the family around it."""
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
 from rl_modules.language.completion_metrics import moments
+from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.group_metrics import (
     clip_metrics,
     generation_metrics,
@@ -240,7 +241,7 @@ class GRPO(PolicyWithReference):
         """Returns the reward of each completion, [B]: the weighted sum of all rewards; NaN if none applies.
 
         Args:
-            rollout: a generation, see ``PromptDataModule``.
+            rollout: see :class:`~rl_modules.language.contract.Generation`.
         """
         return self.combined_rewards(rollout)
 
@@ -548,3 +549,9 @@ class GRPO(PolicyWithReference):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._synced_at = checkpoint["synced_at"]
+
+
+if TYPE_CHECKING:
+
+    def _is_a_learner(module: GRPO) -> CompletionLearner:
+        return module  # mypy compares them

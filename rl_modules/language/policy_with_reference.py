@@ -61,7 +61,7 @@ class PolicyWithReference(LanguagePolicy):
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
         """Right answers on held-out prompts; where no reward function says which, the reward model's score."""
         datamodule: Any = getattr(self._trainer, "datamodule", None)
-        has_rewards = datamodule is None or len(datamodule.rewards) > 0
+        has_rewards = datamodule is None or len(getattr(datamodule, "rewards", ())) > 0
         return ("eval/pass@1" if has_rewards else self.score_metric, "max")
 
     @property
@@ -170,7 +170,7 @@ class PolicyWithReference(LanguagePolicy):
         A reward model's score joins the rollout's ``rewards`` as the column ``reward_model``.
 
         Args:
-            rollout: a generation, see ``PromptDataModule``.
+            rollout: see :class:`~rl_modules.language.contract.Generation`.
 
         Raises:
             UsageError: there are no rewards, or not one weight for each.

@@ -1,12 +1,13 @@
 """Base class for policies that learn from preferences against a frozen reference policy."""
 
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.contract import PairLearner, WritingLearner
 from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference
 
@@ -196,3 +197,9 @@ class PreferencePolicy(PolicyWithReference):
         if pairs is None:
             return 0
         return zlib.crc32(pairs.tokens.numpy().tobytes(), zlib.crc32(pairs.lengths.numpy().tobytes()))
+
+
+if TYPE_CHECKING:
+
+    def _is_a_learner(module: PreferencePolicy) -> tuple[PairLearner, WritingLearner]:
+        return module, module  # mypy compares them

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguageModule
+from rl_modules.language.contract import PairLearner
 from rl_modules.language.critics import check_same_tokens
 from rl_modules.language.models import add_lora, export_model, make_config, make_model, text_config
 from rl_modules.language.pair_scores import can_pack, pair_scores
@@ -49,6 +50,8 @@ class RewardModel(LanguageModule):
 
     learns_from = "preferences"
     head = "score"
+    #: The mean reward of demonstrations is to be 0, see :meth:`normalize`; the datamodule loads them.
+    scores_demonstrations = True
 
     def __init__(
         self, model_name_or_path: str | None = None, center_rewards_coefficient: float = 0.0, **base: Any
@@ -355,3 +358,9 @@ def _from_checkpoint(path: str) -> RewardModel:
         raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
                          "by `rl export` with --model, and give the directory")  # fmt: skip
     return RewardModel.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+
+
+if TYPE_CHECKING:
+
+    def _is_a_learner(module: RewardModel) -> PairLearner:
+        return module  # mypy compares them

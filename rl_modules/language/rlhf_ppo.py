@@ -1,6 +1,6 @@
 """Reinforcement learning from human feedback with proximal policy optimization."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from rl_modules import ranks
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.language.completion_metrics import length_metrics
+from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy import with_logged_columns
@@ -211,7 +212,7 @@ class RLHFPPO(PolicyWithReference):
         rest is the reward of the last token. NaN excludes a completion from the losses.
 
         Args:
-            rollout: a generation, see ``PromptDataModule``.
+            rollout: see :class:`~rl_modules.language.contract.Generation`.
         """
         judges_alone = self.reward_model is not None and self.reward_weights is None
         by_token = None if judges_alone else rollout.get("token_rewards")
@@ -465,3 +466,9 @@ class RLHFPPO(PolicyWithReference):
         start = self.hparams["beta"]
         if settings_of(checkpoint).get("beta", start) == start:
             self.beta = checkpoint["beta"]
+
+
+if TYPE_CHECKING:
+
+    def _is_a_learner(module: RLHFPPO) -> CompletionLearner:
+        return module  # mypy compares them
