@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs import restore
-from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite
+from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite, require_own_memory
 from datamodules.envs.tensors import rows_of
 from datamodules.episode_statistics import EpisodeStatistics
 from datamodules.fields import require_acted
@@ -64,6 +64,8 @@ class Collector:
         self._raw: Any = None
         self._episodes_at_close: list[dict[str, Any]] | None = None
         self._resets_next = np.zeros(envs.num_envs, bool)
+        # Whether an episode has ended in a vector that resets in the same step.
+        self._has_ended = False
         #: Environments whose current observation is the first of its episode, [N].
         self.episode_start = np.ones(envs.num_envs, bool)
         #: Whether rows were experienced that nobody has yet: a rollout was begun and, after an error, not finished.
@@ -167,6 +169,9 @@ class Collector:
             ended = observation_arrays(self.space, raw)
             return [(int(i), tree_map(lambda x, i=i: x[i].copy(), ended)) for i in np.flatnonzero(done)]
         final = require_final(self.name, info)
+        if not self._has_ended:
+            self._has_ended = True
+            require_own_memory(self.envs, self.name, final, done)
         if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
             final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
         # A vector may write the next ones into the same memory.

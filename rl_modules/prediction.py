@@ -64,14 +64,22 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
     if action_masks is not None or not module.masks_actions:
         mask = action_masks
     if mask is not None:
-        arrays = join_mask(arrays, mask_rows(module.action_space, mask, n))
+        # A vector hands out final observations with the others, and wants some action for them.
+        may_be_over = action_masks is None and not single
+        arrays = join_mask(arrays, mask_rows(module.action_space, mask, n, may_be_over))
     # Torch takes no views that run backwards, such as a picture turned upside down.
     tensors = tree_map(lambda x: torch.as_tensor(np.ascontiguousarray(x)).to(module.device), arrays)
     return (in_double(tensors) if is_double(module) else tensors), n, single
 
 
-def mask_rows(space: spaces.Space, mask: Any, n: int) -> np.ndarray:
+def mask_rows(space: spaces.Space, mask: Any, n: int, may_be_over: bool = False) -> np.ndarray:
     """Action masks of n observations, [n, size] bool.
+
+    Args:
+        space: of the actions.
+        mask: n masks.
+        n: observations.
+        may_be_over: a row that allows nothing is an ended episode's, and allows everything.
 
     Raises:
         UsageError: another shape, or a row that allows nothing.
@@ -82,6 +90,9 @@ def mask_rows(space: spaces.Space, mask: Any, n: int) -> np.ndarray:
                          f"{(n, size) if size else 'none'}")  # fmt: skip
     rows = array.reshape(n, size).astype(bool)
     first = np.cumsum([0, *choices(space)[:-1]])
-    if not np.logical_or.reduceat(rows, first, axis=1).all():
+    allows = np.logical_or.reduceat(rows, first, axis=1).all(1, keepdims=True)
+    if may_be_over:
+        return rows | ~allows
+    if not allows.all():
         raise UsageError("action_masks allows no action in some row; allow one for each choice")
     return rows

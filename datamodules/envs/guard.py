@@ -54,6 +54,31 @@ def require_final(name: str, info: dict[str, Any]) -> Any:
     return info["final_obs"]
 
 
+def require_own_memory(envs: VectorEnv, name: str, final: Any, done: np.ndarray) -> None:
+    """Refuses final observations that a reset has written over: Gymnasium's SyncVectorEnv does not copy what an
+    environment returns, which may be the same array in every step.
+
+    Args:
+        envs: the vector, which reset in the step in which episodes ended.
+        name: the environment's.
+        final: final observations by environment.
+        done: which episodes ended, [N] bool.
+
+    Raises:
+        UsageError: says how to return them.
+    """
+    after_reset = getattr(envs.unwrapped, "_env_obs", None)
+    if after_reset is None or not isinstance(final, np.ndarray) or final.dtype != object:
+        return
+    for i in np.flatnonzero(done):
+        parts = zip(tree_leaves(final[i]), tree_leaves(after_reset[i]), strict=False)
+        shared = [np.shares_memory(*pair) for pair in parts if all(isinstance(x, np.ndarray) and x.size for x in pair)]
+        if shared and all(shared):
+            raise UsageError(f"the environment {name} returns the same array in every step, which SyncVectorEnv does "
+                             "not copy before it resets, so that its final_obs is the observation after the reset; "
+                             "return a copy (state.copy()), or give it AutoresetMode.NEXT_STEP")  # fmt: skip
+
+
 def _wrong_shape(envs: VectorEnv) -> tuple[Any, Any] | None:
     """Shapes of an observation and of its space where they differ; None where they agree or are not known."""
     space = envs.single_observation_space

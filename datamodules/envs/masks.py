@@ -153,7 +153,7 @@ class ActionMasks(gym.Wrapper):
                 which = "" if len(allows) == 1 else f" for choice {int(np.flatnonzero(allows == 0)[0])}"
                 raise UsageError(f"the environment's action_mask allows no action{which}, but its episode goes on; end "
                                  "the episode there, or allow an action")  # fmt: skip
-            mask = np.ones(self._size, np.uint8)  # nobody acts here
+            mask = np.zeros(self._size, np.uint8)  # nobody acts here; tables keep what they know of the state
         return join_mask(observation, mask)
 
     def _given(self, observation: Any, info: dict[str, Any]) -> Any:

@@ -132,6 +132,70 @@ def test_tables_bootstrap_from_a_state_that_allows_nothing(make_module: Any, mod
     assert module.greedy_policy()[:5].argmax(1).tolist() == [0, 1, 0, 1, 0]
 
 
+class SaysNoMore(gym.Env):
+    """State 1 forbids action 1 and is worth -10; the episode is cut off there, with a mask that allows nothing.
+
+    Args:
+        source: where the mask is.
+    """
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, source: str = "info") -> None:
+        self.source = source
+        self.observation_space: Any = spaces.Discrete(2)
+        if source == "observation":
+            self.observation_space = spaces.Dict(
+                {"observation": spaces.Discrete(2), "action_mask": spaces.MultiBinary(2)}
+            )
+
+    def _shown(self, over: bool) -> Any:
+        mask = np.array([0, 0] if over else [1, 1 - self.state], np.int8)
+        if self.source == "observation":
+            return {"observation": self.state, "action_mask": mask}, {}
+        return self.state, {"action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.state = int(self.np_random.integers(2))
+        return self._shown(False)
+
+    def step(self, action: Any) -> Any:
+        assert action == 0 or self.state == 0
+        over, self.state = bool(self.state == 0 or self.np_random.random() < 0.1), 1
+        observation, info = self._shown(over)
+        return observation, -1.0, False, over, info
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize("source", ["info", "observation"])
+@pytest.mark.parametrize("make_module", [QLearning, partial(SARSA, expected=True)])
+def test_tables_know_what_a_state_forbids_after_a_mask_that_says_nothing(
+    make_module: Any, source: str, mode: str
+) -> None:
+    module = make_module(gamma=0.9, learning_rate=0.2)
+    data = RolloutDataModule(
+        partial(SaysNoMore, source), n_envs=1, autoreset_mode=mode, total_timesteps=2000, eval_freq=0
+    )
+    fit(module, data)
+    # -1 / (1 - γ) in state 1, and the same from state 0: nothing of the forbidden action's 0.
+    np.testing.assert_allclose([*module.q[0], module.q[1, 0]], -10, atol=0.2)
+    assert module.tables.allowed[1].tolist() == [True, False]
+
+
+def test_predict_acts_for_an_ended_episode_among_others() -> None:
+    module = PPO(net_arch=[8])
+    fit(module, RolloutDataModule(Closes, n_envs=2, total_timesteps=32, n_steps=16, eval_freq=0))
+    envs = SyncVectorEnv([Closes] * 2)
+    observation, _ = envs.reset()
+    for t in range(12):  # the sixth step resets
+        action, _ = module.predict(observation, deterministic=True)
+        assert t % 6 == 5 or (action == t % 6 % 2).all()
+        observation, *_ = envs.step(action)
+    with pytest.raises(UsageError, match="allows no action"):
+        module.predict({"observation": np.zeros(1, np.float32), "action_mask": np.zeros(2)})
+
+
 class FloatMasks(Closes):
     """Masks as RLlib's examples have them."""
 
@@ -328,6 +392,52 @@ class CountsInPlace(Counts):
 def test_final_observations_outlive_the_memory_they_came_in() -> None:
     rollout = first_rollout(CountsInPlace)
     assert torch.equal(rollout["next_observation"], rollout["observation"] + 1)
+
+
+class WalksInPlace(gym.Env):
+    """Returns its state itself, which the next reset overwrites.
+
+    Args:
+        copies: return a copy of the state instead.
+        constant: an array beside it that never changes.
+    """
+
+    action_space = spaces.Discrete(2)
+    box = spaces.Box(0, 9, (1,), np.float32)
+
+    def __init__(self, copies: bool = False, constant: bool = False) -> None:
+        self.state, self.map = np.zeros(1, np.float32), np.ones(1, np.float32)
+        self.copies, self.constant = copies, constant
+        self.observation_space: Any = spaces.Dict({"at": self.box, "map": self.box}) if constant else self.box
+
+    def _observation(self) -> Any:
+        state = self.state.copy() if self.copies else self.state
+        return {"at": state, "map": self.map} if self.constant else state
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.state[:] = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        self.state += 1
+        return self._observation(), 1.0, False, bool(self.state[0] == 5), {}
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_an_environment_that_returns_its_own_array_is_named_where_a_reset_overwrites_it(constant: bool) -> None:
+    vector = partial(SyncVectorEnv, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(UsageError, match=r"same array in every step.*return a copy"):
+        first_rollout(lambda: vector([partial(WalksInPlace, constant=constant)] * 2))
+    rollouts = [
+        first_rollout(lambda: vector([partial(WalksInPlace, True, constant)] * 2)),  # copies
+        first_rollout(lambda: SyncVectorEnv([partial(WalksInPlace, constant=constant)] * 2)),  # resets in the next step
+        first_rollout(partial(WalksInPlace, constant=constant)),  # a vector of this project
+    ]
+    for rollout in rollouts:
+        before, after = (
+            rollout[name]["at"] if constant else rollout[name] for name in ("observation", "next_observation")
+        )
+        assert torch.equal(after[rollout["valid"]], before[rollout["valid"]] + 1)
 
 
 @pytest.mark.parametrize("key", [None, "final_observation"])
