@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import lightning as L
 import yaml
@@ -14,6 +14,15 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli import resume
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules.common.errors import UsageError
+from rl_modules.common.finished_epoch import epoch_to_reopen
+
+
+class StopsWithinEpochs(Protocol):
+    """What every module of this project knows of its run."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the last epoch lacks batches."""
 
 
 class Reached(Exception):
@@ -44,10 +53,13 @@ def position_in(loops: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
-    """Returns the same of a running Trainer."""
-    loop = trainer.fit_loop
+    """Returns the same of a running Trainer, as a checkpoint that it writes now would say."""
+    loop, module = trainer.fit_loop, cast(StopsWithinEpochs, trainer.lightning_module)
     epochs: Any = loop.epoch_progress.current
-    return loop.epoch_loop.batch_progress.total.completed, epochs.started, epochs.processed
+    started, processed = epochs.started, epochs.processed
+    if module.is_cut_off and (number := epoch_to_reopen(trainer)) is not None:
+        started, processed = number, number - 1
+    return loop.epoch_loop.batch_progress.total.completed, started, processed
 
 
 def checkpoints_of(run: Path) -> list[Saved]:

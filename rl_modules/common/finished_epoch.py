@@ -16,6 +16,18 @@ def is_cut_off(trainer: Any) -> bool:
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def epoch_to_reopen(trainer: Any) -> int | None:
+    """Number, from 1, of the epoch that a stop has cut off and Lightning counts as done; None while it is not counted:
+    before an epoch's end and after the first batch of the next.
+
+    Args:
+        trainer: of a run that :func:`is_cut_off` has found cut off.
+    """
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+    # A run that has resumed at an epoch's end counts fewer as started.
+    return int(epochs.processed) if batches.completed and epochs.processed >= epochs.started else None
+
+
 def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Makes a run resume within the epoch that a stop cut off; Lightning counts it as done and begins another.
 
@@ -23,15 +35,10 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
         trainer: of the run.
         checkpoint: about to be written, changed in place.
     """
-    epochs, batches = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop.batch_progress
+    number = epoch_to_reopen(trainer)
     # What a rank returns to the process that started it says nothing of loops: it is not resumed from.
-    if "loops" not in checkpoint:
+    if "loops" not in checkpoint or number is None:
         return
-    # Before the epoch's end and after the first batch of the next, nothing is counted yet.
-    if not batches.current.completed or epochs.current.processed < epochs.current.started:
-        return
-    # A run that has resumed at an epoch's end counts fewer as started.
-    number = epochs.current.processed
     for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         progress.update(ready=number, started=number, processed=number - 1, completed=number - 1)
     checkpoint["epoch"] = number - 1

@@ -51,6 +51,11 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
         self.load_state_dict(state_dict)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a run that resumes has batches left in the last epoch."""
+        return is_cut_off(self.trainer)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
@@ -69,7 +74,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
         checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
         checkpoint["generators"] = self._generators.state(self.device)
-        if self._trainer is not None and self._fitting and is_cut_off(self.trainer):
+        if self._trainer is not None and self._fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
         # Lightning saves what the first rank has.
         own = {name: checkpoint[name] for name in ("unlogged", "generators")}

@@ -115,6 +115,20 @@ def test_verify_finds_a_run_the_same(run: Any, capsys: pytest.CaptureFixture) ->
         assert "the same, bit for bit" in capsys.readouterr().out
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ppo", "dqn", "sft"])
+def test_a_run_that_max_steps_ended_within_an_epoch_is_verified(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["fit", *chaos.CASES[name], "--trainer.max_steps=3"])
+    (folder,) = (tmp_path / "logs").glob("*/version_0")
+    loops = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["loops"]["fit_loop"]
+    assert loops["epoch_progress"]["current"]["processed"] < loops["epoch_progress"]["current"]["started"]
+    assert exit_code("verify", str(folder)) == 0, capsys.readouterr().out
+    assert "the same, bit for bit" in capsys.readouterr().out
+
+
 def tampered(folder: Path, path: Path, change: Any) -> Path:
     """A copy of a run whose last checkpoint is changed."""
     (path / "checkpoints").mkdir(parents=True)
