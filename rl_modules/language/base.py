@@ -41,7 +41,7 @@ from rl_modules.language.models import export_model, make_config, make_model, ma
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import wants_router_loss
 from rl_modules.language.sampling.decode import transformers_model
-from rl_modules.language.self_check import require_left_to_right
+from rl_modules.language.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.sharding import (
     Splitter,
     adopt,
@@ -386,6 +386,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             UsageError: a model that no algorithm can train.
         """
         require_left_to_right(self.model)
+        if not self.dropout:
+            warn_of_noise(self.model)
         if wants_router_loss(self.model) and not self.balances_experts:
             raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
                              f"and {type(self).__name__} does not; set it to false in model_config")  # fmt: skip

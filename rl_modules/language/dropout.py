@@ -1,4 +1,4 @@
-"""Dropout rates of transformers configs: 0 in reinforcement learning, the model's own in its export."""
+"""Rates of dropout and noise in transformers configs: 0 in reinforcement learning, the model's own in its export."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,24 @@ def remove_dropout(config: PretrainedConfig) -> None:
     """Set every dropout rate of a config, and of the language model's in it, to 0; each keeps its own rates aside."""
     for part in _parts(config):
         rates = {name: value for name, value in part.to_dict().items()
-                 if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value}  # fmt: skip
+                 if is_rate(name, part) and isinstance(value, float) and value}  # fmt: skip
         for name in rates:
             setattr(part, name, 0.0)
         if rates:
             setattr(part, REMOVED, {**getattr(part, REMOVED, {}), **rates})
+
+
+def is_rate(name: str, config: PretrainedConfig) -> bool:
+    """Whether a field of a config is the rate of something that only training draws: dropout of units or whole layers,
+    noise on what a router reads.
+
+    Args:
+        name: of the field.
+        config: that has it.
+    """
+    # PhiMoE's says, in evaluation too, which experts come close enough to the best.
+    is_noise = name == "input_jitter_noise" or (name == "router_jitter_noise" and config.model_type != "phimoe")
+    return "dropout" in name or name.endswith(("_pdrop", "layerdrop")) or is_noise
 
 
 def restore_dropout(config: PretrainedConfig) -> bool:

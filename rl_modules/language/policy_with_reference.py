@@ -20,7 +20,7 @@ from rl_modules.language.critics import check_same_tokens, frozen, with_weights_
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.policy import LanguagePolicy
-from rl_modules.language.rereading import encode_again, same_tokens
+from rl_modules.language.rereading import encode_again, reads_in_the_same_form
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.sharding import Splitter, shard
@@ -49,7 +49,7 @@ class PolicyWithReference(LanguagePolicy):
         super().__init__(*args, **kwargs)
         self.reference: Any = None
         self.reward_model: Any = None
-        #: The reward model's tokenizer where it is another than the policy's: texts are then encoded again.
+        #: The reward model's tokenizer where it reads texts otherwise than the policy's: they are encoded again.
         self.reward_tokenizer: Any = None
         # Optimizer step from which the next table of completions is due.
         self._table_due_at = 0
@@ -317,7 +317,7 @@ class PolicyWithReference(LanguagePolicy):
             found = load_reward_model(path, None, hp.torch_dtype, hp.attn_implementation)
         except UsageError as error:
             raise UsageError(f"reward_model_name_or_path={path!r} can't judge: {error}") from error
-        self.reward_tokenizer = None if same_tokens(found.tokenizer, self.tokenizer) else found.tokenizer
+        self.reward_tokenizer = None if reads_in_the_same_form(found.tokenizer, self.tokenizer) else found.tokenizer
         self.reward_offset.fill_(found.offset)
         return with_weights_in(found.model, self.model.dtype)
 

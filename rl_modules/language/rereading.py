@@ -13,9 +13,21 @@ from rl_modules.common.errors import UsageError
 Prompts = Sequence[str | list[dict[str, Any]]]
 
 
-def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether every id stands for the same token in both."""
-    return one.get_vocab() == other.get_vocab()
+def reads_in_the_same_form(judge: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
+    """Whether a reward model finds in the policy's tokens what it was trained on: every id stands for the same token,
+    texts begin and end alike, and conversations have one form where both have a template.
+
+    Args:
+        judge: the reward model's tokenizer.
+        policy: the policy's.
+    """
+    one_has_none = not (judge.chat_template and policy.chat_template)
+    return (
+        judge.get_vocab() == policy.get_vocab()
+        and judge.eos_token_id == policy.eos_token_id
+        and judge("a").input_ids == policy("a").input_ids  # with what begins a text
+        and (one_has_none or judge.chat_template == policy.chat_template)
+    )
 
 
 def encode_again(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -112,6 +112,26 @@ def require_left_to_right(model: Any) -> None:
                          "Gemma")  # fmt: skip
 
 
+def warn_of_noise(model: Any) -> None:
+    """Says so where a model in training mode draws more than the rates that ``remove_dropout`` has set to 0:
+    log-probabilities of training are then not those of the policy that acted.
+
+    Args:
+        model: causal language model or model with a ``score`` head, in training mode.
+    """
+    tokens = probe_texts(model, [8])[0][None]
+    found: list[Tensor] = []
+    with _plainly(model, training=True), first_layers(model):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            found.append(_outputs(model, tokens).double())
+    size, bound = _difference(found[1], found[0], found[0], _rounding(model))
+    if size > bound:
+        log.warning("%s draws random numbers in training mode, though its rates of dropout are 0 here: "
+                    "log-probabilities of training are not those of the policy that acts",
+                    type(model).__name__)  # fmt: skip
+
+
 def _with_other_ending(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers after all tokens but the last, whose last token differs."""
     text = probe_texts(model, [8])[0][None]
@@ -141,13 +161,14 @@ def _difference(fast: Tensor, alone: Tensor, batched: Tensor, relative: float) -
 
 
 @contextmanager
-def _plainly(model: Any) -> Iterator[None]:
+def _plainly(model: Any, training: bool = False) -> Iterator[None]:
+    """Evaluation mode, or with ``training`` the mode that the model is in; no gradient, no traces in the generators."""
     weight = next(model.parameters())
     devices = [weight.device] if weight.device.type == "cuda" else []
     dtype = _autocast_dtype(model)
     with (
         torch.no_grad(),
-        evaluation_mode(model.modules()),
+        nullcontext() if training else evaluation_mode(model.modules()),
         torch.random.fork_rng(devices=devices),
         torch.autocast(weight.device.type, dtype=dtype, enabled=dtype is not None),
     ):

@@ -64,7 +64,7 @@ class SFT(LanguagePolicy):
         super().on_fit_start()
         # Of a model that also takes images, the language model's rates are in a part of the config.
         fields = {**self.model.config.to_dict(), **text_config(self.model.config).to_dict()}
-        rates = [value for key, value in fields.items() if ("drop" in key and key != "layerdrop") or "jitter" in key]
+        rates = [value for key, value in fields.items() if "drop" in key or "jitter" in key]
         layers = [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
         self._drops = any(isinstance(rate, int | float) and rate > 0 for rate in [*rates, *layers])
 

@@ -21,6 +21,7 @@ from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.sft import SFT
+from tests.conformance.architectures import ARCHITECTURES
 from tests.ranks import on_ranks
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit
 
@@ -245,7 +246,9 @@ def test_the_first_minibatch_has_ratio_exactly_one(config, n_micro):
     assert any(not torch.equal(log_prob, batch["log_prob"]) for log_prob, batch in second)
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2])
+@pytest.mark.parametrize("config", [
+    TINY, GPT2, {**ARCHITECTURES["OPT"], "layerdrop": 0.5}, {**ARCHITECTURES["Mixtral"], "router_jitter_noise": 0.5},
+])  # fmt: skip
 def test_the_samplers_log_probs_are_those_of_training(config):
     module = spy(model_config=config, temperature=0.7, learning_rate=0.0)
     fit(module, addition(num_iterations=2), max_steps=2)

@@ -116,6 +116,42 @@ def test_an_answer_is_read_as_the_judge_was_trained_on_it():
     assert (module.score(prompts, answers, chat_template=False) - rewards).abs().min() > 1e-3
 
 
+def characters(eos="<eos>", template=None):
+    """One vocabulary, whatever ends a text."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["end", "template"])
+def test_a_judge_of_the_same_vocabulary_reads_its_own_end_and_template(kind, tmp_path):
+    of_policy = characters(template=TEMPLATE)
+    of_judge = characters("<end>", TEMPLATE) if kind == "end" else characters(template=TEMPLATE.replace("(a:", "[a:"))
+    assert of_policy.get_vocab() == of_judge.get_vocab()
+    judge = RewardModel(model_config=TINY, tokenizer_name_or_path=of_judge)
+    judge.configure_model()
+    path = str(judge.export(tmp_path / "judge"))
+    seen = []
+
+    class Watched(GRPO):
+        def rewards(self, rollout):
+            reward = super().rewards(rollout)
+            seen.append((rollout, rollout["rewards"][:, -1].clone()))
+            return reward
+
+    policy = Watched(reward_model_name_or_path=path, tokenizer_name_or_path=of_policy, **SAMPLING)
+    fit(policy, addition(), max_steps=2)
+    compared = 0
+    for rollout, scores in seen:
+        alone = judge.score(rollout["asked"], rollout["texts"])
+        # `score` reads whole answers: those that have ended.
+        ended = rollout["finished"].tolist()
+        compared += sum(ended)
+        torch.testing.assert_close(scores[ended], alone[ended], atol=1e-5, rtol=1e-5)
+    assert compared
+
+
 @pytest.mark.long
 def test_such_runs_resume_exactly_and_evaluate(judge, tmp_path):
     path = judge()

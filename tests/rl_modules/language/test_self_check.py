@@ -16,7 +16,7 @@ from rl_modules.language import self_check
 from rl_modules.language.packing import can_pack_texts
 from rl_modules.language.sampling import sample
 from rl_modules.language.scoring import completion_log_probs
-from rl_modules.language.self_check import agrees, require_left_to_right, shortest_window
+from rl_modules.language.self_check import agrees, require_left_to_right, shortest_window, warn_of_noise
 from rl_modules.language.shared_scoring import can_share
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
@@ -260,6 +260,18 @@ def test_dropout_of_a_composite_config_is_removed():
     fields = dict(ARCHITECTURES["Gemma-3"])
     fields["text_config"] = {**fields["text_config"], "attention_dropout": 0.5}
     assert built(GRPO, fields).model.config.text_config.attention_dropout == 0.0
+
+
+def test_noise_that_no_rate_of_the_config_switches_off_is_named(caplog):
+    # PhiMoE's router draws in training among experts that are near the best: here all of them.
+    fields = {**ARCHITECTURES["Mixtral"], "model_type": "phimoe", "router_jitter_noise": 1.0}
+    drawn, plain = (built(GRPO, config).model.train() for config in (fields, ARCHITECTURES["Mixtral"]))
+    state = torch.random.get_rng_state()
+    warn_of_noise(plain)
+    assert not caplog.text
+    warn_of_noise(drawn)
+    assert "PhimoeForCausalLM draws random numbers in training mode" in caplog.text
+    assert torch.equal(torch.random.get_rng_state(), state) and all(part.training for part in drawn.modules())
 
 
 def test_an_error_inside_of_a_property_is_its_own():
