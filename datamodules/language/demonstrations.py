@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language.preference_forms import refuse_lost
+from datamodules.language.preference_forms import refuse_other
 from datamodules.language.records import as_messages, as_text
 from datamodules.language.sequences import Sequences
 from rl_modules.common.errors import UsageError
@@ -92,5 +92,5 @@ def demonstrated_text(completion: Any, place: str) -> str:
     if [message["role"] for message in messages] != ["assistant"]:
         raise UsageError(f"{place}: 'completion' has messages of {', '.join(m['role'] for m in messages)}, where "
                          "exactly one of the assistant should be")  # fmt: skip
-    refuse_lost(messages[0], "completion", place)
+    refuse_other(messages[0], "completion", place)
     return str(messages[0]["content"])

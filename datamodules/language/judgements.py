@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from datamodules.language.csv_files import as_number
 from datamodules.language.notices import notice
-from datamodules.language.preference_forms import as_preference, refuse_lost
+from datamodules.language.preference_forms import as_preference, refuse_other
 from datamodules.language.records import NothingUsable
 from rl_modules.common.errors import UsageError
 
@@ -38,8 +38,8 @@ def as_judgement(row: Record, place: str) -> Record:
         UsageError: neither form, a label that is not true or false, or a completion of several messages.
     """
     completion, label = row.get("completion"), as_number(row.get("label"))
-    if not completion and label is None and row.get("chosen") is not None and row.get("rejected") is not None:
-        # A table gives each row the columns of all others: those of a judgement are empty in a pair.
+    if label is None and row.get("chosen") is not None and row.get("rejected") is not None:
+        # A table gives each row the columns of all others: what a judgement has is no part of a pair.
         pair = {name: value for name, value in row.items() if name not in ("completion", "label")}
         return as_preference(pair, place)
     if completion is None or label is None:
@@ -50,7 +50,7 @@ def as_judgement(row: Record, place: str) -> Record:
     if isinstance(completion, list):
         last = completion[0] if len(completion) == 1 else None
         if isinstance(last, dict):
-            refuse_lost(last, "completion", place)
+            refuse_other(last, "completion", place)
         if not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: 'completion' has {len(completion)} messages, where exactly one with role and "
                              "content should be")  # fmt: skip

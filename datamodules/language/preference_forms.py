@@ -69,7 +69,7 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         last = messages[-1] if messages else None
         if isinstance(last, dict):
-            refuse_lost(last, name, place)
+            refuse_other(last, name, place)
         if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
             raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages after the {shared} that both "
                              "answers share, where exactly one with role and content should be")  # fmt: skip
@@ -83,14 +83,20 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
     return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
 
 
-def refuse_lost(message: Record, name: str, place: str) -> None:
-    """Refuses an answer that is more than its text.
+def refuse_other(message: Record, name: str, place: str) -> None:
+    """Refuses a message that is no answer of the assistant's, or more than its text.
 
     Args:
         message: the answer.
         name: its column.
         place: of the row, for messages.
+
+    Raises:
+        UsageError: another role, or a part that would be lost.
     """
+    if "role" in message and message["role"] != "assistant":
+        raise UsageError(f"{place}: {name!r} ends with a message of role {message['role']!r}, where the assistant's "
+                         "answer should be; end it there, or leave the row out")  # fmt: skip
     for key, what in (("tool_calls", "calls tools"), ("reasoning_content", "has reasoning_content")):
         if message.get(key):
             raise UsageError(f"{place}: {name!r} {what}, which is lost where an answer is read as a text; write "

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.language.ahead import WrittenAhead
@@ -112,6 +113,10 @@ class PromptDataModule(LanguageDataModule):
             if self.ptx_batch_size and self.ptx_batch_size < micro:
                 raise UsageError(f"ptx_batch_size={self.ptx_batch_size} is less than one demonstration for each of "
                                  f"trainer.accumulate_grad_batches={micro} micro-batches")  # fmt: skip
+            if self.ptx_batch_size and not getattr(self.policy, "reads_demonstrations", True):
+                rank_zero_warn(f"ptx_batch_size={self.ptx_batch_size} does nothing with {type(self.policy).__name__}, "
+                               "whose loss reads no demonstrations (a subclass whose loss does sets "
+                               "reads_demonstrations = True); take RLHFPPO with ptx_coef, or leave it out")  # fmt: skip
             if self.ptx_batch_size and self.demonstrations is None:
                 self.demonstrations = self._load_demonstrations()
             self._check_async()

@@ -212,8 +212,9 @@ class WritingLearner(TextLearner, Protocol):
 class CompletionLearner(WritingLearner, Protocol):
     """What a datamodule asks whose completions are learned from.
 
-    ``takes_token_rewards``, ``rescores`` and ``correction`` are read where a module has them: whether rewards may be
-    [B, L], whether ``prepare`` computes log-probabilities anew, and how the loss allows for older weights.
+    ``takes_token_rewards``, ``rescores``, ``reads_demonstrations`` and ``correction`` are read where a module has them:
+    whether rewards may be [B, L], whether ``prepare`` computes log-probabilities anew, whether the loss has a part of
+    demonstrations, and how it allows for older weights.
     """
 
     training: bool

@@ -110,6 +110,8 @@ class GRPO(PolicyWithReference):
     learning_curve = "train/reward"
 
     learns_from = "prompts"
+    #: Whether the loss has a part of the datamodule's demonstrations, ``ptx_tokens``, as RLHFPPO's has.
+    reads_demonstrations = False
 
     def __init__(
         self,

@@ -47,7 +47,6 @@ class KTO(PreferencePolicy):
     learning_curve = "train/rewards/margins"
 
     unpaired = True
-    best_metric = ("eval/rewards/margins", "max")
 
     def __init__(
         self,
@@ -68,6 +67,17 @@ class KTO(PreferencePolicy):
                 raise UsageError(f"{name}={value} must be a finite number of at least 0")
         self.loss_type = loss_type
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+
+    @property
+    def held_out_labels(self) -> set[bool]:
+        """Which labels the held-out answers have; both where the datamodule does not say."""
+        records = getattr(getattr(self._trainer, "datamodule", None), "eval_records", ())
+        return {bool(record["label"]) for record in records if "label" in record} or {True, False}
+
+    @property
+    def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
+        """The margin between good and bad answers; where only one kind is held out, the loss."""
+        return ("eval/rewards/margins", "max") if len(self.held_out_labels) == 2 else ("eval/loss", "min")
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         log_prob, reference, kl = self.log_probs_and_kl(batch, "train")
@@ -143,7 +153,9 @@ class KTO(PreferencePolicy):
         log_prob, reference, kl = self.log_probs_and_kl(batch, "eval")
         loss = self.loss(log_prob, reference, batch["label"], kl)
         self.log_evaluation({"eval/loss": loss, "eval/kl": kl}, len(log_prob))
-        for count, metrics in self.rewards(log_prob, reference, batch["label"]):
+        # Those of one kind have no mean where none is held out, on any rank.
+        sides = zip((True, False), self.rewards(log_prob, reference, batch["label"]), strict=True)
+        for count, metrics in (side for label, side in sides if label in self.held_out_labels):
             self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, int(count))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:

@@ -381,6 +381,10 @@ PARTING = {
         (PARTING, "'chosen' has 2 messages after the 0 that both answers share"),
         ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
         ({"prompt": "a", "chosen": [CALL], "rejected": [say("assistant", "b")]}, "'chosen' calls tools, which is lost"),
+        (
+            {"chosen": [say("user", "a"), say("user", "b")], "rejected": [say("user", "a"), say("assistant", "c")]},
+            "'chosen' ends with a message of role 'user'",
+        ),
         ("{not json", "not valid JSON"),
     ],
 )

@@ -123,6 +123,21 @@ def test_micro_batches_of_one_kind_of_answer(make_trainer, data, tmp_path):
     assert "train/rewards/chosen" in module.latest_metrics and "train/rewards/rejected" not in module.latest_metrics
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_held_out_answers_of_one_kind(make_trainer, data, tmp_path, label):
+    """There is no margin to be the best in, nor a mean over none."""
+    one = write(tmp_path / "one.jsonl", [row for row in JUDGEMENTS if row["label"] is label])
+    module, trainer = model(), make_trainer(max_steps=2)
+    trainer.fit(module, datamodule=data(eval_path=one, eval_steps=1))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
+    side, other = ("chosen", "rejected") if label else ("rejected", "chosen")
+    assert f"eval/rewards/{side}" in found and f"eval/rewards/{other}" not in found
+    assert all(value == value for value in found.values())
+    assert module.best_metric == ("eval/loss", "min")
+    trainer.fit(module, datamodule=data(eval_steps=1))
+    assert module.best_metric == ("eval/rewards/margins", "max")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [4, 8, 11])
 def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, data, tmp_path, stop):
@@ -200,6 +215,7 @@ def test_refuses_arguments_by_name(arguments, message):
     ({"prompt": "a", "completion": "b"}, "line 1: has 'prompt', 'completion', where completion and label"),
     ({"prompt": "a", "completion": "b", "label": "good"}, "line 1: label='good' must be true or false"),
     ({"prompt": "a", "completion": [{"role": "user", "content": "b"}] * 2, "label": 1}, "'completion' has 2 messages"),
+    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": 1}, "with a message of role 'user'"),
 ])  # fmt: skip
 def test_refuses_records_by_place(row, message):
     with pytest.raises(UsageError, match=message):
@@ -218,6 +234,8 @@ def test_forms_of_a_judgement():
         "prompt": "a", "completion": "b", "label": True
     }  # fmt: skip
     assert as_judgement({"chosen": "x y", "rejected": "x z"}, "")["prompt"] == "x"
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert as_judgement({**pair, "completion": "d"}, "") == pair  # nothing says that d is good
 
 
 @pytest.mark.parametrize(

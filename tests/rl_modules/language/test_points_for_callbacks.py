@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from datamodules import InstructionDataModule, PromptDataModule
-from rl_modules import GRPO, SFT
+from rl_modules import GRPO, RLOO, SFT
 from rl_modules.common.errors import UsageError
 from tests.ranks import on_ranks
 from tests.training import fit
@@ -81,6 +81,20 @@ def test_what_another_loss_reads_is_named(arguments, sentence):
     data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0)
     with pytest.warns(UserWarning, match=sentence):
         fit(GRPO(model_config=TINY, max_completion_length=4, **arguments), data, max_steps=1)
+
+
+class WithDemonstrations(GRPO):
+    reads_demonstrations = True
+
+
+@pytest.mark.parametrize("cls", [GRPO, RLOO, WithDemonstrations])
+def test_demonstrations_that_no_loss_reads_are_named(cls):
+    data = PromptDataModule("addition", num_generations=4, batch_size=8, n_eval=0, ptx_batch_size=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(cls(model_config=TINY, max_completion_length=4), data, max_steps=1)
+    named = [str(warning.message) for warning in caught if "ptx_batch_size=2 does nothing with" in str(warning.message)]
+    assert len(named) == (cls is not WithDemonstrations)
 
 
 @pytest.mark.parametrize(
