@@ -328,9 +328,13 @@ class GRPO(PolicyWithReference):
     @property
     def rounds_differently(self) -> bool:
         """Whether log-probabilities of decoding and of training differ visibly by rounding."""
-        updates = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         exact = self.trainer.precision in ("32-true", "64-true") and self.hparams["torch_dtype"] == "float32"
-        return updates > 1 and not exact
+        return self.compares_with_sampler and not exact
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether the sampler's log-probabilities would meet those of a forward pass: in a second update's ratio."""
+        return bool(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches > 1)
 
     # ---------------------------------------------------------------- optimization
 

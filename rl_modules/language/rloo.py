@@ -70,6 +70,13 @@ class RLOO(GRPO):
     def wants_reference(self) -> bool:
         return self.kl_coefficient > 0
 
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether the sampler's log-probabilities would meet those of a forward pass: also in the KL, which is 0 for
+        equal weights.
+        """
+        return self.kl_coefficient > 0 or super().compares_with_sampler
+
     # ---------------------------------------------------------------- experience
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:

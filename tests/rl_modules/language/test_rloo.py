@@ -154,6 +154,22 @@ def test_rewards_pay_for_the_distance_and_the_others_are_the_baseline(tmp_path):
     assert kl.abs().max() > 0.1 and "ref_log_prob" not in fields
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_equal_weights_have_no_distance_in_any_precision(precision):
+    """With one update per generation nothing else compares the sampler's log-probabilities with a forward pass's."""
+    paid = []
+
+    class Watched(RLOO):
+        def advantages(self, reward, num_generations):
+            paid.append(reward)
+            return super().advantages(reward, num_generations)
+
+    module = Watched(model_config=TINY, max_completion_length=16, beta=0.5, learning_rate=0.0, logging_steps=1)
+    fit(module, addition(reward_funcs=[f"{HERE}:blind_half"]), max_steps=1, precision=precision)
+    assert module.latest_metrics["train/kl"] == pytest.approx(0, abs=0 if precision == "bf16-mixed" else 1e-6)
+    torch.testing.assert_close(paid[0], paid[0].round(decimals=1), atol=1e-5, rtol=0)
+
+
 def test_the_policy_reads_a_generation_once(monkeypatch):
     read, module = [], rloo(beta=0.3, top_k=7)
 
