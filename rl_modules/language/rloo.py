@@ -80,16 +80,22 @@ class RLOO(GRPO):
     # ---------------------------------------------------------------- experience
 
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Subtracts the KL penalty from the rewards, then prepares the rollout as GRPO does."""
+        """Subtracts the KL penalty from the rewards, then prepares the rollout as GRPO does.
+
+        As in TRL, completions that ``mask_truncated_completions`` leaves out pay none, and their rewards stay in the
+        others' baseline.
+        """
         if self.kl_coefficient:
             self.sync_reference()
             passes = self.in_parts(rollout, self.evaluate_completions)
             mask = completion_mask(rollout["length"], rollout["log_prob"].shape[1])
+            counts = rollout["finished"] if self.mask_truncated_completions else mask.any(-1)
             log_prob = passes["log_prob"] if self.rescores else rollout["log_prob"]
             kl = torch.where(mask, log_prob, 0.0).sum(-1) - passes.pop("reference")
+            kl, tokens = torch.where(counts, kl, 0.0), torch.where(counts, rollout["length"], 0).sum()
             earned = rollout["reward"]
             rollout = {**rollout, "reward": earned - self.kl_coefficient * kl, "earned": earned, "passes": passes}
-            self.record(rollout["length"].sum(), kl=kl.sum() / rollout["length"].sum())
+            self.record(tokens, kl=kl.sum() / tokens.clamp(min=1))
         return super().prepare(rollout)
 
     def forward_passes(self, rollout: Rollout) -> dict[str, Tensor]:

@@ -129,7 +129,8 @@ def test_the_loss_is_trls():
     assert recorded["clip_ratio/region_mean"] > 0
 
 
-def test_rewards_pay_for_the_distance_and_the_others_are_the_baseline(tmp_path):
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_rewards_pay_for_the_distance_and_the_others_are_the_baseline(leaves_out, tmp_path):
     seen = []
 
     class Spy(RLOO):
@@ -142,12 +143,19 @@ def test_rewards_pay_for_the_distance_and_the_others_are_the_baseline(tmp_path):
     other.configure_model()
     other.export(tmp_path / "reference")
     options = {k: v for k, v in rloo().hparams.items() if k in ("model_config", "max_completion_length")}
-    module = Spy(**options, beta=0.3, ref_model_name_or_path=str(tmp_path / "reference"), learning_rate=0.0)
+    module = Spy(**options, beta=0.3, ref_model_name_or_path=str(tmp_path / "reference"), learning_rate=0.0,
+                 mask_truncated_completions=leaves_out, logging_steps=1)  # fmt: skip
     fit(module, addition(reward="blind_half"), max_steps=1)
     ((rollout, fields),) = seen
     text = (rollout["tokens"], rollout["prompt_length"], rollout["length"])
     with torch.no_grad():
         kl = (completion_log_probs(module.model, *text)[0] - completion_log_probs(module.reference, *text)[0]).sum(-1)
+    counted = rollout["length"].sum()
+    if leaves_out:  # TRL's RLOOTrainer takes them out of the mask before it sums
+        finished = rollout["finished"]
+        assert finished.any() and not finished.all()
+        kl, counted = kl * finished, (rollout["length"] * finished).sum()
+    assert module.latest_metrics["train/kl"] == pytest.approx(float(kl.sum() / counted), rel=1e-4)
     priced = (rollout["reward"] - 0.3 * kl).view(-1, 4)
     expected = priced - (priced.sum(-1, keepdim=True) - priced) / 3
     torch.testing.assert_close(fields["advantage"], expected.flatten(), atol=1e-4, rtol=1e-4)
