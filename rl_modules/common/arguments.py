@@ -11,6 +11,7 @@ import numpy as np
 from lightning.pytorch.utilities.parsing import get_init_args
 
 from rl_modules.common.calls import CheckedCall, default_arguments, set_by_subclass
+from rl_modules.common.errors import UsageError
 from rl_modules.common.hooks import is_ours
 from rl_modules.common.storable import described, is_storable, make_plain, name_of, plain
 
@@ -112,8 +113,17 @@ def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> di
     Args:
         checkpoint: as it was loaded.
         key: ``hyper_parameters`` of the module, or ``datamodule_hyper_parameters``.
+
+    Raises:
+        UsageError: they are no settings by name.
     """
-    return {**(checkpoint.get(key) or {}), **checkpoint.get("chosen", {}).get(key, {})}
+    chosen = checkpoint.get("chosen", {})
+    parts = [checkpoint.get(key) or {}, chosen.get(key, {}) if isinstance(chosen, dict) else chosen]
+    for part in parts:
+        if not isinstance(part, dict):
+            raise UsageError(f"the checkpoint is damaged: it has {str(part)[:60]!r} where {key} should be; give one "
+                             "that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+    return {**parts[0], **parts[1]}
 
 
 def _with_python_numbers(state: Any) -> Any:

@@ -240,3 +240,13 @@ def test_a_command_line_gives_what_the_constructor_receives(tmp_path, monkeypatc
     stored = torch.load("a.ckpt", weights_only=True)["hyper_parameters"]
     assert stored["net_arch"] == 4
     assert Square.load_from_checkpoint("a.ckpt").hparams["net_arch"] == [4, 4]
+
+
+@pytest.mark.parametrize("chosen", [3, [1], None, "x", {"hyper_parameters": [1]}])
+def test_settings_that_are_none_are_one_sentence(chosen, tmp_path):
+    trainer = fit(PPO(net_arch=[8]), rollouts("CartPole-v1", total_timesteps=128))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    torch.save({**checkpoint, "chosen": chosen}, tmp_path / "a.ckpt")
+    with pytest.raises(UsageError, match="the checkpoint is damaged: it has .* where hyper_parameters should be"):
+        PPO.load_from_checkpoint(tmp_path / "a.ckpt")
