@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
@@ -259,6 +260,9 @@ class RecurrentMixin(ActorCriticModule):
             prepared["counts"] = self.in_sequences(rollout["valid"])
             rows = prepared["counts"].any(-1)
         if burn_in := self.hparams["burn_in"]:
+            if steps < length + burn_in:
+                rank_zero_warn(f"burn_in={burn_in} does nothing: in rollouts of {steps} steps no sequence of {length} "
+                               "has as many before it; shorten sequence_length, or leave burn_in out")  # fmt: skip
             prepared["burn_in"] = self._burn_in(stored, steps, length, burn_in)
         # Rows are sequences from here on; a sequence of one step may be a reset and no transition.
         return {**prepared, "valid": rows}

@@ -1,5 +1,6 @@
 """Recurrent policies: the unrolled network, the state while acting, sequences, checkpoints, tasks that need memory."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +388,11 @@ def test_masked_velocities() -> None:
     assert observation[[1, 3]].tolist() == [0.0, 0.0] and (observation[[0, 2]] != 0).all()
     with pytest.raises(UsageError, match="MaskVelocity knows the velocities of CartPole"):
         RolloutDataModule("Taxi-v4", wrappers=["datamodules.envs.velocity.MaskVelocity"]).setup("validate")
+
+
+@pytest.mark.parametrize(("arguments", "says"), [({}, True), ({"sequence_length": 8}, False)])
+def test_a_burn_in_that_no_sequence_has_room_for_is_named(arguments: dict[str, Any], says: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(small(burn_in=4, **arguments), rollouts("CartPole-v1", total_timesteps=256))
+    assert says == any("burn_in=4 does nothing: in rollouts of 16 steps" in str(one.message) for one in caught)
