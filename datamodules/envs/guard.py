@@ -4,7 +4,7 @@ import traceback
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves
@@ -67,9 +67,10 @@ def require_own_memory(envs: VectorEnv, name: str, final: Any, done: np.ndarray)
     Raises:
         UsageError: says how to return them.
     """
-    after_reset = getattr(envs.unwrapped, "_env_obs", None)
-    if after_reset is None or not isinstance(final, np.ndarray) or final.dtype != object:
+    inner = envs.unwrapped
+    if not isinstance(inner, SyncVectorEnv) or not isinstance(final, np.ndarray) or final.dtype != object:
         return
+    after_reset = getattr(inner, "_env_obs", [None] * len(final))
     for i in np.flatnonzero(done):
         parts = zip(tree_leaves(final[i]), tree_leaves(after_reset[i]), strict=False)
         shared = [np.shares_memory(*pair) for pair in parts if all(isinstance(x, np.ndarray) and x.size for x in pair)]
