@@ -9,6 +9,7 @@ pytest.importorskip("mkdocs")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
+import griffe_docstrings  # noqa: E402
 import site_hooks  # noqa: E402
 
 
@@ -23,6 +24,14 @@ def test_errors_are_listed_with_their_values_in_braces(tmp_path):
     module = tmp_path / "module.py"
     module.write_text('raise UsageError(f"gamma={gamma!r} must lie in [0, 1] "\n                 "for this")\n')
     assert site_hooks.errors_of(module) == ["gamma={gamma} must lie in [0, 1] for this"]
+
+
+def test_roles_are_names_in_code_that_lead_to_their_object():
+    text = "As :class:`~rl_modules.base.ControlModule` and :meth:`act` do; ``predict`` and a: `b` stay."
+    assert griffe_docstrings.with_references(text) == (
+        'As <autoref identifier="rl_modules.base.ControlModule" optional><code>ControlModule</code></autoref> and '
+        '<autoref identifier="act" optional><code>act</code></autoref> do; ``predict`` and a: `b` stay.'
+    )
 
 
 def test_every_function_of_the_core_has_its_place():
