@@ -326,7 +326,7 @@ class PromptDataModule(LanguageDataModule):
         return flags
 
     def _round(self, n_prompts: int) -> dict[str, Any]:
-        """Completions of the next prompts of the stream; see docs/architecture.md for the role of each field.
+        """Completions of the next prompts of the stream; see ``rl_modules.language.contract.Generation``.
 
         Returns:
             ``tokens`` [B, T] right-padded, ``prompt_length``, ``length`` [B], ``finished`` [B] bool, ``log_prob``

@@ -56,21 +56,23 @@ def addition(**arguments):
                                            "n_eval": 4, **arguments})  # fmt: skip
 
 
+class Watched(GRPO):
+    """Keeps each generation with the reward model's scores in ``seen``."""
+
+    def rewards(self, rollout):
+        reward = super().rewards(rollout)
+        self.__dict__.setdefault("seen", []).append((rollout, rollout["rewards"][:, -1].clone()))
+        return reward
+
+
 @pytest.mark.long
 def test_scores_are_those_of_the_judge_alone_on_its_own_tokens(judge):
     path = judge()
-    seen = []
-
-    class Watched(GRPO):
-        def rewards(self, rollout):
-            reward = super().rewards(rollout)
-            seen.append((rollout, rollout["rewards"][:, -1].clone()))
-            return reward
-
-    fit(Watched(reward_model_name_or_path=path, **SAMPLING), addition(), max_steps=2)
+    policy = Watched(reward_model_name_or_path=path, **SAMPLING)
+    fit(policy, addition(), max_steps=2)
     found = load_reward_model(path)
     tokenizer = found.tokenizer
-    for rollout, scores in seen:
+    for rollout, scores in policy.seen:
         rows = zip(rollout["records"], rollout["texts"], rollout["finished"].tolist(), scores, strict=True)
         for record, text, finished, score in rows:
             ids = tokenizer(record["prompt"]).input_ids + tokenizer(text).input_ids
@@ -132,18 +134,10 @@ def test_a_judge_of_the_same_vocabulary_reads_its_own_end_and_template(kind, tmp
     judge = RewardModel(model_config=TINY, tokenizer_name_or_path=of_judge)
     judge.configure_model()
     path = str(judge.export(tmp_path / "judge"))
-    seen = []
-
-    class Watched(GRPO):
-        def rewards(self, rollout):
-            reward = super().rewards(rollout)
-            seen.append((rollout, rollout["rewards"][:, -1].clone()))
-            return reward
-
     policy = Watched(reward_model_name_or_path=path, tokenizer_name_or_path=of_policy, **SAMPLING)
     fit(policy, addition(), max_steps=2)
     compared = 0
-    for rollout, scores in seen:
+    for rollout, scores in policy.seen:
         alone = judge.score(rollout["asked"], rollout["texts"])
         # `score` reads whole answers: those that have ended.
         ended = rollout["finished"].tolist()
