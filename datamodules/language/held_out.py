@@ -1,8 +1,10 @@
 """Held-out records: which of a source's rows an evaluation may use."""
 
+from pathlib import Path
 from typing import Any
 
 from datamodules.language.dataset_files import parse_split, split_name
+from datamodules.language.notices import notice
 from rl_modules.common.errors import UsageError
 
 
@@ -26,7 +28,8 @@ def check_splits(hparams: Any) -> None:
 
 
 def require_held_out(hparams: Any, dataset: Any, fits: bool) -> None:
-    """Refuses to evaluate a run on the rows that it trains on, unless the splits say so.
+    """Refuses to evaluate a run on the rows that it trains on, unless the arguments say so; says that they do where
+    ``eval_path`` is the file of ``path``.
 
     Args:
         hparams: of a language datamodule.
@@ -37,6 +40,9 @@ def require_held_out(hparams: Any, dataset: Any, fits: bool) -> None:
         UsageError: the source is not divided; says how to divide it.
     """
     if hparams.eval_path is not None:
+        if fits and hparams.path is not None and Path(hparams.eval_path).resolve() == Path(hparams.path).resolve():
+            notice(f"eval_path={hparams.eval_path} is the file of path: evaluations read what the run trains on, and "
+                   "the best checkpoint is the one that knows it best")  # fmt: skip
         return
     if hparams.path is not None:
         raise UsageError("evaluation needs eval_path, a JSONL file of held-out records; or set eval_steps=0")

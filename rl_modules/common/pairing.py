@@ -1,5 +1,6 @@
 """Which datamodule goes with which algorithm."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rl_modules.common.contract import ExperienceSource
@@ -57,3 +58,26 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
         raise UsageError(f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
                          f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
                          "rl_modules.common.contract.ExperienceSource states")  # fmt: skip
+
+
+def check_batch(module: Any, batch: Any, step: str) -> None:
+    """Refuses a batch that a language algorithm can't read, such as one of a ``DataLoader`` of token ids.
+
+    A step of the user's own reads what it likes.
+
+    Args:
+        module: ``learns_from`` states which datamodule fits.
+        batch: what the step would get.
+        step: name of the method, such as ``training_step``.
+
+    Raises:
+        UsageError: names what came, and the datamodule that fits.
+    """
+    if isinstance(batch, Mapping) and "tokens" in batch:
+        return
+    fitting = DATAMODULES.get(getattr(module, "learns_from", ""))
+    if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
+        return
+    came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise UsageError(f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
+                     f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them")  # fmt: skip

@@ -18,6 +18,7 @@ from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.idle import warn_of_idle
+from rl_modules.common.pairing import check_batch
 from rl_modules.common.ranges import check_ranges, real_number
 from rl_modules.common.storable import plain
 from rl_modules.language.checkpoints import LanguageCheckpoints
@@ -391,6 +392,18 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         if wants_router_loss(self.model) and not self.balances_experts:
             raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
                              f"and {type(self).__name__} does not; set it to false in model_config")  # fmt: skip
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        check_batch(self, batch, "training_step")
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        check_batch(self, batch, "validation_step")
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        check_batch(self, batch, "test_step")
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        check_batch(self, batch, "predict_step")
 
     # ---------------------------------------------------------------- optimizer
 

@@ -105,6 +105,7 @@ class LanguagePolicy(LanguageModule):
         self._forget_weights()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if self._sampler is not None:
             self._sampler.sleep()
 

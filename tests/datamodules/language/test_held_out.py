@@ -158,6 +158,19 @@ def test_an_interval_of_the_trainer_that_nothing_reads_is_named(steps, interval,
     assert ("val_check_interval" in caplog.text and f"eval_steps={steps} is the number" in caplog.text) == told
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_an_evaluation_on_the_training_file_is_named(other, tmp_path, caplog, monkeypatch):
+    rows = "".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(8))
+    for name in ("rows.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    # The same file by another name.
+    held_out = tmp_path / ("other.jsonl" if other else "rows.jsonl")
+    data = InstructionDataModule(path="rows.jsonl", eval_path=str(held_out), batch_size=4, eval_steps=1)
+    fit(SFT(model_config=TINY, max_completion_length=2), data, max_steps=1)
+    assert ("is the file of path" in caplog.text) != other
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
