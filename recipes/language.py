@@ -147,11 +147,17 @@ def summary(model: Any, data: Any, final: dict[str, float], steps: int, seconds:
     order = sorted(final, key=lambda name: (name != first, "/" in name.removeprefix("eval/"), name))
     shown = [f"{name.removeprefix('eval/')} {final[name]:.4g}" for name in order]
     rows = {f"{type(model).__name__} on {data.source}": ", ".join(shown) or "no held-out records to evaluate on"}
-    rows["optimizer steps"] = f"{steps:,} in {seconds:.1f} s"
-    if model.num_tokens > model.began_with:
-        tokens = model.num_tokens - model.began_with
-        rows["tokens"] = f"{tokens:,} ({tokens / max(seconds, 1e-9):,.0f} per second, evaluation included)"
+    began_step, began_tokens = model.began_at
+    rows["optimizer steps"] = f"{steps:,}{since_resumed(steps - began_step, steps)} in {seconds:.1f} s"
+    if tokens := model.num_tokens - began_tokens:
+        whole = f"{model.num_tokens:,}{since_resumed(tokens, model.num_tokens)}"
+        rows["tokens"] = f"{whole}, {tokens / max(seconds, 1e-9):,.0f} per second with evaluation"
     return rows
+
+
+def since_resumed(part: int, whole: int) -> str:
+    """Returns how many of a run's steps, tokens or transitions this process made; nothing where it made all."""
+    return "" if part == whole else f" ({part:,} since the run resumed)"
 
 
 def export(ckpt_path: str | None, output: str | None, model: str | None = None) -> Path:

@@ -100,10 +100,11 @@ def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float
     if final:
         mean, std = final["test/mean_reward"], final["test/std_reward"]
         result = f"mean return {mean:.1f} ± {std:.1f} over {episodes} episodes"
+    seconds, total = time["time/time_elapsed"], round(time["time/total_timesteps"])
+    resumed = language.since_resumed(round(time["time/fps"] * seconds), total)
     rows = {
         f"{type(model).__name__} on {data.env_name}": result,
-        "transitions": f"{time['time/total_timesteps']:,.0f} in {time['time/time_elapsed']:.1f} s "
-        f"({time['time/fps']:,.0f} per second)",
+        "transitions": f"{total:,}{resumed} in {seconds:.1f} s ({time['time/fps']:,.0f} per second)",
     }
     if (image := image_brief(model.observation_space)) is not None:
         rows["observation"] = image

@@ -38,6 +38,8 @@ class ReturnsFromRanks:
     _has_returned = False
     #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
     reached: dict[str, Any] | None = None
+    #: Optimizer steps and tokens of a language run before the process that trained began to: above 0 where it resumed.
+    began_at: tuple[int, int] = (0, 0)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights by name; to the process that started this rank, all that a checkpoint holds."""
@@ -50,7 +52,8 @@ class ReturnsFromRanks:
         module.on_save_checkpoint(checkpoint)
         source: Any = getattr(self._trainer, "datamodule", None)
         metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
-        checkpoint["reached"] = {"global_step": self._trainer.global_step, "metrics": metrics}
+        checkpoint["reached"] = {"global_step": self._trainer.global_step, "metrics": metrics,
+                                 "began_at": self.began_at}  # fmt: skip
         return {CHECKPOINT: checkpoint}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -60,6 +63,7 @@ class ReturnsFromRanks:
         module: Any = self
         checkpoint = state_dict[CHECKPOINT]
         self.reached = checkpoint["reached"]
+        self.began_at = checkpoint["reached"]["began_at"]
         # Own networks are as they were given here: weights of a file, which may have this key, must choose none.
         kept = getattr(module, "own_networks", ())
         for name, value in checkpoint["hyper_parameters"].items():

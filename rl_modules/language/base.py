@@ -184,8 +184,6 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self._logged_at = 0
         #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
         self.num_tokens = 0
-        #: ``num_tokens`` when this process began to train.
-        self.began_with = 0
         #: The last point of every training curve.
         self.latest_metrics: dict[str, float] = {}
         self.regular_metrics: dict[str, float] = {}
@@ -206,7 +204,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         """
         self._sums, self._weights = {}, {}
         self._logged_at = 0
-        self.num_tokens = self.began_with = 0
+        self.num_tokens, self.began_at = 0, (0, 0)
         self.latest_metrics, self.regular_metrics = {}, {}
         self._gradients = {}
         self._generators = GlobalGenerators()

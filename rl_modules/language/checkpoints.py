@@ -25,8 +25,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     #: The model that is trained.
     model: Any
     given_objects: dict[str, str]
-    #: ``num_tokens`` when this process began to train.
-    began_with: int
+    began_at: tuple[int, int]
     # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
     _sources: Sources
     _left_out: set[str]
@@ -93,7 +92,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
 
     def on_train_start(self) -> None:
-        self.began_with = self.num_tokens
+        self.began_at = (0 if self._trainer is None else self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)
         if self.latest_metrics:
             self._hand_to_callbacks(self.latest_metrics)

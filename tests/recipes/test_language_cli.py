@@ -95,7 +95,7 @@ def test_fit_prints_a_summary(rl):
     lines = out.splitlines()[1:]
     assert re.match(r"SFT on addition +pass@1 \S+, .*loss \S+, .*perplexity", lines[0])
     assert re.search(r"optimizer steps +5 in \S+ s", out)
-    assert re.search(r"tokens +[\d,]+ \([\d,]+ per second", out)
+    assert re.search(r"tokens +[\d,]+, [\d,]+ per second", out)
     for mark in ("last checkpoint", "best checkpoint"):
         path = next(line.split()[-1] for line in lines if line.startswith(mark))
         assert Path(path).is_file()
@@ -202,6 +202,10 @@ def test_resume_ends_where_the_uninterrupted_run_ends(rl, trained):
     assert code == 0, err
     assert "resuming from" in out
     assert "description" not in out
+    # The rate is that of this process, as the seconds are.
+    assert re.search(r"optimizer steps +5 \(2 since the run resumed\) in \S+ s", out)
+    whole, part = map(int, re.search(r"tokens +(\d+) \((\d+) since the run resumed\), [\d,]+ per second", out).groups())
+    assert whole / 5 * 1.5 < part < whole / 5 * 2.5
     code, _, err = rl("fit", "--config", "tiny.yaml", "--seed_everything", "5", "--model.lr_scheduler_type", "constant")
     assert code == 0, err
     resumed, whole = (torch.load(f"logs/SFT-addition/version_{i}/checkpoints/last.ckpt", weights_only=True)

@@ -90,6 +90,7 @@ def test_a_resumed_run_has_one_folder_and_one_curve(rl: Any, stopped: Path, tmp_
     assert code == 0, err
     assert f"resuming from {stopped}/checkpoints/last.ckpt (768 transitions)" in out
     assert "→" not in out
+    assert "transitions         1,024 (256 since the run resumed) in " in out
     assert [path.name for path in FOLDER.iterdir()] == ["version_0"]
     assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
     assert steps(stopped, "eval/mean_reward") == [0, 512, 1024]
@@ -190,7 +191,7 @@ def test_a_finished_run_trains_no_further_unless_told_to(rl: Any, stopped: Path)
     shutil.copy(stopped / "checkpoints/last.ckpt", before)
     code, out, err = rl("fit", *RUN, "--resume")
     assert code == 0, err
-    assert "1,024 in" in out
+    assert "1,024 (0 since the run resumed) in" in out
     assert_equal_checkpoints(before, stopped / "checkpoints/last.ckpt")
     assert {k: v for k, v in curves.points(stopped).items() if k not in chaos.CLOCKS} == {
         k: v for k, v in points.items() if k not in chaos.CLOCKS
