@@ -140,7 +140,7 @@ def test_config_runs_three_steps_and_resumes_exactly(name, tmp_path, monkeypatch
         except SystemExit as exit_:
             code = exit_.code
         assert not code, capsys.readouterr().err
-        assert re.search(r"optimizer steps +[123] in", capsys.readouterr().out)
+        assert re.search(r"optimizer steps +[123] (\(\d since the run resumed\) )?in", capsys.readouterr().out)
 
     run()
     (folder,) = Path("logs").glob("*/version_0/checkpoints")
