@@ -300,7 +300,7 @@ class ReplayDataModule(ControlDataModule):
         self.num_timesteps += self._uncounted
         self._uncounted = 0
         if self.num_timesteps < self.learning_starts:
-            self._warm_up()
+            self._warm_up(began)
         module: Any = self.learner
         device = module.device
         if not self._parts:
@@ -326,6 +326,7 @@ class ReplayDataModule(ControlDataModule):
                 return self._collect(act, n_steps)
 
         if not self.counts_episodes:
+            self._round = None
             return collect(self.train_freq)
         transitions, missing, began = self._round or (0, self.train_freq, began)
         # gSDE keeps its noise for the round, which a checkpoint within the round would lack.
@@ -341,7 +342,7 @@ class ReplayDataModule(ControlDataModule):
         return transitions
 
     def _offer_to_stop(self, resumes_within: bool) -> None:
-        """Lets a signal end the run within a round, whose episodes may never end.
+        """Lets a signal end the run within the warm-up, which takes long, or a round of episodes, which may never end.
 
         Args:
             resumes_within: whether a checkpoint written now resumes exactly.
@@ -356,10 +357,13 @@ class ReplayDataModule(ControlDataModule):
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    def _warm_up(self) -> None:
-        """``learning_starts`` transitions with uniformly random actions."""
+    def _warm_up(self, began: int) -> None:
+        """``learning_starts`` transitions with uniformly random actions.
+
+        Args:
+            began: transitions before the round that the warm-up is a part of.
+        """
         space = copy.deepcopy(self.action_space)
-        space.seed(stream_seed(self.seed, self._rank, "warm-up"))
 
         def act(observation: Any, generator: torch.Generator) -> dict[str, Tensor]:
             # Gymnasium's samplers take masks as bytes.
@@ -369,10 +373,14 @@ class ReplayDataModule(ControlDataModule):
             return {"action": torch.from_numpy(np.stack(actions))}
 
         while self.num_timesteps < self.learning_starts:
+            # By the part, so that a run that resumes within the warm-up draws what the uninterrupted run draws.
+            space.seed(stream_seed(self.seed, self._rank, "warm-up", self.num_timesteps))
             missing = math.ceil((self.learning_starts - self.num_timesteps) / (self.n_envs * self._world_size))
             self._collect(
                 act, min(missing, WARM_UP_STEPS, self.buffer_size // (self.replay.rows_per_step * self.n_envs))
             )
+            self._round = 0, self.train_freq, began
+            self._offer_to_stop(resumes_within=True)
 
     def _collect(self, act: Any, n_steps: int) -> int:
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""

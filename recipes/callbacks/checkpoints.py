@@ -162,7 +162,7 @@ class Checkpoints(ModelCheckpoint):
         self._between_batches = hasattr(loader, "before_next")
         if self._between_batches:
             loader.before_next = lambda: self._safe_point(trainer)
-            loader.while_waiting = lambda: self._stop_if_asked(trainer)
+            loader.while_waiting = lambda: self._wait(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -225,15 +225,21 @@ class Checkpoints(ModelCheckpoint):
         if stop:
             self._stop(trainer, stop)
 
-    def _stop_if_asked(self, trainer: L.Trainer) -> None:
-        """Saves and stops if a signal came; called within a round of whole episodes, which may never end.
+    def _wait(self, trainer: L.Trainer) -> None:
+        """Saves and stops if a signal came; called within the warm-up of replay, by all ranks together, and within a
+        round of whole episodes, which may never end.
 
         Raises:
             Stopped: after saving.
         """
-        if self.requests.signum and _is_between_steps(trainer):
+        if self.progress is not None:
+            self.progress.tick(trainer, time.monotonic())
+        if not _is_between_steps(trainer):
+            return
+        stop, _ = self._ranks.decide(trainer, self.requests.signum, False)
+        if stop:
             self._save_last(trainer)
-            self._stop(trainer, self.requests.signum)
+            self._stop(trainer, stop)
 
     def _stop(self, trainer: L.Trainer, signum: int) -> None:
         requeue = self.requests.previous_handler(signum) if signum in requeue_signals(trainer) else None

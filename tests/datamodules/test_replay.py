@@ -541,6 +541,8 @@ def test_warm_up_actions_are_uniform_whatever_the_policy_says():
     assert abs(warm_up.float().mean() - 0.5) < 5 * 0.5 / 1600**0.5
     columns = warm_up.float().T
     assert (torch.corrcoef(columns) - torch.eye(4)).abs().max() < 0.3
+    # Its parts of 128 steps are not the same actions again.
+    assert (warm_up[:128] != warm_up[128:256]).any()
 
 
 def test_priorities_follow_the_td_errors_and_beta_rises():

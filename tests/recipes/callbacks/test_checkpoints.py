@@ -360,6 +360,45 @@ def test_a_signal_stops_within_a_round_of_episodes_from_where_the_run_resumes_ex
     assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
 
 
+@pytest.mark.parametrize(
+    ("case", "n_envs"),
+    [*((case, 1) for case in ROUNDS), ("dqn of steps", 3), ("sac next step", 2), ("hindsight", 1)],
+)  # fmt: skip
+def test_a_signal_stops_within_the_warm_up_from_where_the_run_resumes_exactly(
+    case: str, n_envs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pendulum = "tests.conformance.envs:make_short_pendulum"
+    make_model, make_data = {
+        **ROUNDS,
+        "dqn of steps": (lambda: DQN(learning_rate="lin_0.01"), lambda: replay(n_envs=3, prioritized_replay=True)),
+        "sac next step": (
+            lambda: SAC(net_arch=[16], use_sde=True),
+            lambda: replay(pendulum, n_envs=2, autoreset_mode="next_step", norm_obs=True, n_steps=2),
+        ),
+        "hindsight": (lambda: DQN(), lambda: replay("datamodules.envs.bit_flipping:BitFlipping", n_sampled_goal=2)),
+    }[case]
+    monkeypatch.setattr("datamodules.replay.WARM_UP_STEPS", 3)
+    fit(make_model(), make_data(), **saving(tmp_path / "whole", interval_s=1e9))
+    collect, asked = ReplayDataModule._collect, []
+
+    def counted(self: Any, act: Any, n_steps: int) -> int:
+        asked.append(n_steps)
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return collect(self, act, n_steps)
+
+    monkeypatch.setattr(ReplayDataModule, "_collect", counted)
+    with pytest.raises(Stopped) as stopped:
+        fit(make_model(), make_data(), **saving(tmp_path, interval_s=1e9))
+    monkeypatch.setattr(ReplayDataModule, "_collect", collect)
+    saved = torch.load(stopped.value.checkpoint, weights_only=True)
+    assert (
+        asked == [3, 3] and saved["global_step"] == 0 and 0 < saved["ReplayDataModule"]["num_timesteps"] <= 6 * n_envs
+    )
+    fit(make_model(), make_data(), stopped.value.checkpoint, **saving(tmp_path, interval_s=1e9))
+    assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
+
+
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_signal_stops_a_run_whose_episode_never_ends(writes: bool, tmp_path: Path) -> None:
     class Endless(gym.Env):
