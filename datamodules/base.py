@@ -98,7 +98,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         seed: source of all random streams: environments, actions, minibatches, weights.
         vectorization_mode: ``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the
             environment's own engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium).
-        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``; the valid transitions are the same.
+        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``. The first and the last give the same transitions;
+            with ``next_step`` the reset rows, which count nowhere, draw actions too, and later samples differ.
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.

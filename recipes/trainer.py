@@ -21,6 +21,7 @@ from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.signals import Stopped
 from recipes.cli import runs, summary
 from recipes.cli.terminal import quiet
+from recipes.rank_processes import end_with_starter
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.launched import launches
@@ -42,6 +43,7 @@ class Trainer(L.Trainer):
 
     def __init__(self, threads: int | None = 1, evaluate: bool = True, **arguments: Any) -> None:
         quiet()
+        end_with_starter()
         if threads is not None:
             threads = at_least("threads", threads)
         if threads is not None:

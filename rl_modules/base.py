@@ -212,6 +212,24 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._has_begun = False
         self._optimizers_saved = None
         self.grad_norm = None
+        self.begin_target()
+
+    def followed(self) -> torch.nn.Module:
+        """Returns the part of the network that ``target_network`` follows, where an algorithm has one."""
+        return self.network
+
+    @torch.no_grad()
+    def begin_target(self) -> None:
+        """Makes ``target_network`` a copy of what it follows, which another ``fit`` or a loop of the user's may have
+        trained. A subclass's own target of another form is left as it is.
+        """
+        if (target := self._modules.get("target_network")) is None:
+            return
+        for ours, theirs in ((target.parameters(), self.followed().parameters()),
+                             (target.buffers(), self.followed().buffers())):  # fmt: skip
+            copies, originals = list(ours), list(theirs)
+            if copies and [x.shape for x in copies] == [x.shape for x in originals]:
+                torch._foreach_copy_(copies, originals)
 
     def _take_spaces(self, source: ExperienceSource) -> None:
         for name in ("observation_space", "action_space"):

@@ -164,10 +164,6 @@ class OffPolicyActorCritic(ControlModule):
         """A copy of what the targets are computed with; it follows the network slowly."""
         raise UsageError(f"{type(self).__name__} must define make_target")
 
-    def followed(self) -> torch.nn.Module:
-        """The part of the network that ``target_network`` follows."""
-        raise UsageError(f"{type(self).__name__} must define followed")
-
     # ---------------------------------------------------------------- acting
 
     def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:

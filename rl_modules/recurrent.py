@@ -15,7 +15,7 @@ from rl_modules.common.checks import at_least
 from rl_modules.common.contract import Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
-from rl_modules.common.spaces import is_image, tree_leaves, tree_map
+from rl_modules.common.spaces import example_arrays, is_image, tree_leaves, tree_map
 from rl_modules.distributions import Distribution, parameter_count
 from rl_modules.encoders import build_encoder, init_orthogonal
 from rl_modules.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
@@ -241,6 +241,27 @@ class RecurrentMixin(ActorCriticModule):
         return {"state": memory}
 
     # ---------------------------------------------------------------- sequences
+
+    def policy_and_value(
+        self, observation: Any, state: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Distribution, Tensor]:
+        """Returns π(·|s) and V(s) along sequences, both flat over [B·L].
+
+        Args:
+            observation: B sequences of L steps, [B, L, *obs], or nested dictionaries of such.
+            state: of the memory before the first step, [B, K, H]; None: every sequence begins an episode.
+            starts: true where a step begins an episode, [B, L]; None: nowhere after the first.
+
+        Raises:
+            UsageError: observations without the dimension of the steps.
+        """
+        first = tree_leaves(split_mask(observation)[0])[0]
+        if first.ndim != 2 + np.ndim(tree_leaves(example_arrays(self.observation_space))[0]):
+            raise UsageError(f"observation has shape {tuple(first.shape)}; a policy with memory reads sequences, "
+                             "[B, L, *obs]; to act, call act or predict")  # fmt: skip
+        if state is None:
+            state = self.initial_state(len(first))
+        return self._evaluate(observation, state, starts)[:2]
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """The algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each; see :meth:`training_step`.

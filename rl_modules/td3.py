@@ -99,11 +99,6 @@ class TD3(OffPolicyActorCritic):
     def make_target(self) -> torch.nn.Module:
         return copy.deepcopy(self.network)
 
-    def followed(self) -> torch.nn.Module:
-        return self.network
-
-    # ---------------------------------------------------------------- acting and learning
-
     def choose(self, observation: Any, generator: torch.Generator | None, deterministic: bool) -> Tensor:
         return self.network.policy(observation)
 

@@ -287,7 +287,9 @@ class PreferenceDataModule(LanguageDataModule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of optimizer steps in one pass over the pairs, at least 1; a fixed number while streaming."""
+        """Number of whole optimizer steps in one pass over the pairs, at least 1; a fixed number while streaming. Pairs
+        that are left over are in no step of this pass.
+        """
         if self.stream is not None:
             return STREAM_STEPS
         return max(1, len(self.train_records) // (self.batch_size * self._world_size))

@@ -295,7 +295,7 @@ class PromptDataModule(LanguageDataModule):
         if lacking and not self._warned_of_lacking:
             self._warned_of_lacking = True
             print(f"dynamic_sampling: {lacking} of {n_prompts} groups are without signal after {self.dynamic_sampling} "
-                  "rounds of replacements; from here on see the metric dynamic_sampling/missing")  # fmt: skip
+                  "rounds of replacements; from here on see the metric train/dynamic_sampling/missing")  # fmt: skip
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from recipes.cli.help_text import COMMAND_HELP, COMMANDS, HELP, OTHERS
 from recipes.cli.options import CLASS_OPTIONS, refuse_keys
 from recipes.cli.terminal import quiet, show
 from recipes.cli.user_modules import add_working_directory
+from recipes.rank_processes import end_with_starter
 from rl_modules.common.errors import UsageError, did_you_mean
 
 
@@ -27,6 +28,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         SystemExit: with 0 after help, 1 after an error, 128 + n after stopping at signal n (130: Ctrl-C, 143: SIGTERM).
     """
     args = sys.argv[1:] if args is None else args
+    end_with_starter()
     try:
         _dispatch(args, default_config)
     except UsageError as error:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -12,8 +13,15 @@ class UsageError(ValueError):
     """
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:
-    """The known words nearest to ``word``, as a clause to append to an error ("" when none is near)."""
+def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:
+    """Returns the known words nearest to ``word``, as a clause to append to an error ("" when none is near).
+
+    Args:
+        word: what came; of a class or an enum's member its name, as of ``torch.nn.ReLU`` for ``relu``.
+        known: the words that would be right.
+        most: how many are named.
+    """
+    word = str(getattr(word, "__name__", getattr(word, "name", word)))
     known = list(known)
     # Case is the commonest slip, so names are compared without it.
     by_folded = {name.casefold(): name for name in known}

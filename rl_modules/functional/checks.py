@@ -7,6 +7,7 @@ would stall it, and would break a graph under ``torch.compile``.
 from __future__ import annotations
 
 import math
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -53,14 +54,20 @@ def require_in(name: str, value: float, low: float, high: float) -> None:
 
 def require_nonnegative(name: str, value: float) -> None:
     """Refuses a negative number, infinity and NaN."""
-    if not 0.0 <= value < math.inf:
+    if isinstance(value, str) or not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
 
 
 def require_positive(name: str, value: float) -> None:
     """Refuses zero, a negative number, infinity and NaN."""
-    if not 0.0 < value < math.inf:
+    if isinstance(value, str) or not 0.0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
+
+
+def require_count(name: str, value: int) -> None:
+    """Refuses what is no whole number of at least 0."""
+    if not isinstance(value, Integral) or value < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}.")
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -107,7 +107,7 @@ def categorical_projection(
     position = ((shifted - v_min) / step).clamp(0, atoms - 1)
     lower = position.floor().clamp(max=atoms - 2)
     share = position - lower
-    index = lower.long()
+    index = lower.nan_to_num().long()  # a NaN reward is passed on as NaN, and not as a place outside of the support
     result = torch.zeros_like(next_probability)
     result = result.scatter_add(-1, index, next_probability * (1 - share).to(next_probability.dtype))
     return result.scatter_add(-1, index + 1, next_probability * share.to(next_probability.dtype))

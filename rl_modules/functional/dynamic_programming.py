@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rl_modules.functional.checks import (
     as_constant,
+    require_count,
     require_in,
     require_ndim,
-    require_nonnegative,
     require_positive,
     require_shape,
 )
@@ -136,7 +136,7 @@ def finite_horizon_evaluation(
     _check_mdp(transition, reward, gamma)
     require_shape("policy", policy, reward.shape, "reward")
     _check_distribution("policy", policy)
-    require_nonnegative("horizon", horizon)
+    require_count("horizon", horizon)
     result_dtype = _result_dtype(transition, reward, policy)
     transition, reward, policy = _widen(transition), _widen(reward), _widen(policy)
     state_transition = torch.einsum("sa,sat->st", policy, transition)
@@ -169,7 +169,7 @@ def finite_horizon_value_iteration(transition: Tensor, reward: Tensor, horizon: 
     Source: Puterman 1994, section 4.5.
     """
     _check_mdp(transition, reward, gamma)
-    require_nonnegative("horizon", horizon)
+    require_count("horizon", horizon)
     result_dtype = _result_dtype(transition, reward)
     transition, reward = _widen(transition), _widen(reward)
     value = torch.zeros(len(reward), dtype=reward.dtype, device=reward.device)

@@ -23,7 +23,7 @@ def group_advantages(reward: Tensor, num_generations: int, scale_rewards: str = 
 
     Args:
         reward: one per answer, shape (B,), in units of reward; the G answers to a prompt are adjacent. NaN marks an
-            answer that was not scored; mean and std ignore it.
+            answer that was not scored; mean and std ignore it. An infinite reward makes its group NaN.
         num_generations: G, answers per prompt, at least 2; B is a multiple of it.
         scale_rewards: "group", "batch" or "none".
 
@@ -98,6 +98,8 @@ def batch_advantages(reward: Tensor) -> Tensor:
     Source: Hu et al. 2025, arXiv:2501.03262, eq. 9, with the reward of the whole answer as the return of each token.
     """
     require_ndim("reward", reward, 1, "[B]")
+    if not len(reward):
+        return as_constant(reward)
     group = as_constant(reward).view(1, -1)
     scored, has_spread = _scored(group)
     centred = torch.where(has_spread, group - _mean(group, scored, -1), 0.0)

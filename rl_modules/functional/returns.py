@@ -9,7 +9,9 @@ All functions here share three conventions.
   ``truncated`` says that we stopped looking: the successor's value stands for the rest. Neither sum ever runs on
   into the next episode. Where both are set, the end was real: it counts as terminated.
 
-Results are constants (no gradient flows through a target) in float32, or float64 when the rewards are.
+Results are constants (no gradient flows through a target) in float32, or float64 where rewards or values are.
+Rewards and values are finite: an infinite one reaches earlier steps of its column as infinity or NaN, those of earlier
+episodes too.
 """
 
 from __future__ import annotations
@@ -193,7 +195,7 @@ def _backward_recurrence(addend: Tensor, decay: Tensor) -> Tensor:
         x_t = (addend_t + decay_t addend_{t+1}) + (decay_t decay_{t+1}) x_{t+2},
 
     and the others follow from their neighbours. That is a parallel scan: about 6 log2(T) kernels instead of T, and
-    no divisions, so a decay of 0 at the end of an episode is exact and nothing overflows.
+    no divisions, so a decay of 0 at the end of an episode is exact for finite numbers, and nothing overflows.
 
     Source: Blelloch 1990, "Prefix sums and their applications", section 1.4 (first-order recurrences).
     """

@@ -42,7 +42,9 @@ def rlhf_rewards(score: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Te
     require_shape("score", score, log_prob.shape[:1], "log_prob's first dimension")
     require_nonnegative("beta", beta)
     counts = mask.bool()
-    penalty = torch.where(counts, as_constant(log_prob) - as_constant(ref_log_prob), 0.0) * -beta
+    # A β of 0 does not multiply: a token that the reference forbids has an infinite difference.
+    difference = as_constant(log_prob) - as_constant(ref_log_prob)
+    penalty = torch.where(counts, difference, 0.0) * -beta if beta else torch.zeros_like(difference)
     is_last = counts & (counts.cumsum(-1) == counts.sum(-1, keepdim=True))
     return penalty + torch.where(is_last, as_constant(score).unsqueeze(-1), 0.0)
 

@@ -62,7 +62,7 @@ class GRPO(PolicyWithReference):
             > 0.
         sapo_temperature_neg: the same for other advantages; > 0.
         scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
-            generation over all ranks), or not at all (``none``).
+            generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL.
         advantages: function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards:
             ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in
             Python also the function itself.
@@ -123,7 +123,7 @@ class GRPO(PolicyWithReference):
         loss_type: str = "dapo",
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
-        scale_rewards: str = "group",
+        scale_rewards: bool | str = "group",
         advantages: str | None = None,
         importance_sampling_level: str = "token",
         kl_estimator: str = "k3",
@@ -155,6 +155,9 @@ class GRPO(PolicyWithReference):
         super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
         # A function is code, which a checkpoint must not hold.
         self._hparams["advantages"] = self._hparams_initial["advantages"] = path
+        if isinstance(scale_rewards, bool):
+            scale_rewards = "group" if scale_rewards else "none"
+            self._hparams["scale_rewards"] = self._hparams_initial["scale_rewards"] = scale_rewards
         hp: Any = self.hparams
         check_arguments(hp)
         self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta

@@ -30,7 +30,7 @@ class RLOO(GRPO):
     It differs from :class:`~rl_modules.GRPO` in three places: the advantage (``rloo``), the KL in the reward
     instead of the loss (:meth:`prepare`), and the ratio of the whole completion (:meth:`policy_loss`). Names and
     defaults are those of TRL 1.16, except ``gradient_checkpointing`` (TRL: on, here off) and the datamodule's
-    ``num_generations`` (TRL: 2, here 8).
+    ``num_generations`` (TRL: 2, here 8); ``normalize_advantages`` and ``reward_clip_range``, off in TRL, do not exist.
 
     Args:
         model_name_or_path: the policy to start from; None: new weights.

@@ -197,6 +197,29 @@ def test_sequences_of_one_step_equal_the_whole_where_every_step_begins_an_episod
     torch.testing.assert_close(final[0], final[1])
 
 
+@pytest.mark.parametrize("cls", [RecurrentPPO, RecurrentA2C])
+def test_policy_and_value_of_sequences_are_those_of_acting_step_by_step(cls: Any) -> None:
+    model = small(cls, observation_space=BOX, action_space=spaces.Discrete(3))
+    model.configure_model()
+    observation, starts = torch.randn(4, 6, 3), torch.rand(4, 6) < 0.3
+    with torch.no_grad():
+        policy, value = model.policy_and_value(observation, starts=starts)
+    state, actions, log_probs, values = None, [], [], []
+    for t in range(6):
+        if state is not None:
+            state = torch.where(starts[:, t, None, None], 0.0, state)
+        with torch.no_grad():
+            acted = model.act(observation[:, t], torch.Generator().manual_seed(t), state=state)
+        state = acted["next_state"]
+        actions.append(acted["action"])
+        log_probs.append(acted["log_prob"])
+        values.append(acted["value"])
+    torch.testing.assert_close(policy.log_prob(torch.stack(actions, 1).flatten()), torch.stack(log_probs, 1).flatten())
+    torch.testing.assert_close(value, torch.stack(values, 1).flatten())
+    with pytest.raises(UsageError, match=r"observation has shape \(4, 3\); .* sequences, \[B, L, \*obs\]"):
+        model.policy_and_value(observation[:, 0])
+
+
 def test_burn_in_brings_the_state_up_to_the_current_weights() -> None:
     """After an update the state of a burned-in sequence is what the weights of now reach from the rollout's start."""
     model = small(Watched, burn_in=8, sequence_length=8)

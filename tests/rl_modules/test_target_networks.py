@@ -92,3 +92,30 @@ def test_the_targets_are_those_of_the_running_statistics() -> None:
     assert len(found) == 10
     for ours, expected in found:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_begins_with_a_target_network_equal_to_its_network(algorithm: Any) -> None:
+    """Before a run a loop of the user's, or another fit, has trained the network and not its target."""
+    found: list[bool] = []
+
+    class Watched(algorithm):
+        def prepare(self, sample: Any) -> dict[str, Any]:
+            if not found:
+                followed = self.network.critics if algorithm in (SAC, TQC) else self.network
+                own, target = followed.state_dict(), self.target_network.state_dict()
+                found.append(
+                    own.keys() == target.keys() and all(torch.equal(x, target[name]) for name, x in own.items())
+                )
+            return super().prepare(sample)
+
+    settings = {"target_update_interval": 10_000} if issubclass(algorithm, DQN) else {"tau": 1e-6}
+    model = Watched(net_arch=[8], features_extractor=Normalized, **settings)
+    fit(model, data(algorithm))
+    assert found == [True]
+    with torch.no_grad():
+        for x in model.network.parameters():
+            x.add_(0.1)
+    found.clear()
+    fit(model, data(algorithm))
+    assert found == [True]

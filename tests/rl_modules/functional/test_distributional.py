@@ -129,6 +129,17 @@ def test_inside_the_support_the_mean_is_the_target_of_dqn():
     torch.testing.assert_close(projected @ support, expected)
 
 
+def test_a_reward_that_is_not_a_number_spoils_its_own_row_alone():
+    """On a GPU a place outside of the support would end every later call as well."""
+    reward, end = torch.tensor([0.5, torch.nan]), torch.zeros(2, dtype=torch.bool)
+    probability = torch.full((2, 4), 0.25)
+    projected = categorical_projection(reward, end, probability, 0.9, 0.0, 1.0)
+    assert projected[1].isnan().any()
+    torch.testing.assert_close(
+        projected[:1], categorical_projection(reward[:1], end[:1], probability[:1], 0.9, 0.0, 1.0)
+    )
+
+
 def test_the_projection_is_a_constant_and_refuses_by_name():
     reward, end, probability = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.full((3, 4), 0.25)
     assert not categorical_projection(reward, end, probability.requires_grad_(), 0.9, 0.0, 1.0).requires_grad

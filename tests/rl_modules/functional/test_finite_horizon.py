@@ -78,7 +78,8 @@ def test_no_plan_beats_backward_induction():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"horizon": -1}, "horizon must be a finite number of at least 0"),
+        ({"horizon": -1}, "horizon must be a whole number of at least 0, got -1"),
+        ({"horizon": 2.5}, "horizon must be a whole number of at least 0, got 2.5"),
         ({"gamma": 1.5}, "gamma must lie in"),
         ({"policy": torch.ones(3, 1)}, "policy has shape"),
         ({"policy": torch.ones(3, 2)}, "policy.* must be a distribution"),

@@ -184,6 +184,11 @@ def test_batch_advantages_have_mean_0_and_do_not_see_the_prompts(seed):
     torch.testing.assert_close(batch_advantages(reward[order]), result[order])
 
 
+def test_no_answers_have_no_advantages():
+    assert batch_advantages(torch.zeros(0)).shape == (0,)
+    assert group_advantages(torch.zeros(0), 2).shape == (0,)
+
+
 def test_batch_advantages_refuse_a_matrix():
     with pytest.raises(ValueError, match="reward"):
         batch_advantages(torch.zeros(2, 3))

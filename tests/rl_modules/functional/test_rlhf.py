@@ -59,6 +59,13 @@ def test_rewards_are_constants_in_float32():
     assert rlhf_rewards(half[:, 0], half, half, half + 1, 0.1).dtype is torch.float32
 
 
+def test_without_a_price_what_the_reference_forbids_is_as_good_as_any():
+    log_prob, mask = torch.full((1, 2), -0.5), torch.ones(1, 2)
+    ref_log_prob = torch.tensor([[-torch.inf, -1.0]])
+    assert rlhf_rewards(torch.tensor([3.0]), log_prob, ref_log_prob, mask, 0.0).tolist() == [[0.0, 3.0]]
+    assert rlhf_rewards(torch.tensor([3.0]), log_prob, ref_log_prob, mask, 1.0).tolist() == [[-torch.inf, 2.5]]
+
+
 def test_refuses_by_name():
     score, square = torch.zeros(2), torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"^score has shape"):
@@ -71,6 +78,8 @@ def test_refuses_by_name():
         rlhf_rewards(score, square, square, score, 0.1)
     with pytest.raises(ValueError, match=r"^beta"):
         rlhf_rewards(score, square, square, square, -0.1)
+    with pytest.raises(ValueError, match=r"^beta must be .*got '0.1'"):
+        rlhf_rewards(score, square, square, square, "0.1")
 
 
 @pytest.mark.parametrize(

@@ -578,6 +578,13 @@ def test_an_evaluations_mean_reward_is_over_the_scored_completions(eval_batch_si
 # ---------------------------------------------------------------- bad input
 
 
+@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scales_may_be_trls_booleans(given, meant):
+    """``GRPOConfig.scale_rewards`` of TRL 1.16."""
+    module = GRPO(scale_rewards=given)
+    assert module.scale_rewards == module.hparams["scale_rewards"] == module.hparams_initial["scale_rewards"] == meant
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [
     ({"loss_type": "ppo"}, "loss_type='ppo' must be one of grpo, bnpo, dapo, dr_grpo"),
     ({"scale_rewards": "std"}, "scale_rewards='std' must be one of group, batch, none"),

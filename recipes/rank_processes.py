@@ -1,0 +1,43 @@
+"""Ranks that Lightning started end with the process that started them."""
+
+import os
+import threading
+import time
+
+#: Set by the process that starts the ranks: its number.
+STARTED_BY = "RL_RECIPES_STARTED_BY"
+#: Seconds between two looks at whether that process is there.
+INTERVAL_S = 1.0
+
+
+def end_with_starter() -> None:
+    """Ends this rank soon after the process that started it, whatever ended that.
+
+    A rank of a run whose first process was killed would else wait for it, half an hour at the start, and heeds no
+    SIGTERM meanwhile. The first process calls this before it starts the others. Ranks of ``torchrun`` or ``srun`` are
+    theirs to end.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        os.environ[STARTED_BY] = str(os.getpid())
+        return
+    starter = os.environ.get(STARTED_BY, "")
+    if starter == str(os.getppid()):
+        threading.Thread(target=_wait, args=(int(starter),), daemon=True).start()
+    elif starter and not _is_there(int(starter)):
+        os._exit(1)
+
+
+def _wait(starter: int) -> None:
+    while os.getppid() == starter:
+        time.sleep(INTERVAL_S)
+    os._exit(1)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
