@@ -467,9 +467,18 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         starts = counts and has_time_limit(self.example_env) if self.eval_on_start is None else self.eval_on_start
         evaluate_on_start(trainer, starts and self.eval_freq > 0)
         if counts:
-            # Evaluation is counted in transitions; Lightning counts epochs.
-            every = max(1, round(self.eval_freq / self.transitions_per_epoch))
-            trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every
+            self._count_evaluations(trainer)
+
+    def _count_evaluations(self, trainer: L.Trainer) -> None:
+        """Sets the interval of evaluations, which the Trainer counts in epochs and ``eval_freq`` in transitions."""
+        every = max(1, round(self.eval_freq / self.transitions_per_epoch))
+        trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every
+
+    def count_evaluations_again(self) -> None:
+        """Sets the interval of evaluations anew where epochs are of another length than at the start of the fit."""
+        trainer = self.learner_trainer
+        if trainer in _evaluates_every and trainer.check_val_every_n_epoch == _evaluates_every[trainer]:
+            self._count_evaluations(trainer)
 
     def val_dataloader(self) -> Any:
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"

@@ -323,6 +323,11 @@ class RolloutDataModule(ControlDataModule):
         device = self.learner_trainer.strategy.root_device
         ahead = state.get("ahead", {"rollout": None})
         self._ahead.load_state_dict(ahead, device)
+        saved = state["layout"]
+        if self.hparams["rollouts_per_epoch"] is None and state["position"] % saved["length"]:
+            # It follows from total_timesteps, which the run may resume with another of: this epoch ends as it began.
+            self.rollouts_per_epoch = self._resolved["rollouts_per_epoch"] = saved["rollouts_per_epoch"]
+            self.count_evaluations_again()
         # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
         begun = ahead["rollout"] is not None and state["layout"]["n_steps"] != self.n_steps
         self._position = resumed_position(state["position"], state["layout"], self._layout, begun)

@@ -185,7 +185,9 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 copy_for_averages(self)
         if self.is_fitting:
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
-                self.load_initial_weights(self.hparams["init_from"])
+                self.load_initial_weights(self.hparams["init_from"])  # the target network's among them
+            else:
+                self.begin_target()
             self.begin_run()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -212,7 +214,6 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self._has_begun = False
         self._optimizers_saved = None
         self.grad_norm = None
-        self.begin_target()
 
     def followed(self) -> torch.nn.Module:
         """Returns the part of the network that ``target_network`` follows, where an algorithm has one."""

@@ -17,7 +17,8 @@ class ConfigRecord(SaveConfigCallback):
     """Writes the resolved config into the folder of a training run, and into TensorBoard as text.
 
     A run that writes nothing has no folder to itself, and an evaluation trains nothing: their config is not written,
-    since the file would replace a ``config.yaml`` of the user's. A resumed run has the text already.
+    since the file would replace a ``config.yaml`` of the user's. A resumed run has the text already, and replaces the
+    file when it trains: until then its checkpoint may refuse the new settings.
     """
 
     #: Whether the run has a folder to itself without a logger.
@@ -38,6 +39,16 @@ class ConfigRecord(SaveConfigCallback):
             if re.fullmatch(r"version_\d+", str(settings.get("version"))):
                 settings["version"] = None  # the number of the folder that is resumed
         super().__init__(parser, _without_enums(recorded), **arguments, save_to_log_dir=False)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not self.resumes:
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.resumes and not self.already_saved:
+            super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or not (trainer.loggers or self.has_folder):

@@ -22,6 +22,8 @@ class Stopped(Exception):
         self.signum = signum
         self.checkpoint = checkpoint
         self.number = number
+        #: Whether ``--resume`` finds the run: a logger of the user's has its folder where no rule tells.
+        self.is_found_again = True
 
 
 class StopRequests:

@@ -36,7 +36,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         raise SystemExit(1) from error
     except Stopped as stopped:
         if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
-            print(f"{stopped}; resume with\n  {_resume_command(args, default_config, stopped.number)}", file=sys.stderr)
+            print(f"{stopped}; resume with\n  {_resume_command(args, default_config, stopped)}", file=sys.stderr)
         raise SystemExit(128 + stopped.signum) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -58,7 +58,7 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
         raise SystemExit(1) from error
 
 
-def _resume_command(args: list[str], default_config: str | None, number: int | None = None) -> str:
+def _resume_command(args: list[str], default_config: str | None, stopped: Stopped) -> str:
     """Returns the command line that resumes the stopped run, by the number of its folder where it is not the newest."""
     if args[0] == "sweep":
         return shlex.join(["rl", *args])  # a sweep always resumes where it stopped
@@ -69,7 +69,9 @@ def _resume_command(args: list[str], default_config: str | None, number: int | N
             break
     given = any(arg in ("-c", "--config") or arg.startswith("--config=") for arg in rest)
     default = ["--config", default_config] if default_config is not None and not given else []
-    named = [] if number is None else ["--trainer.logger.version", str(number)]
+    if not stopped.is_found_again:
+        return shlex.join(["rl", command, *default, *rest, "--ckpt_path", str(stopped.checkpoint)])
+    named = [] if stopped.number is None else ["--trainer.logger.version", str(stopped.number)]
     return shlex.join(["rl", command, *default, *rest, *named, "--resume"])
 
 

@@ -20,6 +20,7 @@ from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
+from recipes.callbacks.signals import Stopped
 from recipes.cli import config_files, resume, run_lock, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes, with_full_names
 from recipes.cli.parser import RLParser, add_arguments
@@ -58,6 +59,8 @@ class RLCLI(LightningCLI):
         #: The checkpoint to resume from, and the run that is resumed in its own folder.
         self.checkpoint: dict[str, Any] | None = None
         self.resumed: resume.Run | None = None
+        #: The folder that this process made for a new run.
+        self.made: Path | None = None
         #: Holds the run's folder while this process trains in it.
         self._lock = ExitStack()
         super().__init__(
@@ -67,10 +70,7 @@ class RLCLI(LightningCLI):
             trainer_defaults={
                 "max_epochs": -1,  # total_timesteps ends the training
                 "enable_model_summary": False,
-                "logger": {
-                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-                    "init_args": {"save_dir": runs.LOGS, "name": None, "default_hp_metric": False},
-                },
+                "logger": runs.LOGGER,
             },
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
@@ -134,11 +134,14 @@ class RLCLI(LightningCLI):
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
         if self.resumed is not None:
             runs.continue_folder(self.resumed, self.checkpoint, self.trainer)
-        runs.number_alike(self.trainer)
+        self.made = runs.number_alike(self.trainer)
         if self.resumed is None:
             runs.open_csv_files(self.trainer)
+            runs.require_own_folder(self.trainer, self._get(self.config, "ckpt_path"))
         name = runs.configured_name(self.config[self.command])
-        folder = runs.place_without_logger(self.trainer, name, self.resumed) or runs.local_folder(self.trainer)
+        placed = runs.place_without_logger(self.trainer, name, self.resumed)
+        self.made = self.made or (placed if self.resumed is None else None)
+        folder = placed or runs.local_folder(self.trainer)
         if self.resumed is None and self.trainer.is_global_zero and folder is not None:
             self._lock.enter_context(run_lock.held(folder))
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
@@ -230,10 +233,21 @@ class RLCLI(LightningCLI):
         return {**arguments, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            self._run(subcommand)
+        except Exception:
+            if self.made is not None and not getattr(self.model, "_has_begun", True):
+                runs.remove_unused(self.made)
+            raise
+
+    def _run(self, subcommand: str) -> None:
         if not self.records:
             try:
                 with self._lock:
                     super()._run_subcommand(subcommand)
+            except Stopped as stopped:
+                stopped.is_found_again = runs.is_found_again(self.config[self.command])
+                raise
             except RuntimeError as error:
                 self._answer_monitor(error)
                 if "Error(s) in loading state_dict" not in str(error):

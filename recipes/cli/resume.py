@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import require_parts
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import described
 
@@ -65,7 +66,8 @@ def read(path: Path) -> dict[str, Any]:
     """Verifies a checkpoint's checksums and loads it; its tensors stay on the disk until they are used.
 
     Raises:
-        UsageError: the file is damaged, or holds code. Names the checkpoint before it if that one is whole.
+        UsageError: the file is damaged, no checkpoint, or holds code. Names the checkpoint before it if that one is
+            whole.
     """
     if path.is_dir():
         raise UsageError(f"the checkpoint {path} is a folder, as Lightning's sharded strategies write it; its index is "
@@ -73,7 +75,11 @@ def read(path: Path) -> dict[str, Any]:
     damage = damage_of(path)
     if damage is None:
         try:
-            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            require_parts(checkpoint, path, "ckpt_path", ("state_dict", "global_step", "pytorch-lightning_version"))
+            return checkpoint
+        except UsageError:
+            raise
         except pickle.UnpicklingError as error:
             code = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(r"(?:class|function) ([\w.]+)", str(error))
             if code is not None:

@@ -2,18 +2,21 @@
 
 import os
 import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import dict_to_namespace
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from recipes import language
 from recipes.callbacks import curves
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
+from recipes.callbacks.log_folder import log_folder
 from recipes.callbacks.slurm import requeue_signals
 from recipes.cli import resume
 from rl_modules.common.errors import UsageError
@@ -21,6 +24,11 @@ from rl_modules.loggers import adapters
 
 #: Parent folder of all runs, below ``trainer.default_root_dir``.
 LOGS = "logs"
+#: The logger of a run that names none.
+LOGGER = {
+    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+    "init_args": {"save_dir": LOGS, "name": None, "default_hp_metric": False},
+}
 #: Files of a run that another in its folder would overwrite or continue.
 _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
@@ -28,8 +36,11 @@ _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 def set_folder(config: Any) -> None:
     """Fills in where the logger writes: ``<default_root_dir>/logs/<algorithm>-<task>``, where nothing else is given.
 
-    ``~`` and ``$NAME`` are replaced: Lightning does so for curves, and not for checkpoints.
+    A logger of null or true, of which Lightning would make one in ``lightning_logs``, is the usual one. ``~`` and
+    ``$NAME`` are replaced: Lightning does so for curves, and not for checkpoints.
     """
+    if config["trainer"]["logger"] in (None, True):
+        config["trainer"]["logger"] = dict_to_namespace(LOGGER)
     given = config["trainer"]["logger"]
     root = config["trainer"].get("default_root_dir")
     if root is not None:
@@ -115,6 +126,39 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
         raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
                          f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
     return resume.read(Path(given)), resumed
+
+
+def is_found_again(config: Any) -> bool:
+    """Whether ``--resume`` finds the run: the folder of a logger of another kind is not known before it is made."""
+    try:
+        _parent_folder(config)
+    except UsageError:
+        return False
+    return True
+
+
+def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
+    """Refuses a new run in the folder of another, in which a logger of the user's puts all.
+
+    Args:
+        trainer: of the new run.
+        ckpt_path: the checkpoint that it starts from, which may be of the same folder.
+
+    Raises:
+        UsageError: names the folder.
+    """
+    checkpoints = Checkpoints.of(trainer)
+    known = (TensorBoardLogger, CSVLogger, WandbLogger)
+    if not trainer.is_global_zero or not trainer.loggers or isinstance(trainer.loggers[0], known):
+        return
+    if checkpoints is None or not checkpoints.writes or trainer.fast_dev_run:
+        return
+    last = log_folder(trainer) / "checkpoints" / "last.ckpt"
+    if last.exists() and (ckpt_path is None or Path(ckpt_path).resolve().parent != last.resolve().parent):
+        raise UsageError(
+            f"{last.parent.parent} holds a run, which a new one would overwrite: {type(trainer.loggers[0]).__name__} "
+            f"gives both the same name and version; let it count, or continue the run with --ckpt_path {last}"
+        )
 
 
 def _require_free_folder(config: Any) -> None:
@@ -233,21 +277,33 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
         adapter.cut(position)
 
 
-def number_alike(trainer: Any) -> None:
-    """Gives the folders of a new run's loggers one version, by which a resumed run finds them all.
+def number_alike(trainer: Any) -> Path | None:
+    """Gives the folders of a new run's loggers one version, by which a resumed run finds them all. Returns the folder
+    that this process made for it; None: none.
 
     The first rank makes the folder at once: of runs that start together, each has a folder of its own. Where this
     process starts the ranks, it numbers before them, or it would know another folder than theirs.
     """
     if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
-        return
+        return None
+    made = None
     number = getattr(trainer.loggers[0], "_version", None)  # the run's folder, if it has a name already
     if number is None:
         number = max(logger._get_next_version() for logger in loggers)
         if trainer.is_global_zero and "://" not in str(loggers[0].root_dir):
             number = _claimed(Path(loggers[0].root_dir), number)
+            made = Path(loggers[0].root_dir) / f"version_{number}"
     for logger in loggers:
         logger._version = number
+    return made
+
+
+def remove_unused(folder: Path) -> None:
+    """Removes the folder of a run that was refused before it began, which ``--resume`` would take for the newest run.
+    A folder that holds weights is left.
+    """
+    if not any(next(folder.rglob(pattern), None) for pattern in ("*.ckpt", "*.pt")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def place_without_logger(trainer: Any, name: str, run: resume.Run | None = None) -> Path | None:

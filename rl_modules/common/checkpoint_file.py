@@ -63,6 +63,24 @@ def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     return settings_of(checkpoint) if cls is None or settings is None or not isinstance(made, cls) else settings
 
 
+def require_parts(checkpoint: Any, path: Any, what: str, parts: Collection[str] = PARTS) -> None:
+    """Refuses what torch has read and is no checkpoint, such as a state dict alone.
+
+    Args:
+        checkpoint: the file's content.
+        path: of the file.
+        what: the argument that named it.
+        parts: keys that it must have.
+
+    Raises:
+        UsageError: names what it lacks.
+    """
+    missing = [part for part in parts if not isinstance(checkpoint, dict) or part not in checkpoint]
+    if missing:
+        raise UsageError(f"{what}={str(path)!r} is no checkpoint of this project: it has no {', '.join(missing)}; give "
+                         "one that `rl fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
+
+
 def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
     """Loads a checkpoint without running code; its tensors stay on the disk until they are used.
 
@@ -88,10 +106,7 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
                          "strings, lists and dictionaries load") from error  # fmt: skip
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise UsageError(f"{what}={str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
-    missing = [part for part in PARTS if not isinstance(checkpoint, dict) or part not in checkpoint]
-    if missing:
-        raise UsageError(f"{what}={str(path)!r} is no checkpoint of this project: it has no {', '.join(missing)}; give "
-                         "one that `rl fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
+    require_parts(checkpoint, path, what)
     for key in CHECKPOINT_PAST_HPARAMS_KEYS:
         # Lightning would take arguments from there, too, which no check of `hyper_parameters` sees.
         if key in checkpoint:

@@ -62,8 +62,8 @@ class ReturnsFromRanks:
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         module: Any = self
         checkpoint = state_dict[CHECKPOINT]
-        self.reached = checkpoint["reached"]
-        self.began_at = checkpoint["reached"]["began_at"]
+        self.reached = reached = checkpoint["reached"]
+        self.began_at = reached.get("began_at", (0, 0))
         # Own networks are as they were given here: weights of a file, which may have this key, must choose none.
         kept = getattr(module, "own_networks", ())
         for name, value in checkpoint["hyper_parameters"].items():

@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from lightning.pytorch.loggers.logger import Logger
 
 from recipes.callbacks import curves
+from recipes.callbacks.signals import Stopped
 from recipes.cli import main
 from recipes.cli.command import _resume_command
 from tests import chaos
@@ -263,10 +266,94 @@ def test_a_damaged_checkpoint_gets_a_sentence_and_the_one_before_works(rl: Any, 
     ],
 )  # fmt: skip
 def test_what_can_not_be_resumed_gets_one_sentence(rl: Any, stopped: Path, arguments: list[str], message: str) -> None:
+    recorded = (stopped / "config.yaml").read_text()
     code, _, err = rl("fit", *RUN, *arguments)
     assert code == 1
     assert len(err.strip().splitlines()) == 1, err
     assert re.search(message, err), err
+    assert (stopped / "config.yaml").read_text() == recorded
+
+
+@pytest.mark.long
+def test_the_record_of_a_resumed_run_has_its_new_settings(rl: Any, stopped: Path) -> None:
+    code, _, err = rl("fit", *RUN, "--resume", "--model.clip_range", "0.1")
+    assert code == 0, err
+    assert yaml.safe_load((stopped / "config.yaml").read_text())["model"]["init_args"]["clip_range"] == 0.1
+
+
+@pytest.mark.long
+def test_a_run_that_is_refused_leaves_no_folder_for_resume_to_take(rl: Any, stopped: Path) -> None:
+    for logger in ("TensorBoardLogger", "CSVLogger", "false"):
+        code, _, err = rl("fit", *RUN, "--trainer.precision", "bf16-true", "--trainer.logger", logger)
+        assert code == 1, err
+        assert not list(Path().glob("*/**/version_1"))
+    code, out, err = rl("fit", *RUN, "--resume")
+    assert code == 0, err
+    assert f"resuming from {stopped}/checkpoints/last.ckpt (768 transitions)" in out
+
+
+@pytest.mark.long
+def test_an_epoch_goes_on_with_another_total(rl: Any, stopped: Path) -> None:
+    """How many rollouts an epoch has follows from the total."""
+    saved = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)["RolloutDataModule"]["ranks"][0]
+    assert saved["layout"]["rollouts_per_epoch"] == 1 and saved["position"] % saved["layout"]["length"]
+    code, out, err = rl("fit", *RUN, "--data.total_timesteps", "40000", "--resume", "--trainer.max_steps", "12")
+    assert code == 0, err
+    assert "total_timesteps: 1024 → 40000" in out
+    assert steps(stopped, "eval/mean_reward") == [0, 512, 1024, 1536]
+
+
+class OneFolder(Logger):
+    """A logger of the user's, all of whose runs have one name and version."""
+
+    name, version, save_dir = "mine", 0, "."
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.long
+def test_loggers_whose_folder_resume_does_not_know(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_modules import PPO
+
+    step, own = PPO.training_step, ["--trainer.logger", f"{__name__}.OneFolder"]
+
+    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(PPO, "training_step", stops)
+    code, _, err = rl("fit", *RUN, *own)
+    monkeypatch.setattr(PPO, "training_step", step)
+    command = shlex.split(err.splitlines()[-1])
+    assert code == 130 and command[-2:] == ["--ckpt_path", "mine/version_0/checkpoints/last.ckpt"]
+    before = Path(command[-1]).read_bytes()
+    code, _, err = rl("fit", *RUN, *own)
+    assert code == 1 and "mine/version_0 holds a run, which a new one would overwrite" in err
+    assert Path(command[-1]).read_bytes() == before
+    code, out, err = rl(*command[1:])
+    assert code == 0, err
+    assert "resuming from mine/version_0/checkpoints/last.ckpt (256 transitions)" in out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("logger", ["null", "true"])
+def test_a_logger_of_null_or_true_is_the_usual_one(logger: str, rl: Any, stopped: Path) -> None:
+    code, out, err = rl("fit", *RUN, "--trainer.logger", logger, "--resume")
+    assert code == 0, err
+    assert f"resuming from {stopped}/checkpoints/last.ckpt (768 transitions)" in out
+    assert not Path("lightning_logs").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_file_of_torch_that_is_no_checkpoint(command: str, rl: Any, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1)}, "other.ckpt")
+    code, _, err = rl(command, *RUN, "--ckpt_path", "other.ckpt")
+    assert code == 1 and "ckpt_path='other.ckpt' is no checkpoint of this project: it has no state_dict, " in err
 
 
 @pytest.mark.long
@@ -285,11 +372,12 @@ def test_the_command_that_goes_on_is_printed(rl: Any, monkeypatch: pytest.Monkey
 
 
 def test_the_command_names_the_recipe_s_config_and_leaves_out_the_old_checkpoint() -> None:
-    assert _resume_command(["fit", "--ckpt_path", "a b", "--data.seed", "1"], "ppo/cartpole.yaml") == (
+    stopped = Stopped(signal.SIGINT, "a/last.ckpt")
+    assert _resume_command(["fit", "--ckpt_path", "a b", "--data.seed", "1"], "ppo/cartpole.yaml", stopped) == (
         "rl fit --config ppo/cartpole.yaml --data.seed 1 --resume"
     )
-    assert (
-        _resume_command(["fit", "--config=x y.yaml", "--ckpt_path=last"], None) == "rl fit '--config=x y.yaml' --resume"
+    assert _resume_command(["fit", "--config=x y.yaml", "--ckpt_path=last"], None, stopped) == (
+        "rl fit '--config=x y.yaml' --resume"
     )
 
 
