@@ -161,6 +161,16 @@ config("number", "7\n", "mine.yaml", "int|number")
 config("duplicate key", "model: PPO\nmodel: A2C\n", "mine.yaml:2", "model", "twice")
 config("duplicate nested key", "model:\n  class_path: PPO\n  init_args:\n    gamma: 1.0\n    gamma: 0.5\n",
        "mine.yaml:5", "gamma", "twice")  # fmt: skip
+config("a template", "model: PPO\ndata:\n  class_path: RolloutDataModule\n  init_args: {env_id: {{ env }}}\n",
+       "mine.yaml:4", "a key is a mapping", "filled in")  # fmt: skip
+config("a list as key", "[a]: 2\n", "mine.yaml:1", "a key is a list")
+config("a list of models", "model: [PPO]\ndata: RolloutDataModule\n", "model=", "must be a class, such as PPO")
+cli("arguments before their class", "fit --config mine.yaml --config ppo/cartpole.yaml", "mine.yaml: data has arguments",
+    "cartpole.yaml before it", mine__yaml="data: {init_args: {eval_freq: 256}}\n")  # fmt: skip
+cli("an environment that can't be made", [*CARTPOLE, "--data.env_id", "mine:make"], "mine:make can't be made: RuntimeError: boom",
+    "mine.py:2", mine__py="def make():\n    raise RuntimeError('boom')\n")  # fmt: skip
+cli("a class that raises", ["fit", "--config", "ppo/cartpole.yaml", "--model", "mine.Bad"], "mine.py:4", "ValueError: boom",
+    mine__py="import rl_modules\nclass Bad(rl_modules.PPO):\n    def __init__(self, **more):\n        raise ValueError('boom')\n")  # fmt: skip
 config("modle", "modle:\n  class_path: PPO\n", "mine.yaml", "modle", "did you mean model")
 config("flat env_id", "model: PPO\ndata: RolloutDataModule\nenv_id: CartPole-v1\n", "mine.yaml", "env_id", "data")
 config("flat gamma", "model: PPO\ndata: RolloutDataModule\ngamma: 0.9\n", "mine.yaml", "gamma", "model")
@@ -275,7 +285,7 @@ for option, says in {
     "data.wrappers [NoWrapper]": "wrappers.*'NoWrapper'", "data.wrappers [{class_path: TimeLimit}]": "TimeLimit.*max_episode_steps",
     "data.wrappers TimeLimit": "wrappers", "data.wrappers [3]": "wrappers",
     "trainer.max_epochs x": "max_epochs='x'", "trainer.max_epochs -5": "max_epochs", "trainer.max_steps x": "max_steps='x'",
-    "trainer.devices 0": "devices", "trainer.devices x": "devices.*x", "trainer.devices -2": "devices",
+    "trainer.devices 0": "^error: trainer.devices=", "trainer.devices x": "devices.*x", "trainer.devices -2": "devices",
     "trainer.precision fp16": "precision.*fp16.*16-mixed", "trainer.precision 16": "precision=16.*bf16-mixed",
     "trainer.precision half": "precision.*half.*16-mixed", "trainer.precision bf16-true": "precision=bf16-true.*bf16-mixed",
     "trainer.accumulate_grad_batches 0": "accumulate_grad_batches=0",
@@ -609,6 +619,8 @@ for name, text, record_says in (
 ):
     cli(f"records {name}", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "mine.jsonl",
                             "--trainer.max_steps=1", "--data.n_eval=0"], *record_says, mine__jsonl=text)  # fmt: skip
+cli("a row without a cell", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "m.csv",
+    "--trainer.max_steps=1"], "m.csv:3: 1 of the 2 cells", "comma", m__csv="prompt,completion\na,b\nc\n")  # fmt: skip
 cli("records of no file", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "no.jsonl",
                            "--trainer.max_steps=1"], "no.jsonl")  # fmt: skip
 cli("no source", "fit --model SFT --data InstructionDataModule --trainer.max_steps=1", "task, path and dataset")

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,8 +165,15 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
     except gym.error.Error as error:
         # Deprecated and missing versions: Gymnasium names the right one.
         raise UsageError(f"env_id={name!r} can't be made: {error}") from error
-    except TypeError as error:
-        raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
+    except UsageError:
+        raise
+    except Exception as error:
+        places = traceback.extract_tb(error.__traceback__)
+        # A callable that takes no such arguments raises where it is called, here; Gymnasium's ids in Gymnasium.
+        if isinstance(error, TypeError) and (factory is None or len(places) == 1):
+            raise UsageError(f"env_kwargs={env_kwargs} does not fit the environment {name}: {error}") from error
+        raise UsageError(f"the environment {name} can't be made: {type(error).__name__}: {error} "
+                         f"({places[-1].filename}:{places[-1].lineno})") from error  # fmt: skip
 
 
 def _register_games(env_id: str) -> None:

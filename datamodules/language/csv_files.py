@@ -1,5 +1,6 @@
 """CSV files, whose cells are read as the texts that they are."""
 
+import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def _header(file: str | Path) -> list[str]:
     """The names of a csv file's columns.
 
     Raises:
-        ValueError: the first row has more cells than names. pandas takes the first cells for an index then, and gives
-            each name its neighbour's cell.
+        ValueError: the first row has more cells than names: pandas takes the first cells for an index then, and gives
+            each name its neighbour's cell. Or a row has fewer.
     """
     import pandas
 
@@ -39,7 +40,23 @@ def _header(file: str | Path) -> list[str]:
     if len(table) and not isinstance(table.index, pandas.RangeIndex):
         raise ValueError(f"{file}: row 0 has {len(names) + table.index.nlevels} cells under the {len(names)} names of "
                          f"the header, {', '.join(names)}: cells with commas need quotes")  # fmt: skip
+    if Path(file).is_file() and Path(file).suffix == ".csv":
+        _require_whole_rows(Path(file), names)
     return names
+
+
+def _require_whole_rows(file: Path, names: list[str]) -> None:
+    """Refuses a row with fewer cells than the header: pandas reads the missing ones as empty.
+
+    Raises:
+        ValueError: names the line.
+    """
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+        rows = csv.reader(lines)
+        for row in rows:
+            if row and len(row) < len(names):
+                raise ValueError(f"{file}:{rows.line_num}: {len(row)} of the {len(names)} cells that the header names, "
+                                 f"{', '.join(names)}; an empty cell needs its comma")  # fmt: skip
 
 
 def options_of_folder(name: str, config: str | None) -> dict[str, Any]:

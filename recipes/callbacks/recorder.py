@@ -46,7 +46,7 @@ def record_episodes(
     if importlib.util.find_spec("moviepy") is None:
         raise UsageError(f"recording needs moviepy, which is not installed: {install('video')}")
     if n_episodes < 1:
-        raise UsageError(f"n_episodes={n_episodes} must be at least 1")
+        raise UsageError(f"episodes={n_episodes} must be at least 1")
     if folder.is_file():
         raise UsageError(f"the videos would go into the folder {folder}, but that is a file; give another")
     env = environment_to_film(data)

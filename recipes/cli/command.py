@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import sys
+from pathlib import Path
 
 from recipes import configs
 from recipes.callbacks.signals import Stopped
@@ -176,6 +177,7 @@ def _with_configs_found(args: list[str], default_config: str | None) -> list[str
             options.append(arg)
     if default_config is not None and not named:
         named = ["--config", str(configs.find(default_config))]
+    config_files.check_order([Path(path) for path in named[1::2]])
     return [*named, *_with_classes_first(options)]
 
 

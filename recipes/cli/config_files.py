@@ -11,7 +11,7 @@ from rl_modules.common.errors import UsageError
 #: Keys of the first level that only ``fit`` reads.
 OF_FIT = ("checkpoint", "record_every", "resume")
 #: What a value is called in a message.
-_KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value"}
+_KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value", yaml.MappingNode: "a mapping"}
 
 
 def check(path: Path) -> set[str]:
@@ -38,6 +38,31 @@ def check(path: Path) -> set[str]:
         if key.value in ("model", "data"):
             _check_class(path, key.value, value)
     return {key.value for key, _ in root.value}
+
+
+def check_order(paths: Sequence[Path]) -> None:
+    """Refuses a file with arguments of a class that a later file names: the parser would not know of which class.
+
+    Args:
+        paths: of the configs, in the order of the command line.
+
+    Raises:
+        UsageError: names both files.
+    """
+    for group in ("model", "data"):
+        places = [_place_of_class(path, group) for path in paths]
+        if "class" in places and "arguments" in places[: (first := places.index("class"))]:
+            early = paths[places.index("arguments")]
+            raise UsageError(f"{early}: {group} has arguments of the class that {paths[first]} names; give --config "
+                             f"{paths[first]} before it")  # fmt: skip
+
+
+def _place_of_class(path: Path, group: str) -> str | None:
+    """Whether a file names a group's class, or gives arguments alone; None: neither."""
+    node = next((value for key, value in _tree(path).value if key.value == group), None)
+    if not isinstance(node, yaml.MappingNode):
+        return None if node is None else "class"
+    return "class" if "class_path" in {key.value for key, _ in node.value} else "arguments"
 
 
 def for_evaluation(args: Sequence[str], folder: Path) -> list[str]:
@@ -113,11 +138,13 @@ def _check_keys(path: Path, node: Any) -> None:
         seen: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in seen and key.value != "<<":
+            if not isinstance(key, yaml.ScalarNode):
+                raise UsageError(f"{path}:{line}: a key is {_KINDS[type(key)]}, where text should be; a template's "
+                                 "{{ name }} must be filled in before")  # fmt: skip
+            if key.value in seen and key.value != "<<":
                 raise UsageError(f"{path}:{line}: the key {key.value!r} is given twice, first in line "
                                  f"{seen[key.value]}; keep one of them")  # fmt: skip
-            if isinstance(key, yaml.ScalarNode):
-                seen[key.value] = line
+            seen[key.value] = line
             _check_keys(path, value)
 
 

@@ -12,7 +12,7 @@ Reinforcement learning on PyTorch Lightning.
 commands:
   fit        train:                 rl fit --config ppo/cartpole.yaml
   validate   evaluate a checkpoint: rl validate --config ppo/cartpole.yaml --ckpt_path PATH
-  test       evaluate a checkpoint on other seeds and more episodes
+  test       evaluate a checkpoint on other seeds and more episodes (a language model: as validate)
   predict    play episodes to a file: rl predict --config … --ckpt_path PATH --output episodes.csv
              (a language model's completions of held-out prompts: --output completions.jsonl)
   record     film whole episodes:   rl record --config … --ckpt_path PATH --output videos --episodes 3

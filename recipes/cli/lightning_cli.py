@@ -25,6 +25,7 @@ from recipes.cli import config_files, resume, run_lock, runs, summary, trainer_s
 from recipes.cli.classes import accepts, chosen_classes, with_full_names
 from recipes.cli.parser import RLParser, add_arguments
 from recipes.cli.sentences import unknown_monitor, which_class
+from recipes.cli.user_modules import place_in_users_code
 from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import settings_of
@@ -154,6 +155,8 @@ class RLCLI(LightningCLI):
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, UsageError):
                 cause = cause.__cause__ or cause.__context__
+            if cause is None and (place := place_in_users_code(error)):
+                raise UsageError(f"{place}, raised by a class of the run while it was made") from error
             if cause is None and isinstance(error, TypeError) and not _is_lightnings(error):
                 raise
             raise cause or UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
@@ -235,9 +238,13 @@ class RLCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             self._run(subcommand)
-        except Exception:
+        except Exception as error:
             if self.made is not None and not getattr(self.model, "_has_begun", True):
                 runs.remove_unused(self.made)
+            if type(error).__module__.startswith("wandb."):
+                said = " ".join(str(error).split())
+                raise UsageError(f"trainer.logger: Weights & Biases says: {said}; or log to files alone with its "
+                                 "offline=true") from error  # fmt: skip
             raise
 
     def _run(self, subcommand: str) -> None:

@@ -13,6 +13,7 @@ _TYPES = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null",
     "list": "a list", "dict": "a mapping such as {name: value}",
 }  # fmt: skip
+_EXAMPLES = {"model": "PPO", "data": "RolloutDataModule"}
 #: The names that Lightning's Trainer knows for an argument.
 _WORDS = {
     "precision": ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"),
@@ -78,7 +79,9 @@ def one_sentence(
         nested = re.search(rf"(\w+)={{'class_path': '([\w.]*{lacking.group(1) or lacking.group(2)}[\w.]*)'", text)
         where = f"{key}.{nested.group(1)}={nested.group(2)!r}" if nested else key
         return f"{where} names no class that fits: {lacking.group(0)}"
-    wanted = _wanted(text)
+    if key in ("model", "data"):
+        return f"{key}={value!r} can't be used; it must be a class, such as {_EXAMPLES[key]}, by name or as class_path"
+    wanted = "a mapping of the Trainer's arguments" if key == "trainer" else _wanted(text)
     return f"{key}={value!r} can't be used; it must be {wanted}" if wanted else f"{key}={value!r} can't be used: {text}"
 
 

@@ -13,10 +13,10 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Kinds of ranges, and what each holds.
 KINDS = {
-    "uniform": "two numbers, as in {uniform: [0.9, 0.99]}",
-    "log": "two positive numbers, as in {log: [1e-4, 1e-2]}",
-    "int": "two whole numbers, as in {int: [1, 10]}",
-    "log_int": "two whole numbers from 1 up, as in {log_int: [16, 1024]}",
+    "uniform": "two numbers, the smaller first, as in {uniform: [0.9, 0.99]}",
+    "log": "two positive numbers, the smaller first, as in {log: [1e-4, 1e-2]}",
+    "int": "two whole numbers, the smaller first, as in {int: [1, 10]}",
+    "log_int": "two whole numbers from 1 up, the smaller first, as in {log_int: [16, 1024]}",
     "values": "a list of at least one value, as in {values: [64, 128]}",
 }
 

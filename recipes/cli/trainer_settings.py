@@ -1,6 +1,7 @@
 """The Trainer's settings that follow from the command: loggers, progress bar and the command's own callbacks."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,11 @@ def sentence(error: BaseException, config: Any) -> str:
         return f"trainer.accelerator={trainer.get('accelerator')} finds no such device here; give auto or cpu"
     if "requires a GPU accelerator" in text:
         return f"trainer.strategy={trainer.get('strategy')} needs GPUs; on CPUs give ddp, or leave it out"
+    if "barebones=True, " in text:
+        return ("trainer.barebones=true keeps neither curves nor checkpoints, which `rl fit` writes; leave it out, or "
+                "give it to Lightning's own Trainer in Python")  # fmt: skip
+    if (named := re.search(r"Trainer\((devices|num_nodes)=", text)) and trainer.get(named.group(1)) is not None:
+        return f"trainer.{named.group(1)}={trainer.get(named.group(1))!r} can't be used: {text}"
     for name in ("profiler", "accelerator", "strategy", "devices", "precision", "gradient_clip_algorithm", "max_time"):
         if name in text and trainer.get(name) is not None:
             return f"trainer.{name}={trainer.get(name)!r} can't be used: {text}"

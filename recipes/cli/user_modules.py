@@ -1,12 +1,16 @@
-"""Import paths of the user's own classes, which lie in the folder where ``rl`` is run."""
+"""The user's own classes, which lie in the folder where ``rl`` is run: their import paths, and what they raise."""
 
 import os
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 
 #: Top-level packages of this project.
 PACKAGES = ("configs", "datamodules", "recipes", "rl_modules")
 _ROOT = Path(__file__).resolve().parents[2]
+#: Folders of code that is not the user's; so is all of ``site-packages``.
+_LIBRARIES = [Path(sysconfig.get_paths()["stdlib"]), *(_ROOT / package for package in PACKAGES)]
 
 
 def add_working_directory() -> None:
@@ -28,3 +32,19 @@ def add_working_directory() -> None:
         print(f"note: {', '.join(str(folder / name) for name in hidden)} can't be imported: this project has "
               f"{'packages' if len(hidden) > 1 else 'a package'} of that name; rename yours to use its classes",
               file=sys.stderr)  # fmt: skip
+
+
+def place_in_users_code(error: BaseException | None) -> str | None:
+    """Returns ``file:line: what was raised`` where code that is neither this project's nor a library's raised an error
+    or called what did; None elsewhere.
+    """
+    while error is not None:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            file = Path(frame.filename)
+            is_library = {"site-packages", "dist-packages"} & set(file.parts) or any(
+                map(file.is_relative_to, _LIBRARIES)
+            )
+            if not is_library and file.exists():
+                return f"{file}:{frame.lineno}: {type(error).__name__}: {' '.join(str(error).split())}"
+        error = error.__cause__ or error.__context__
+    return None

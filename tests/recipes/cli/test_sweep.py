@@ -182,6 +182,7 @@ def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch
     ({"search": {"model.gamma": [0.9, 1]}}, "search.model.gamma=[0.9, 1] must have one of the keys uniform"),
     ({"search": {"model.gamma": {"logs": [0.9, 1]}}}, "did you mean log?"),
     ({"search": {"model.gamma": {"log": [0, 1]}}}, "log=[0, 1] must be two positive numbers"),
+    ({"search": {"model.gamma": {"log": [0.1, 0.01]}}}, "[0.1, 0.01] must be two positive numbers, the smaller first"),
     ({"search": {"model.gamma": {"uniform": [1, 0]}}}, "uniform=[1, 0] must be two numbers"),
     ({"search": {"model.gamma": {"int": [0.5, 1]}}}, "int=[0.5, 1] must be two whole numbers"),
     ({"search": {"model.gamma": {"values": []}}}, "values=[] must be a list"),
