@@ -293,6 +293,8 @@ class RLCLI(LightningCLI):
         """Raises the sentence for a callback that monitors what the run does not log."""
         sentence = unknown_monitor(str(error), self.trainer.callback_metrics)
         if sentence is not None:
+            if self.made is not None:  # Lightning looks at the metric after the first epoch
+                runs.remove_unused(self.made)
             raise UsageError(sentence) from error
 
     def after_fit(self) -> None:
