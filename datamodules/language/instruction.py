@@ -13,6 +13,7 @@ from datamodules.language.notices import notice
 from datamodules.language.records import NothingUsable
 from datamodules.language.sequences import Sequences
 from datamodules.language.streaming import STREAM_STEPS
+from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
 from datamodules.loader import LazyLoader
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
@@ -91,6 +92,8 @@ class InstructionDataModule(LanguageDataModule):
                                  "not know; set one of them")  # fmt: skip
             if self.sequences is None and self.stream is None:
                 self.sequences = self._as_sequences(self.train_records)
+            if self.stream is None and counts_epochs(self.trainer):
+                announce_rest(len(self.train_records), self.batch_size * self._world_size, "begin the next pass")
             self._position, self._has_saved = 0, False
             self._bucket = (-1, [])
 
@@ -188,7 +191,7 @@ class InstructionDataModule(LanguageDataModule):
     def _steps_per_epoch(self) -> int:
         if self.stream is not None:
             return STREAM_STEPS
-        return max(1, len(self.train_records) // (self.batch_size * self._world_size))
+        return whole_steps(len(self.train_records), self.batch_size * self._world_size)
 
     def _micro_batches(self) -> Iterator[Batch]:
         """One epoch's micro-batches, from where the checkpoint left off."""

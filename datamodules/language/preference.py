@@ -17,6 +17,7 @@ from datamodules.language.preference_forms import as_preference
 from datamodules.language.records import NothingUsable, place_of
 from datamodules.language.sources import load_records
 from datamodules.language.streaming import STREAM_STEPS
+from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
 from datamodules.loader import LazyLoader
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
@@ -143,6 +144,9 @@ class PreferenceDataModule(LanguageDataModule):
                              f"{self.batch_size} pairs that it divides")  # fmt: skip
         if not self.demonstration_ids and self._scores_demonstrations:
             self.demonstration_ids = self._load_demonstrations()
+        if self.stream is None and counts_epochs(self.trainer):
+            size = self.batch_size * self._world_size
+            announce_rest(len(self.train_records), size, "are left out of it: another pass has another order")
         self._position, self._has_saved = 0, False
 
     @property
@@ -292,7 +296,7 @@ class PreferenceDataModule(LanguageDataModule):
         """
         if self.stream is not None:
             return STREAM_STEPS
-        return max(1, len(self.train_records) // (self.batch_size * self._world_size))
+        return whole_steps(len(self.train_records), self.batch_size * self._world_size)
 
     def train_dataloader(self) -> LazyLoader:
         return self.training_loader(self.steps_per_epoch, self._micro_batches)

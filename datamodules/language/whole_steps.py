@@ -1,0 +1,35 @@
+"""How a pass over the records is divided into optimizer steps."""
+
+from typing import Any
+
+from datamodules.language.notices import notice
+
+
+def counts_epochs(trainer: Any) -> bool:
+    """Whether ``max_epochs`` ends the run, for which it matters what a pass leaves out."""
+    return trainer is not None and (trainer.max_epochs or -1) > 0
+
+
+def whole_steps(n: int, step: int) -> int:
+    """Returns the number of optimizer steps in one pass over the records, at least 1.
+
+    Args:
+        n: records.
+        step: records of an optimizer step, over all ranks.
+    """
+    return max(1, n // step)
+
+
+def announce_rest(n: int, step: int, fate: str) -> None:
+    """Says where a tenth of the records or more is in no step of a pass, or records repeat within a step.
+
+    Args:
+        n: records.
+        step: records of an optimizer step, over all ranks.
+        fate: what becomes of the rest.
+    """
+    rest = n - whole_steps(n, step) * step
+    if rest < 0:
+        notice(f"batch_size: a step of {step} records repeats the {n} that there are; give a smaller one")
+    elif rest >= n / 10:
+        notice(f"batch_size: of {n} records, {step} to an optimizer step, the last {rest} of a pass {fate}")
