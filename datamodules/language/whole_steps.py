@@ -7,7 +7,7 @@ from datamodules.language.notices import notice
 
 def counts_epochs(trainer: Any) -> bool:
     """Whether ``max_epochs`` ends the run, for which it matters what a pass leaves out."""
-    return trainer is not None and (trainer.max_epochs or -1) > 0
+    return (getattr(trainer, "max_epochs", None) or -1) > 0
 
 
 def whole_steps(n: int, step: int) -> int:
