@@ -1,7 +1,7 @@
-"""How a datamodule calls its algorithm: in the dtype of the weights.
+"""Calls of the algorithm by a datamodule, with inputs in the dtype of the weights.
 
-Under ``precision=64-true`` Lightning converts the batches of ``training_step`` to float64. Layers of a subclass's own,
-which need inputs of their weights' dtype, get such in ``act`` and ``prepare``, too.
+Under ``precision=64-true`` Lightning converts the batches of ``training_step`` to float64. The functions here convert
+the inputs of ``act`` and ``prepare`` too, because layers that a subclass adds need inputs of their weights' dtype.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ INPUTS = ("observation", "next_observation", "action")
 
 
 def rollout_act(learner: Any) -> Callable[..., Any]:
-    """What experience is collected with: ``rollout_act()`` of an algorithm that has one, else ``act``."""
+    """Returns the function that collects experience: ``rollout_act()`` if the algorithm has it, else ``act``."""
     act: Callable[..., Any] = learner.rollout_act() if hasattr(learner, "rollout_act") else learner.act
     if not is_double(learner):
         return act
@@ -26,7 +26,7 @@ def rollout_act(learner: Any) -> Callable[..., Any]:
 
 
 def prepared_by(learner: Any, experience: Any) -> Any:
-    """What an algorithm's ``prepare`` returns.
+    """Returns the result of an algorithm's ``prepare``.
 
     Args:
         learner: the algorithm.

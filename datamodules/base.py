@@ -1,4 +1,4 @@
-"""What every control datamodule shares: environments, seeds, evaluation, counters, metrics."""
+"""Base class of the control datamodules: environments, seeds, evaluation, counters, metrics."""
 
 import inspect
 import os
@@ -98,13 +98,14 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         seed: source of all random streams: environments, actions, minibatches, weights.
         vectorization_mode: ``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the
             environment's own engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium).
-        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``. The first and the last give the same transitions;
-            with ``next_step`` the reset rows, which count nowhere, draw actions too, and later samples differ.
+        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``. ``same_step`` and ``disabled`` give the same
+            transitions. With ``next_step``, actions are also drawn for the reset rows, which are ignored, so later
+            samples differ.
         env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
         wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
             ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
-        eval_env_kwargs: keyword arguments for the environments of evaluation, over those of ``env_kwargs``; where an
-            engine steps in training, instead of them.
+        eval_env_kwargs: keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if
+            an engine steps in training, they replace ``env_kwargs``.
         eval_wrappers: wrappers of the environments of evaluation, instead of ``wrappers``; None: the same.
         action_masks: restrict actions to those that the environment allows in an ``action_mask`` of its Dict
             observation or infos, or by a method ``action_masks()``. False: ignore masks.
@@ -119,8 +120,8 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         clip_reward: bound on normalised rewards.
         eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
             ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
-        eval_on_start: evaluate before the first update too, where there are evaluations; None: where ``eval_freq`` sets
-            their times and the environment has a time limit, for an untrained policy may never end an episode. A
+        eval_on_start: evaluate before the first update too, if there are evaluations; None: only if ``eval_freq`` sets
+            their times and the environment has a time limit, because an untrained policy may never end an episode. A
             resumed run does not repeat it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
         n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
@@ -263,8 +264,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             self._schedule_evaluation()
 
     def resolve(self) -> None:
-        """Fills in the settings that were not given by what the algorithm asks for; called at the start of each fit.
-        What was assigned to an attribute since, as in ``data.n_steps = 64``, counts as given.
+        """Fills in settings that were not given with the algorithm's defaults; called at the start of each fit.
+
+        A value that was assigned to an attribute since, as in ``data.n_steps = 64``, counts as given.
         """
         for name, value in self._resolved.items():
             if getattr(self, name) != value:
@@ -475,7 +477,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         trainer.check_val_every_n_epoch = _evaluates_every[trainer] = every
 
     def count_evaluations_again(self) -> None:
-        """Sets the interval of evaluations anew where epochs are of another length than at the start of the fit."""
+        """Sets the interval of evaluations again if the length of epochs has changed since the start of the fit."""
         trainer = self.learner_trainer
         if trainer in _evaluates_every and trainer.check_val_every_n_epoch == _evaluates_every[trainer]:
             self._count_evaluations(trainer)

@@ -56,7 +56,7 @@ class ReplayBuffer:
         return 2
 
     def add(self, rollout: Batch) -> tuple[Tensor, Tensor]:
-        """Append a rollout, over the oldest rows.
+        """Appends a rollout, which overwrites the oldest rows.
 
         Args:
             rollout: CPU tensors [T, N, …]: observation, next_observation (the true successor), action, reward,
@@ -104,7 +104,7 @@ class ReplayBuffer:
         return changes
 
     def break_off(self, which: np.ndarray) -> None:
-        """Note that episodes under way will not go on: their newest observation stays, as their last successor.
+        """Breaks off running episodes: their newest observation stays, as the successor of their last transition.
 
         Args:
             which: environments that begin a new episode, [N] bool.
@@ -121,9 +121,9 @@ class ReplayBuffer:
         self.head = torch.from_numpy(head)
 
     def gather(self, index: Tensor, n_steps: int = 1) -> Batch:
-        """Transitions over up to ``n_steps`` steps.
+        """Returns transitions over up to ``n_steps`` steps.
 
-        A transition is shorter where its episode ends, or where experience ends; it then bootstraps from there.
+        A transition has fewer steps if its episode or the stored experience ends before; it then bootstraps from there.
 
         Args:
             index: flat numbers of valid rows, [M].
@@ -170,10 +170,10 @@ class ReplayBuffer:
         return (row * self.n_envs + torch.arange(self.n_envs)).flatten()
 
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The rows that :meth:`rows_to_save` names, and where the next goes.
+        """Returns the rows that :meth:`rows_to_save` names, and the position of the next row.
 
-        Where those are all rows, their tensors share the buffer's memory, as a module's state shares its weights: a
-        copy would take as much again.
+        If these are all rows, their tensors share the buffer's memory, as a module's state shares its weights: a copy
+        would take as much memory again.
         """
         saved = self.rows_to_save(newest)
         all_of_them = len(saved) == self.filled * self.n_envs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported where a policy has a memory
 
 
 class Collector:
-    """Experience from a vector of environments, in order, whatever their way of resetting.
+    """Collects experience from a vector of environments, in order of time, under any autoreset mode.
 
     Args:
         envs: the vector environment; it is reset by the first ``collect``.
@@ -68,11 +68,11 @@ class Collector:
         self._has_ended = False
         #: Environments whose current observation is the first of its episode, [N].
         self.episode_start = np.ones(envs.num_envs, bool)
-        #: Whether rows were experienced that nobody has yet: a rollout was begun and, after an error, not finished.
+        #: Whether the last rollout is unfinished, as after an error: its rows were not returned.
         self.is_unfinished = False
-        #: Environments that a checkpoint's episode could not be repeated in, so that they began another one, [N].
+        #: Environments in which a checkpoint's episode could not be repeated, so that they began another one, [N].
         self.begun_anew = np.zeros(envs.num_envs, bool)
-        #: Call :meth:`report` at the end of each rollout; False: its reader does, when the rollout's turn has come.
+        #: Whether each rollout ends with a call of :meth:`report`; False: the rollout's reader calls it later.
         self.reports_at_once = True
         # Rewards, ends, valid rows and what infos say of ends in the last rollout, until the statistics have them.
         self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[list[Any]]] | None = None
@@ -85,10 +85,10 @@ class Collector:
         return self._observation is None
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
-        """``n_steps`` rows of experience.
+        """Collects ``n_steps`` rows of experience.
 
         Args:
-            act: the policy, from a batch of observations to ``action`` and what else is to be stored.
+            act: the policy; maps a batch of observations to ``action`` and other values to store.
             n_steps: T.
             device: where the policy is and the rollout will be.
 
@@ -292,7 +292,7 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore everything; running episodes are repeated from their seeds and actions.
 
-        ``begun_anew`` then tells which could not be repeated.
+        ``begun_anew`` then marks the environments whose episode could not be repeated.
         """
         self.begun_anew[:] = False
         self.episodes.load_state_dict(state["statistics"])

@@ -35,8 +35,8 @@ class Environments:
         env_id: as :class:`~datamodules.base.ControlDataModule` takes it, like the other arguments.
         env_kwargs: keyword arguments of the environment.
         wrappers: wrappers around each environment.
-        eval_env_kwargs: keyword arguments for evaluation, over those of ``env_kwargs``; where an engine steps in
-            training, instead of them.
+        eval_env_kwargs: keyword arguments of evaluation, which override those of ``env_kwargs``; if an engine steps in
+            training, they replace ``env_kwargs``.
         eval_wrappers: wrappers for evaluation, instead of ``wrappers``; None: the same.
         vectorization_mode: how the environments of training step together.
         autoreset_mode: when they begin their next episode.
@@ -212,7 +212,7 @@ class Environments:
         return envs
 
     def for_evaluation(self, n_envs: int) -> VectorEnv:
-        """The vector of an evaluation; the same for the same number until :meth:`close` or other settings.
+        """Returns the vector of an evaluation; reused for the same ``n_envs`` until :meth:`close` or changed settings.
 
         Raises:
             UsageError: it can't be made, or has other spaces than that of training.
@@ -268,7 +268,7 @@ def require_entries(name: str, observation_space: gym.Space, action_space: gym.S
 
 
 def warn_of_own_statistics(env: Any) -> None:
-    """Names what replaces a wrapper whose running statistics neither evaluations nor checkpoints have."""
+    """Warns of wrappers with running statistics, which evaluations and checkpoints lack; names the replacement."""
     while isinstance(env, gym.Wrapper | VectorWrapper):
         name = type(env).__name__
         if name in OWN_STATISTICS and type(env).__module__.startswith("gymnasium."):

@@ -42,7 +42,7 @@ def sampling_from(policy: Predicts, seed: int) -> AbstractContextManager[None]:
     """The context in which a policy's ``predict`` samples from a stream of its own.
 
     Args:
-        policy: without a method ``sampling_from``, as another library's, it samples as always.
+        policy: one without a method ``sampling_from``, such as another library's, samples as usual.
         seed: of the stream.
     """
     draw = getattr(policy, "sampling_from", None)

@@ -1,4 +1,4 @@
-"""What an algorithm's methods return, refused in one sentence where something else would fail further on."""
+"""Checks of what an algorithm's methods return: a wrong value is refused here, before it fails elsewhere."""
 
 from typing import Any
 

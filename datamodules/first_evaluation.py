@@ -4,10 +4,10 @@ import lightning as L
 
 
 def evaluate_on_start(trainer: L.Trainer, wanted: bool) -> None:
-    """Have a fit begin with a whole evaluation, or not.
+    """Makes a fit begin with a whole evaluation, or without one.
 
-    It is Lightning's sanity check with all batches: it leaves the global generators as they were, and callbacks that
-    save or stop take no part in it. The modules' ``on_load_checkpoint`` takes it back for a run that resumes.
+    The evaluation is Lightning's sanity check with all batches: it leaves the global generators as they were, and
+    callbacks that save or stop ignore it. The modules' ``on_load_checkpoint`` turns it off for a run that resumes.
 
     Args:
         trainer: of the fit, which has not begun.

@@ -25,9 +25,9 @@ class HindsightReplayBuffer(ReplayBuffer):
     """A replay buffer that replaces the goals of a share of its samples by goals that their episodes reached.
 
     A replaced goal is what the episode had achieved after a random later step, the transition's own among them
-    (``future``), at its end (``final``), or after any of its steps (``episode``); of an episode that is still running,
-    its newest step is the end, and of one whose first steps were overwritten, what is left counts. The reward is
-    computed anew. ``terminated`` stays, as in Stable-Baselines3.
+    (``future``), at its end (``final``), or after any of its steps (``episode``); the newest step of an episode that is
+    still running counts as its end, and of an episode whose first steps were overwritten, only the remaining steps
+    count. The reward is computed anew. ``terminated`` stays, as in Stable-Baselines3.
 
     Args:
         observation_space: space of one observation, a Dict with the keys :data:`GOAL_KEYS`.

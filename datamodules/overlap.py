@@ -12,7 +12,7 @@ from datamodules.acting import rollout_act
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import tree_map
 
-#: Attributes that a copy has of its own.
+#: Attributes that a copy does not share with the learner.
 _OWN = ("_trainer", "_modules", "_parameters", "_buffers", "training")
 
 
@@ -20,7 +20,7 @@ class CollectedAhead:
     """The next rollout, collected by a copy of the policy while the policy itself trains.
 
     The copy has the weights from the moment of :meth:`begin`, so that the rollout does not depend on when the thread
-    runs: a run with the same seed is the same run, and resumes exactly. Its rows are one update older than those of a
+    runs: runs with the same seed are equal, and a run resumes exactly. Its rows are one update older than those of a
     rollout that is collected after training.
 
     Args:

@@ -54,8 +54,8 @@ class ReplayDataModule(ControlDataModule):
 
     Batches hold up to n rewards each, not their discounted sum: the module owns γ and sums them in ``prepare``.
     Other values that ``act`` returns are not stored, because they belong to an outdated policy.
-    With ``norm_obs`` and ``norm_reward`` the buffer holds what the environments returned, and minibatches are
-    normalised with the current statistics, to which rows count that a subclass adds.
+    With ``norm_obs`` and ``norm_reward`` the buffer holds raw observations and rewards, and minibatches are normalised
+    with the current statistics. Rows that a subclass adds count in these statistics.
 
     Args:
         env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
@@ -76,8 +76,9 @@ class ReplayDataModule(ControlDataModule):
         share_frames: the observations are stacks of k frames along their first axis. Each frame is stored once, and
             the stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then
             frames: one per transition, and k more per episode.
-        n_sampled_goal: k, for environments with goals: of k + 1 drawn transitions k have their goal replaced by one
-            that their episode reached, and its reward (hindsight experience replay; usual: 4). 0: no replacement.
+        n_sampled_goal: k, for environments with goals: in k of k + 1 drawn transitions the goal is replaced by one that
+            the episode reached, and the reward is recomputed (hindsight experience replay; usual: 4). 0: no
+            replacement.
         goal_selection_strategy: which goal: the one reached after a random later step (``future``), at the end of the
             episode (``final``), or after any of its steps (``episode``).
         checkpoint_buffer_size: number of newest rows that a checkpoint stores, at least one transition of each

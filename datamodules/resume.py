@@ -39,7 +39,7 @@ def preparation(learner: Any) -> dict[str, Any]:
 
 
 def require_same_preparation(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuses to go on with a rollout that was prepared for another setting.
+    """Refuses to resume with a rollout that was prepared for another setting.
 
     Args:
         saved: :func:`preparation` of the checkpoint's run.

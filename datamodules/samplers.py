@@ -83,13 +83,13 @@ class PrioritizedSampler:
 
     P(i) = p_i^α / Σ_k p_k^α,   p_i = |δ_i| + ε;   a new transition has the largest priority seen so far.
 
-    A minibatch of k takes one from each k-th of the total, which leaves P as it is and spreads the draws.
+    A minibatch of k draws one transition from each of k equal parts of the total, which keeps P and spreads the draws.
 
     Args:
         buffer: where to draw from.
         seed: seed of the private generator.
         alpha: α, how much priorities matter; 0 draws uniformly.
-        epsilon: ε, in units of reward; keeps transitions without error alive.
+        epsilon: ε, in units of reward; gives transitions without error a positive probability.
 
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and algorithm 1.
     """

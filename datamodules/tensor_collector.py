@@ -16,7 +16,7 @@ from rl_modules.common.spaces import tree_leaves, tree_map
 
 
 class TensorCollector(Collector):
-    """Rollouts of environments that take and return torch tensors, without a way through NumPy.
+    """Collects rollouts from environments that take and return torch tensors, without conversion to NumPy.
 
     Rewards and ends go to the host once per rollout, for the statistics of episodes, and so do the statistics of
     observations and returns, which stay as they are during a rollout. Arguments as for

@@ -44,7 +44,7 @@ CURVES = (
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the pipeline; prints a table of what each stage is worth.
+    """Runs the pipeline; prints a table of each stage's metrics.
 
     Args:
         args: the command line; None: ``sys.argv``.
@@ -123,7 +123,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
 
 def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
-    """Refuses what any stage would refuse, before the first one starts."""
+    """Checks the settings of all stages before the first one starts."""
     check_folder(given.folder)
     if given.grpo == "none":
         raise UsageError("--grpo none: the reinforcement learning needs a config; --cold_start and --final may be none")

@@ -11,11 +11,11 @@ INTERVAL_S = 1.0
 
 
 def end_with_starter() -> None:
-    """Ends this rank soon after the process that started it, whatever ended that.
+    """Ends this rank soon after the process that started it, for whatever reason that process ended.
 
-    A rank of a run whose first process was killed would else wait for it, half an hour at the start, and heeds no
-    SIGTERM meanwhile. The first process calls this before it starts the others. Ranks of ``torchrun`` or ``srun`` are
-    theirs to end.
+    Otherwise a rank whose first process was killed would wait for it, half an hour at the start of a run, and ignore
+    SIGTERM in the meantime. The first process calls this before it starts the others. ``torchrun`` and ``srun`` end the
+    ranks that they started.
     """
     if "LOCAL_RANK" not in os.environ:
         os.environ[STARTED_BY] = str(os.getpid())

@@ -8,7 +8,7 @@ python -m recipes.rlhf --seed 1 --folder runs/rlhf1 --ppo.model.beta=0.05
 Every stage is one ``rl fit`` with a config of its own, or a folder of files; ``--ppo.model.beta=0.05`` changes an
 option of one. A stage that is done is skipped, one that was stopped resumes: run the same command again.
 
-Both roads in one folder share the first two stages and one table.
+Both variants in one folder share the first two stages and one table.
 
 Source: Ouyang et al. 2022, arXiv:2203.02155, figure 2; comparisons of samples: Stiennon et al. 2020, arXiv:2009.01325;
 DPO: Rafailov et al. 2023, arXiv:2305.18290; in rounds: Xu et al. 2023, arXiv:2312.16682.
@@ -61,7 +61,7 @@ COLUMNS = {
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the pipeline; prints and draws what each stage is worth.
+    """Runs the pipeline; prints and draws each stage's metrics.
 
     Args:
         args: the command line; None: ``sys.argv``.
@@ -136,7 +136,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
         ppo = pipeline.fit("ppo", given.ppo, {**start, **options["ppo"]}, done)
         measure("sft", sft, done)
         measure("ppo", ppo, [*done, ppo.parent])
-        # Of its options, how many processes train it is not for the evaluation, which runs in this one.
+        # The evaluation runs in this process, so it leaves out options that set the number of training processes.
         arguments = {key: value for key, value in judging.items() if key not in PROCESSES}
         arguments["model.model_name_or_path"] = str(judged)
         settings = {"config": configs.text(given.reward_model), "arguments": arguments}
@@ -149,7 +149,7 @@ def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:
 
 
 def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: dict[str, str]) -> None:
-    """Refuses what any stage would refuse, before the first one starts."""
+    """Checks the settings of all stages before the first one starts."""
     check_folder(given.folder)
     later = ["dpo"] if given.preferences == "dpo" else ["reward_model", "ppo"]
     found = check_stages({
@@ -222,7 +222,7 @@ def learn_directly(
 
 
 def add_earlier(pipeline: Pipeline, rows: dict[str, dict[str, float]], pairs: Path) -> None:
-    """Adds rows of the other road, if an earlier command went it on the same comparisons.
+    """Adds rows of the other variant, if an earlier command ran it on the same comparisons.
 
     Args:
         pipeline: of both.
@@ -270,15 +270,16 @@ def write_preferences(
 ) -> None:
     """Pairs of the policy's own completions, compared by the task as people would, with noise.
 
-    A judge that has seen good completions only is easily fooled: it does not know what is bad. Hence several
-    temperatures, as Stiennon et al. compare samples of several policies. And each completion is compared with several
-    others, as Ouyang et al. have all pairs of a prompt's completions: the texts cost more than the verdicts.
+    A reward model that has seen only good completions is easily exploited, because it does not know bad ones. Samples
+    therefore have several temperatures, as Stiennon et al. compare samples of several policies. Each completion is
+    compared with several others, as Ouyang et al. compare all pairs of a prompt's completions, because completions cost
+    more than comparisons.
 
     Args:
         config: the ``rl`` config of the policy's training, which says which task.
         arguments: options beside it.
         samples: completions of each prompt at each temperature.
-        temperatures: of the samples, which are paired at random, whatever theirs.
+        temperatures: of the samples, which are paired at random, whatever their temperatures.
         comparisons: times that the completions of a prompt are paired anew.
         folder: for ``train.jsonl``, about the training prompts, and ``test.jsonl``, about the held-out ones.
 

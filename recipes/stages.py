@@ -17,7 +17,7 @@ PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
-    """A pipeline's command: ``run(*parse(args))``, without the libraries' chatter.
+    """A pipeline's command: ``run(*parse(args))``, without the libraries' messages.
 
     Args:
         run: the pipeline.

@@ -38,7 +38,7 @@ class Trainer(L.Trainer):
     Args:
         threads: CPU threads of torch; 1 is fastest for small networks. None: as they are.
         evaluate: evaluate the final policy after training.
-        **arguments: of ``lightning.Trainer``; they replace what is said above.
+        **arguments: of ``lightning.Trainer``; they override the settings above.
     """
 
     def __init__(self, threads: int | None = 1, evaluate: bool = True, **arguments: Any) -> None:

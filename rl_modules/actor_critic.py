@@ -1,4 +1,4 @@
-"""What PPO, A2C, REINFORCE and TRPO share: the network, γ and λ, advantages, the value loss."""
+"""Base class of PPO, A2C, REINFORCE and TRPO: the network, γ and λ, advantages, the value loss."""
 
 from typing import Any
 

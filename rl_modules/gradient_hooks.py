@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 class GradientHooks:
     """Calls ``on_after_backward`` and ``on_before_optimizer_step`` of the module and the callbacks.
 
-    Under automatic optimization Lightning does. Who defines them is looked up once, because updates are short.
+    Under automatic optimization Lightning calls them. The objects that define them are looked up once, because updates
+    are short.
 
     Args:
         trainer: the Trainer of the run.
@@ -21,12 +22,12 @@ class GradientHooks:
         self._precedes_step = _is_defined(trainer, "on_before_optimizer_step")
 
     def after_backward(self) -> None:
-        """To be called where the parameters have their gradients."""
+        """Call this when the parameters have their gradients."""
         if self._follows_backward:
             _call(self.trainer, "on_after_backward")
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """To be called before each step of an optimizer."""
+        """Call this before each step of an optimizer."""
         if self._precedes_step:
             _call(self.trainer, "on_before_optimizer_step", optimizer)
 

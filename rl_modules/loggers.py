@@ -23,7 +23,7 @@ BARS = 32
 
 
 class LoggerAdapter:
-    """What a logger shows beside scalars. The base class shows nothing.
+    """Writes what a logger shows besides scalars. The base class writes nothing.
 
     Args:
         logger: Lightning's.
@@ -65,7 +65,7 @@ class LoggerAdapter:
         return {}
 
     def cut(self, position: Mapping[str, Any]) -> None:
-        """Removes what was written after a checkpoint, for the resumed run writes it again.
+        """Removes what was written after a checkpoint, because the resumed run writes it again.
 
         Args:
             position: what :meth:`position` returned when the checkpoint was written.
@@ -151,8 +151,8 @@ class CSVAdapter(LoggerAdapter):
 class WandbAdapter(LoggerAdapter):
     """Weights & Biases: tables and histograms of its own. A resumed run continues the run of the checkpoint's id.
 
-    The points between the checkpoint and the kill are then written twice with the same values, for nothing that was
-    written to the service can be taken back.
+    The points between the checkpoint and the kill are then written twice with the same values, because points that were
+    sent to the service can't be deleted.
     """
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:

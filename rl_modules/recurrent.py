@@ -289,7 +289,7 @@ class RecurrentMixin(ActorCriticModule):
         return {**prepared, "valid": rows}
 
     def in_sequences(self, fields: Any) -> Any:
-        """Cuts fields of a rollout into sequences, as a subclass's ``prepare`` must those that it adds.
+        """Cuts fields of a rollout into sequences; a subclass's ``prepare`` must do so with fields that it adds.
 
         Args:
             fields: a tensor [T, N, …], or nested dictionary of such.

@@ -1,4 +1,4 @@
-"""REINFORCE, and what became of it when the return was replaced by an advantage."""
+"""REINFORCE, and the vanilla policy gradient, which replaces the return by an advantage."""
 
 from typing import Any
 

@@ -12,8 +12,8 @@ from rl_modules.common.errors import UsageError
 class PressFire(gym.Wrapper):
     """Starts the game: presses the button after a reset, and again when a life was lost.
 
-    Breakout stands still until then, for ever where a greedy policy has not learned to press. To be put innermost,
-    around an environment made with ``frameskip=1``: each press takes one frame.
+    Breakout does not move before this, and never under a greedy policy that has not learned to press. Put this wrapper
+    innermost, around an environment made with ``frameskip=1``: each press takes one frame.
 
     Raises:
         UsageError: the game has no such button.

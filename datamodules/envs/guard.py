@@ -1,4 +1,4 @@
-"""What can go wrong inside environments, in one sentence each."""
+"""Checks for errors inside environments, each reported in one sentence."""
 
 import traceback
 from typing import Any, NoReturn

@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 
 class InvalidActions(gym.Env):
-    """Reward 1 for the action that equals the observed number; of the others most are forbidden in each step.
+    """Gives reward 1 for the action that equals the observed number; each step forbids most of the other actions.
 
     The task of sb3-contrib's ``InvalidActionEnvDiscrete``, drawn from a private generator.
 

@@ -54,9 +54,9 @@ def has_mask(env: gym.Env | VectorEnv) -> bool:
 
 
 def unread_masks(envs: VectorEnv) -> str | None:
-    """Where a vector of the user's gives masks that nobody reads, for a message; None: nowhere.
+    """Returns where a user's vector gives masks that are not read, for a message; None: nowhere.
 
-    Its observations alone are read. Its episodes begin anew.
+    Only masks in observations are read. The call resets the vector.
     """
     if mask_size(envs.single_action_space) is None or has_mask(envs):
         return None
@@ -75,7 +75,7 @@ def with_source(env: gym.Env, source: str) -> gym.Env:
 
 
 class WithoutMasks(gym.ObservationWrapper):
-    """Takes the mask out of each observation; what is left alone, as ``observation``, is no dictionary any more.
+    """Removes the mask from each observation; if only ``observation`` is left, its value replaces the dictionary.
 
     Args:
         env: environment with a mask in its observations.

@@ -29,7 +29,7 @@ class Maze(gym.Env):
     Moves are certain. A move into a wall, or out of the maze, leaves the agent where it is. The table ``P`` is in
     Gymnasium's format, ``P[s][a] = [(probability, s', reward, terminated)]``, as FrozenLake's is.
 
-    Observation: ``row * columns + column``, Discrete. Walls keep their numbers, though nobody gets there.
+    Observation: ``row * columns + column``, Discrete. Walls have numbers too, although no agent reaches them.
     Actions: 0 left, 1 down, 2 right, 3 up.
     Rewards: ``goal_reward`` on entering a goal, ``trap_reward`` on entering a trap, 0 for any other move.
 

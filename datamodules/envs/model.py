@@ -1,4 +1,4 @@
-"""What an environment does, as tensors: for environments that carry their own transition table."""
+"""The transition table of an environment as tensors, for environments that have one."""
 
 from dataclasses import dataclass, replace
 
@@ -70,7 +70,7 @@ class TransitionModel:
         return float(self.start @ value)
 
     def optimal_return(self) -> float:
-        """The best mean return that any policy has, one that looks at the clock included."""
+        """Returns the best mean return of any policy, including policies that depend on the time step."""
         if self.horizon is None:
             value = F.value_iteration(self.transition, self.reward, gamma=1.0).amax(-1)
         else:

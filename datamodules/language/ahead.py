@@ -47,7 +47,7 @@ class WrittenAhead:
         return len(self._rounds)
 
     def ask(self, first: int) -> None:
-        """Have a round written after those before it.
+        """Requests a round, which is written after those before it.
 
         Args:
             first: place of its first prompt in the stream.

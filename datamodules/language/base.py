@@ -1,4 +1,4 @@
-"""What every language datamodule shares: records, their tokens, the order of training, evaluation."""
+"""Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -52,9 +52,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         dataset_config: the hub dataset's configuration.
         dataset_split: split to train on, or a part of it, ``train[:90%]``.
         eval_split: split of the dataset to evaluate on, or a part of it; without ``eval_path``.
-        columns: record's column from the source's, ``{prompt: question}``, or from a template of several,
-            ``{prompt: "{context} {question}"}``; None: as they are called.
-        answer_after: keep of the answer what follows this text, such as ``####``.
+        columns: source column of each record column, ``{prompt: question}``, or a template of several,
+            ``{prompt: "{context} {question}"}``; None: same names.
+        answer_after: keep only the part of the answer after this text, such as ``####``.
         system_prompt: first message of every conversation without a system message of its own, for models with a chat
             template.
         chat_template: render prompts with the tokenizer's chat template; None: where it has one.
@@ -69,8 +69,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
             micro-batches without changing the step.
         reward_funcs: one or several names or import paths of reward functions (TRL's signature), with settings as
-            ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one tells
-            whether a completion is right: it is where it reaches ``correct_threshold``.
+            ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides
+            whether a completion is right: its value must reach ``correct_threshold``.
         reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
         reward_workers: reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of
             whole prompts. For functions that wait for a service or a process, and may be called from several threads.
@@ -195,7 +195,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             evaluate_every(self.learner_trainer, hp.eval_steps, hp.eval_on_start)
 
     def encoding(self) -> dict[str, Any]:
-        """Returns what the records' token ids depend on in the module: another one may read them otherwise."""
+        """Returns the module's settings that the records' token ids depend on; another module may have others."""
         return {"tokenizer": self.policy.tokenizer, "max_length": self.policy.max_length}
 
     def forget_records(self) -> None:
@@ -384,7 +384,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return self.held_out_completions()
 
     def evaluation(self) -> LazyLoader:
-        """What ``validate`` and ``test`` go through; a datamodule may add to the completions."""
+        """Returns the batches of ``validate`` and ``test``: completions, and what a datamodule adds to them."""
         return self.held_out_completions()
 
     def held_out_completions(self) -> LazyLoader:
@@ -471,7 +471,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             records: P, one per prompt.
             written: the sampler's ``Completions`` of P · num_generations rows.
             num_generations: completions per prompt.
-            early: has heard of each completion as it ended, and has their rewards.
+            early: was notified of each completion as it ended, and holds their rewards.
 
         Returns:
             ``prompts`` and ``texts`` (lists of P·K strings), ``asked`` (the prompts as texts, or as messages for the

@@ -1,4 +1,4 @@
-"""Demonstrations beside experience: what keeps a policy from forgetting what it was taught (PPO-ptx)."""
+"""Demonstrations that a policy learns from besides experience, so that it does not forget them (PPO-ptx)."""
 
 from typing import Any
 

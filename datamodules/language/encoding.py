@@ -82,7 +82,7 @@ class TextEncoder:
     def completions(self, completions: Sequence[str]) -> list[list[int]]:
         """Token ids of completions, each with the EOS token that ends it; one that is written out counts.
 
-        They are tokenized apart from their prompts, for that is where a model that writes them begins.
+        They are tokenized separately from their prompts, because generation also starts at this boundary.
         """
         if not completions:
             return []

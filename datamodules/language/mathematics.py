@@ -1,8 +1,9 @@
 """Whether a completion's answer and a reference mean the same mathematics, by math-verify.
 
-math-verify ends what takes too long by a signal, which only the main thread of a process receives. A model may write
-``9^{9^{9}}``, which takes hours. No thread can be stopped, and others hardly run while Python multiplies such numbers.
-Outside of the main thread a process is asked, whose main thread receives the signal:
+math-verify ends long computations by a signal, which only the main thread of a process receives. A model may write
+``9^{9^{9}}``, which takes hours. A thread can't be stopped, and other threads hardly run while Python multiplies such
+numbers. Outside of the main thread, a separate process makes the comparison, because its main thread receives the
+signal:
 
     python -m datamodules.language.mathematics      answers each line of JSON by one
 """

@@ -1,4 +1,4 @@
-"""Messages to the person who runs the program, which no log level that a recipe sets leaves out."""
+"""Messages to the user that are shown whatever log level a recipe sets."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Calling reward functions, which may be anybody's: values are checked, and a failure costs its sample alone."""
+"""Calls of reward functions, the user's among them: values are checked, and a failure affects only its sample."""
 
 import asyncio
 import inspect
@@ -25,8 +25,9 @@ class RewardFunctions:
     """Several reward functions, called on a batch.
 
     A function that raises, exits or takes too long on some samples gives NaN for them: halves of the batch are called
-    in turn until the failing samples stand alone. One that fails on every sample of a batch ends the run, unless they
-    have one prompt, which may be at fault itself: a function without a value so far then ends it at the next prompt.
+    in turn until the failing samples stand alone. A function that fails on every sample of a batch ends the run, unless
+    all samples have the same prompt, which may be the cause. If the function has returned no value so far, it then ends
+    the run at the next prompt.
 
     Args:
         funcs: functions with TRL's signature; coroutine functions too. One that takes no ``**columns`` gets those it

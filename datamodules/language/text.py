@@ -29,7 +29,7 @@ def answer_of(text: str) -> str | None:
 
 def voted_answer(text: str, after: str | None = None) -> str:
     r"""A completion's answer for a majority vote, stripped: what stands in its last ``<answer>`` tags, in its last
-    ``\boxed{…}``, or behind its last mark; the whole text where it has none of them.
+    ``\boxed{…}``, or after its last mark; the whole text where it has none of them.
 
     Args:
         text: of the completion.

@@ -1,4 +1,4 @@
-"""Where a run stands, as reward functions written for TRL read it."""
+"""The progress of a run, as reward functions written for TRL read it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class TrainerState:
-    """The fields of transformers' ``TrainerState`` that have a meaning here; a reward may follow a schedule by them."""
+    """The fields of transformers' ``TrainerState`` that have a meaning here, such as for a reward with a schedule."""
 
     #: Optimizer steps so far.
     global_step: int = 0

@@ -1,4 +1,4 @@
-"""TensorBoard's event files of a resumed run: points written after the checkpoint are removed, for they come again."""
+"""TensorBoard's event files of a resumed run: points after the checkpoint are removed; the run writes them again."""
 
 import struct
 from operator import itemgetter

@@ -21,7 +21,7 @@ class EpisodeMonitor(L.Callback):
     """Writes ``monitor.csv`` into the run's folder: return, length and time of every training episode.
 
     The format is that of Stable-Baselines3's ``Monitor``, so that its ``load_results`` and plotting scripts read it: a
-    line of JSON behind ``#``, then the columns ``r`` (undiscounted return of raw rewards), ``l`` (length in
+    line of JSON after ``#``, then the columns ``r`` (undiscounted return of raw rewards), ``l`` (length in
     transitions), ``t`` (seconds since ``t_start``) and ``info_keywords``. With several ranks each has a file
     ``<rank>.monitor.csv``. A run that resumes in its folder continues the file from the checkpoint's last episode; in
     another folder it begins one.

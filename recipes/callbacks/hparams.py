@@ -1,4 +1,4 @@
-"""TensorBoard's HPARAMS tab, whose table begins with what was set."""
+"""TensorBoard's HPARAMS tab, whose table begins with the settings that were given."""
 
 from collections.abc import Collection
 from typing import Any

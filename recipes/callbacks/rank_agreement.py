@@ -1,4 +1,4 @@
-"""Ranks decide together whether to save and whether to stop: they save together, or would wait for each other."""
+"""Makes all ranks decide alike when to save and when to stop; otherwise they would wait for each other."""
 
 import time
 

@@ -22,7 +22,7 @@ class Stopped(Exception):
         self.signum = signum
         self.checkpoint = checkpoint
         self.number = number
-        #: Whether ``--resume`` finds the run: a logger of the user's has its folder where no rule tells.
+        #: Whether ``--resume`` finds the run; the folder of a user's own logger is not known in advance.
         self.is_found_again = True
 
 

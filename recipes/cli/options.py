@@ -1,4 +1,4 @@
-"""Names of options: what a word that is none of them was probably meant to be."""
+"""Names of options, and suggestions for words that are not options."""
 
 import contextlib
 import inspect

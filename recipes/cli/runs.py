@@ -278,11 +278,11 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
 
 
 def number_alike(trainer: Any) -> Path | None:
-    """Gives the folders of a new run's loggers one version, by which a resumed run finds them all. Returns the folder
-    that this process made for it; None: none.
+    """Gives all loggers of a new run the same version number, by which a resumed run finds their folders. Returns the
+    folder that this process made for the run; None: none.
 
-    The first rank makes the folder at once: of runs that start together, each has a folder of its own. Where this
-    process starts the ranks, it numbers before them, or it would know another folder than theirs.
+    The first rank makes the folder at once, so that runs that start together have different folders. A process that
+    starts the ranks calls this before it starts them; otherwise its folder would differ from theirs.
     """
     if not (loggers := _unnumbered(trainer)) or (len(trainer.loggers) < 2 and not trainer.is_global_zero):
         return None

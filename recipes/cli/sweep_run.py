@@ -1,4 +1,4 @@
-"""One run of a sweep: of a trial, it reports its curve while it trains, and ends where the trial is pruned."""
+"""One run of a sweep. A run of a trial reports its curve while it trains, and ends if the trial is pruned."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""What reaches the terminal: texts for a pipe, and the messages of the libraries."""
+"""Output to the terminal: texts, also into a pipe, and the messages of the libraries."""
 
 import logging
 import os

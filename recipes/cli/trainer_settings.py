@@ -21,7 +21,7 @@ LEAST = {
     "accumulate_grad_batches": 1, "num_nodes": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0,
     "gradient_clip_val": 0, "max_steps": -1, "max_epochs": -1,
 }  # fmt: skip
-#: What programs that start a process per machine or device tell it.
+#: Environment variables that programs set which start a process per machine or device.
 LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
 

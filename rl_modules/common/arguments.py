@@ -19,10 +19,10 @@ from rl_modules.common.storable import described, is_storable, make_plain, name_
 def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
     """Makes the arguments hyperparameters; called in the constructor of a base class.
 
-    Where a subclass has an argument of the same name and passes on another value, as in ``super().__init__(net_arch=
-    [net_arch] * 2)``, ``hparams`` has what was passed on, by which the run goes, and not what the subclass received, as
-    with Lightning's ``save_hyperparameters``. The latter is kept in ``made._received`` for checkpoints, from which the
-    subclass's constructor makes the other again.
+    A subclass may have an argument of the same name and pass on another value, as in
+    ``super().__init__(net_arch=[net_arch] * 2)``. ``hparams`` then holds the value that was passed on, which the run
+    uses; Lightning's ``save_hyperparameters`` would hold the value that the subclass received. The received value is
+    kept in ``made._received`` for checkpoints, and the subclass's constructor computes the other from it again.
 
     Args:
         made: module or datamodule.

@@ -15,10 +15,10 @@ from rl_modules.common.storable import is_storable, name_of
 
 
 class CheckedCall:
-    """Base of modules and datamodules, for what their callers and subclasses do.
+    """Base class of modules and datamodules that checks their callers and subclasses.
 
-    An unknown argument is answered by the nearest known name, where Python's own error names the base class to which
-    ``**arguments`` were passed on. A subclass's hooks come after this project's (:func:`keep_hooks`).
+    The error for an unknown argument names the nearest known argument; Python's own error would name the base class to
+    which ``**arguments`` were passed on. A subclass's hooks come after this project's (:func:`keep_hooks`).
     """
 
     #: Arguments of a subclass's own that no checkpoint can hold, with the names of the objects given.
@@ -111,7 +111,7 @@ def declared_here(cls: type) -> frozenset[str]:
 
 
 def declared_elsewhere(cls: type) -> frozenset[str]:
-    """Arguments that a user's subclass declares, which means by them what it likes."""
+    """Arguments that a user's subclass declares; their meaning is up to the subclass."""
     return _declared(base for base in cls.__mro__ if issubclass(base, CheckedCall) and not is_ours(base))
 
 

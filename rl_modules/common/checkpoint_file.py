@@ -165,7 +165,7 @@ class LoadsCheckpoints(ReturnsFromRanks):
 
 
 def widen(module: Any, state_dict: dict[str, Any]) -> None:
-    """Makes the tensors 64 bits wide that are so in the checkpoint: copied into 32 bits, they would be rounded.
+    """Converts tensors to 64 bits if the checkpoint's have 64 bits, because copies into 32 bits would be rounded.
 
     A Trainer of another precision than 64-true computes in its own, and nothing changes.
 

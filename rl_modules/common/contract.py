@@ -30,7 +30,8 @@ class Experience:
         train_freq: replay: steps of each environment per round, by default.
         whole_rollouts: true where the update holds only for the policy that acted, so that a rollout is learned from
             once and whole. Other settings are then refused.
-        takes_empty: whether an update takes a rollout without a transition, of reset rows alone; others get no such.
+        takes_empty: whether an update accepts a rollout of reset rows only, without a transition; other algorithms
+            never get one.
     """
 
     kind: Literal["rollouts", "replay"]

@@ -1,4 +1,4 @@
-"""The one exception whose message is written for the person at the keyboard."""
+"""The exception whose message is written for the user."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """Something a person gave can't be used.
+    """Raised if something that a user gave can't be used.
 
-    The message is one sentence: the argument or ``file:line``, what came, and what would be right. The command
-    line prints it without a traceback.
+    The message is one sentence: the argument or ``file:line``, the value that was given, and what would be right. The
+    command line prints it without a traceback.
     """
 
 

@@ -26,7 +26,7 @@ def missing_factories(module: Any, checkpoint: dict[str, Any]) -> dict[str, str]
 
 
 def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
-    """Says at the start of a fit which factories of the checkpoint it does without."""
+    """Warns at the start of a fit of the checkpoint's factories that the module lacks."""
     if missing:
         given = " and ".join(f"{name}={value}" for name, value in missing.items())
         again = ", ".join(f"{name}=…" for name in missing)

@@ -1,5 +1,5 @@
-"""Ends of batches and epochs that Lightning treats in another way than a run that resumes exactly must: where a
-callback saves at a batch's end, finished epochs under ``max_steps``, and those that a stop cuts off.
+"""Corrects Lightning's resume at the ends of batches and epochs, so that a run resumes exactly: after a callback saved
+at a batch's end, for finished epochs under ``max_steps``, and for epochs that a stop cut off.
 """
 
 import warnings

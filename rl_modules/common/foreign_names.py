@@ -66,7 +66,7 @@ DIFFERENT = {
 }  # fmt: skip
 _ONE_TURN = ("a completion is one turn here: nothing calls tools or an environment while it is written, and reward "
              "functions get it when it has ended")  # fmt: skip
-#: What is done here in place of an option that there is none of.
+#: What to use here in place of an option that does not exist.
 INSTEAD = {
     **dict.fromkeys(("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations"), _ONE_TURN),
     "generation_kwargs": "what samples differently are arguments of the module: temperature, top_k, top_p, min_p and "

@@ -52,8 +52,8 @@ class HeldPoints:
 
 
 def keep_hooks(cls: type) -> None:
-    """Makes each hook of a user's class, or of a mixin of its own, run the one that it would replace first, unless it
-    calls that itself.
+    """Makes each hook of a user's class, or of its mixin, first run the hook that it overrides, unless it calls that
+    hook itself.
 
     Args:
         cls: a subclass of a module or datamodule; changed in place.

@@ -15,7 +15,7 @@ def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
 
     Args:
         module: whose ``hparams`` they are.
-        reasons: by argument, beside what it does nothing, and what would be right.
+        reasons: by argument, the setting beside which it has no effect, and what would be right.
     """
     cls = type(module)
     declared = declared_here(cls) - declared_elsewhere(cls)

@@ -1,14 +1,14 @@
-"""What an exception before training must not cost."""
+"""Protects an earlier checkpoint from an exception before training."""
 
 import sys
 from typing import Any
 
 
 def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
-    """Lets an exception pass that ends a fit before its training, in place of a checkpoint of it.
+    """Raises the exception that ended a fit before its training, instead of writing a checkpoint of it.
 
     ``OnExceptionCheckpoint`` writes over the checkpoint of an earlier exception, from which its next fit resumes: a
-    wrong argument would cost that run.
+    wrong argument would destroy that run's checkpoint.
 
     Args:
         trainer: of the module that is to be saved; None: there is none.

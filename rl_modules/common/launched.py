@@ -1,7 +1,7 @@
 """Training in ranks that a running process started: ``ddp_notebook``, ``ddp_fork`` and ``ddp_spawn``.
 
 Lightning returns a rank's state dict to that process, and loads of it what fits. The process has built no network yet,
-and has no statistics of a normaliser: without them it would evaluate new weights, without a word.
+and has no statistics of a normaliser: without them it would silently evaluate new weights.
 """
 
 import multiprocessing

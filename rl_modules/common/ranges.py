@@ -51,8 +51,8 @@ def check_ranges(settings: MutableMapping[str, Any], owner: type) -> None:
 
     Args:
         settings: hyperparameters by name; names that no table has are skipped.
-        owner: the module or datamodule whose they are. A name that only a subclass from elsewhere declares means there
-            what it likes, and is skipped too.
+        owner: the module or datamodule whose they are. A name that only a user's subclass declares has the subclass's
+            own meaning, and is skipped too.
 
     Raises:
         UsageError: names the argument, its value and the range.

@@ -1,4 +1,4 @@
-"""Means and whitening under a mask, for batches in which padding stands beside what counts."""
+"""Means and whitening under a mask, for batches with padding."""
 
 from __future__ import annotations
 

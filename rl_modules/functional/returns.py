@@ -5,9 +5,9 @@ All functions here share three conventions.
 * Time is the first dimension. ``[T, N]`` is the usual rollout; ``[T]`` and ``[T, N, agents]`` work the same way.
 * ``next_value[t]`` is the value of the *true* successor of state t, so at a truncation that of the final
   observation, never that of the reset observation which follows it in the rollout.
-* Truncation is not termination. ``terminated`` says that nothing more could be earned: the successor counts as 0.
-  ``truncated`` says that we stopped looking: the successor's value stands for the rest. Neither sum ever runs on
-  into the next episode. Where both are set, the end was real: it counts as terminated.
+* Truncation is not termination. ``terminated`` says that no reward could follow: the successor counts as 0.
+  ``truncated`` says that the episode was cut off: the successor's value replaces the later rewards. No sum includes
+  rewards of the next episode. If both are set, the transition counts as terminated.
 
 Results are constants (no gradient flows through a target) in float32, or float64 where rewards or values are.
 Rewards and values are finite: an infinite one reaches earlier steps of its column as infinity or NaN, those of earlier

@@ -1,4 +1,4 @@
-"""Rewards of RLHF: one score for a whole answer, a price per token for leaving the reference model, and that price."""
+"""Rewards of RLHF: a score for the whole answer, a KL penalty on each token, and the penalty's coefficient."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class TextLearner(Protocol):
 
 
 class PackingLearner(TextLearner, Protocol):
-    """What a datamodule asks that lays several texts into a row."""
+    """What a datamodule asks of its module to pack several texts into a row."""
 
     @property
     def can_pack(self) -> bool:
@@ -176,7 +176,7 @@ class PackingLearner(TextLearner, Protocol):
 
 
 class PairLearner(PackingLearner, Protocol):
-    """What a datamodule of preferences asks.
+    """What a datamodule of preferences asks of its module.
 
     ``unpaired`` and ``scores_demonstrations`` are read where a module has them: whether it learns from answers judged
     one by one, in place of pairs (without it: no), and whether it measures its rewards from those of demonstrations,
@@ -186,14 +186,14 @@ class PairLearner(PackingLearner, Protocol):
 
 @runtime_checkable
 class PredictsAnswers(Protocol):
-    """What a learner from preferences has besides where a prompt must predict the answer's first token."""
+    """Additional method of a preference learner in which a prompt must predict the answer's first token."""
 
     def check_pairs(self, pairs: Any, name: str) -> None:
         """Refuses pairs that it can't learn from."""
 
 
 class WritingLearner(TextLearner, Protocol):
-    """What a datamodule asks that has completions written, as every evaluation on prompts does."""
+    """What a datamodule asks of its module to generate completions, as in every evaluation on prompts."""
 
     def act(
         self,
@@ -210,7 +210,7 @@ class WritingLearner(TextLearner, Protocol):
 
 
 class CompletionLearner(WritingLearner, Protocol):
-    """What a datamodule asks whose completions are learned from.
+    """What a datamodule asks of its module to train it on generated completions.
 
     ``takes_token_rewards``, ``rescores``, ``reads_demonstrations`` and ``correction`` are read where a module has them:
     whether rewards may be [B, L], whether ``prepare`` computes log-probabilities anew, whether the loss has a part of

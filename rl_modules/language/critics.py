@@ -91,7 +91,7 @@ def value_model_from_policy(
 class HeadOnPolicy(nn.Module):
     """A value head on the policy's last hidden states: V = w·h + b, with V = 0 to begin with.
 
-    The reward model's own head would read states of another network, so that nothing is taken over from it.
+    The head does not start from the reward model's head, because that head reads the states of another network.
 
     Args:
         hidden_size: of the policy.

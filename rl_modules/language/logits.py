@@ -134,8 +134,8 @@ def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
 
     With a vocabulary of 150,000 words the output layer is most of a small model, and its logits by far the largest
     tensor of a training step. Where completions are short, the last block's feed-forward part is a good share of the
-    rest, and nothing looks at what it gives for other places. The states are chosen inside of the model's own forward
-    pass, so that wrappers (adapters, sharded weights) take part.
+    rest, and its output at other places is not used. The states are chosen inside of the model's own forward pass, so
+    that wrappers (adapters, sharded weights) take part.
 
     Args:
         model: causal language model of transformers, adapters of ``peft`` included.

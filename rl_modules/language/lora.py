@@ -73,7 +73,7 @@ def refuse_no_model(name: str) -> None:
 
 
 def require_same_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
-    """Refuses a checkpoint with adapters where there are none, and the other way round.
+    """Refuses a checkpoint with adapters for a module without them, and one without adapters for a module with them.
 
     Args:
         given: the argument ``lora``.
@@ -248,7 +248,7 @@ def begins_unchanged(model: Any) -> bool:
     """Whether new adapters leave the model's function as it was: every change of a weight is 0, up to rounding.
 
     Initialisations that move a part of the weights into the adapters (``pissa``, ``olora`` …) also change the weights
-    that stay behind.
+    that remain in the base model.
 
     Args:
         model: of peft, with weights that are on a device.

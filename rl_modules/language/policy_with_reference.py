@@ -30,7 +30,7 @@ Rollout = dict[str, Any]
 
 
 class PolicyWithReference(LanguagePolicy):
-    """A policy beside a reference to stay near and a reward model, either of which may be missing.
+    """A policy with a reference policy and a reward model, either of which may be missing.
 
     A checkpoint has the path and a digest of both; with ``save_frozen_weights`` it holds their weights, and then loads
     and resumes without the directories that they came from.

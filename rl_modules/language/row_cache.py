@@ -23,7 +23,7 @@ Forward = Callable[["RowCache", Tensor, Tensor, Tensor | None], Tensor]
 class RowCache(Cache):
     """Keys and values of every layer, in :class:`RowLayer`.
 
-    All rows end in the same column: a shorter row begins further right, as behind padding on the left. Rows that are
+    All rows end in the same column: a shorter row begins further right, as with padding on the left. Rows that are
     added later end in that column too.
     """
 

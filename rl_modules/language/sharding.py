@@ -72,7 +72,8 @@ for _name in ("fsdp2", "modelparallelstrategy"):  # Lightning asks for names in 
 
 
 def adopt(strategy: Any) -> bool:
-    """Whether a strategy shards; Lightning's, which was made before the module was known, becomes ours.
+    """Returns whether a strategy shards; turns Lightning's, made before the module was known, into
+    :class:`ShardedStrategy`.
 
     Raises:
         UsageError: the weights would be split in a way that is not supported.

@@ -1,6 +1,6 @@
 """Samplers: from prompts to completions with their log-probabilities.
 
-``sample`` decodes with the model itself; :class:`Sampler` is what every way of sampling offers to the algorithms.
+``sample`` decodes with the model itself; :class:`Sampler` is the interface of every sampler.
 """
 
 from rl_modules.language.sampling.native import NativeSampler, eval_mode, sample

@@ -34,7 +34,7 @@ class _Live:
         return len(self.row)
 
     def join(self, others: _Live) -> None:
-        """Put further rows behind these."""
+        """Appends further rows."""
         for name, lines in vars(others).items():
             own = getattr(self, name)
             setattr(self, name, torch.cat([own, lines]) if own is not None and len(own) else lines)
@@ -71,7 +71,7 @@ class _Decoding:
         self._forward = _forward(model)
         self._step = step_of(model, self._forward) if isinstance(cache, StaticRowCache) else self._forward
         self._synced, self._called = synced, False
-        #: Logits behind the prompt that the cache keeps for rows that wait, (1, V).
+        #: Logits after the prompt that the cache keeps for rows that wait, (1, V).
         self._kept: Tensor | None = None
 
     def run(self, waiting: Waiting) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is, which writes completions with weights that it is given, and the one on transformers."""
+"""The interface of engines, which generate completions with given weights, and the engine on transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Writer(Protocol):
 
 
 class Engine(Writer, Protocol):
-    """A model of its own beside the policy, with the policy's weights."""
+    """A separate model next to the policy, with the policy's weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights, which come under the names of a Hugging Face checkpoint."""

@@ -170,7 +170,7 @@ class NativeSampler:
         self.model = model
 
     def forget_weights(self) -> None:
-        """Has none of its own."""
+        """Does nothing: the sampler has no weights of its own."""
 
     def sleep(self) -> None:
         """Holds no memory between two calls."""

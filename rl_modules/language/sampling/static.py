@@ -120,7 +120,7 @@ class StaticRowLayer(RowLayer):
         return self._shape[1] - 1 if self.is_initialized else 0
 
     def place(self, begin: int, kept: Tensor, index: Tensor, length: Tensor, has_read: bool, keep: bool) -> None:
-        """Put rows that continue the kept prompt, and rows that continue prompts just read, behind ``begin`` rows."""
+        """Put rows that continue the kept prompt, and rows that continue prompts just read, after ``begin`` rows."""
         read = (self.keys, self.values) if has_read else None
         if self._buffers is None:
             assert read is not None
