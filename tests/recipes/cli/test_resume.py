@@ -305,6 +305,44 @@ def test_an_epoch_goes_on_with_another_total(rl: Any, stopped: Path) -> None:
     assert steps(stopped, "eval/mean_reward") == [0, 512, 1024, 1536]
 
 
+@pytest.mark.slow
+def test_ranks_stop_together_within_the_warm_up_of_replay(tmp_path: Path) -> None:
+    (tmp_path / "pole.py").write_text("""
+import os, signal
+import gymnasium as gym
+class Stops(gym.Wrapper):
+    steps = 0
+    def step(self, action):
+        Stops.steps += 1
+        if Stops.steps == 700 and "STOP" in os.environ and os.environ["LOCAL_RANK"] == os.environ["STOP"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().step(action)
+def make():
+    return Stops(gym.make("CartPole-v1"))
+""")
+    words = ["fit", "--model", "DQN", "--data", "ReplayDataModule", "--data.env_id", "pole:make", "--data.n_envs", "2",
+             "--data.learning_starts", "6000", "--data.total_timesteps", "6400", "--data.eval_freq", "0",
+             "--data.n_test_episodes", "1", "--trainer.accelerator", "cpu", "--trainer.devices", "2"]  # fmt: skip
+
+    def run(folder: str, *more: str, **environment: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "recipes", *words, "--trainer.default_root_dir", folder, *more]
+        packages = str(Path(__file__).parents[3])
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200,
+                              env={**os.environ, "PYTHONPATH": packages, **environment})  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("whole")[0] == 0
+    for rank in "01":
+        code, said = run(rank, STOP=rank)
+        assert code == 128 + signal.SIGTERM, said
+        (last,) = (tmp_path / rank).glob("logs/*/version_0/checkpoints/last.ckpt")
+        saved = torch.load(last, weights_only=True)
+        assert saved["global_step"] == 0 and 0 < saved["ReplayDataModule"]["num_timesteps"] < 6000
+        code, said = run(rank, "--resume")
+        assert code == 0, said
+        assert_equal_checkpoints(next((tmp_path / "whole").glob("logs/*/version_0/checkpoints/last.ckpt")), last)
+
+
 class OneFolder(Logger):
     """A logger of the user's, all of whose runs have one name and version."""
 
