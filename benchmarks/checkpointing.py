@@ -23,7 +23,7 @@ from rl_modules import DQN, PPO
 
 
 class Timed(Checkpoints):
-    """Notes how long each write took."""
+    """Records the duration of each write."""
 
     def __init__(self) -> None:
         super().__init__()

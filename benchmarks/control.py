@@ -174,7 +174,7 @@ def sb3_pong(total_timesteps: int) -> None:
 
 
 def _step(envs: Any, total_timesteps: int) -> None:
-    """Take ``total_timesteps`` transitions of eight environments with random actions."""
+    """Takes ``total_timesteps`` transitions of eight environments with random actions."""
     actions = np.random.default_rng(0).integers(6, size=(total_timesteps // 8, 8))
     envs.reset()
     for action in actions:
@@ -233,7 +233,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def measure(algorithm: str, pairs: int, total_timesteps: int, clock: str = "wall") -> dict:
-    """Alternate the contestants and compare them round by round."""
+    """Alternates the contestants and compares them round by round."""
     now = CLOCKS[clock]
     contestants = CONTESTANTS[algorithm]
     for run in contestants.values():

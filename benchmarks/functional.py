@@ -62,7 +62,7 @@ def loop_gae(
     gamma: float,
     gae_lambda: float,
 ) -> Tensor:
-    """The loop that most code bases have, in tensors."""
+    """Computes GAE by the loop that most code bases have, in tensors."""
     result = torch.zeros_like(reward)
     last = torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
@@ -73,7 +73,7 @@ def loop_gae(
 
 
 def clamped_ppo_loss(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    """The lines of Stable-Baselines3's PPO."""
+    """Computes the clipped loss as in Stable-Baselines3's PPO."""
     ratio = torch.exp(log_prob - old_log_prob)
     first = advantage * ratio
     second = advantage * torch.clamp(ratio, 1 - clip_range, 1 + clip_range)
@@ -81,7 +81,7 @@ def clamped_ppo_loss(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, 
 
 
 def peak_mb(function: Callable[[], object], device: torch.device) -> float:
-    """The largest sum of allocations alive at once while the function runs, in MB."""
+    """Returns the largest sum of allocations alive at once while the function runs, in MB."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -56,7 +56,7 @@ class Waits(TorchDispatchMode):
 
 
 def _has_mask(args: Any) -> bool:
-    """Whether an indexing operator gets a mask, whose true places must be counted first."""
+    """Returns whether an indexing operator gets a mask, whose true places must be counted first."""
     places = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
     return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in places)
 
@@ -114,7 +114,7 @@ class Meter(L.Callback):
 
 
 def fit(case: Case, size: Size, folder: Path, device: torch.device, steps: int, **more: Any) -> tuple[L.Trainer, Any]:
-    """Train a new module for so many optimizer steps."""
+    """Trains a new module for a number of optimizer steps."""
     module, data = case.make(size, folder)
     settings = {"accelerator": device.type, "devices": 1, "logger": False, "enable_checkpointing": False,
                 "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1, "max_steps": steps,
@@ -126,7 +126,7 @@ def fit(case: Case, size: Size, folder: Path, device: torch.device, steps: int, 
 
 
 def resumes_exactly(case: Case, folder: Path, device: torch.device) -> bool:
-    """Whether two steps, a checkpoint and a third end in the same bits as three."""
+    """Returns whether two steps, a checkpoint and a third step give the same bits as three steps."""
     whole, _ = fit(case, TINY, folder, device, 3, deterministic="warn")
     part, _ = fit(case, TINY, folder, device, 2, deterministic="warn")
     whole.save_checkpoint(folder / "whole.ckpt")
@@ -166,7 +166,7 @@ def measure(case: Case, size: Size, folder: Path, device: torch.device, steps: i
 
 
 def speeds(device: torch.device, side: int) -> dict[str, float]:
-    """Operations per second of a matrix product, and bytes per second that a copy moves, as this device does them."""
+    """Measures the operations per second of a matrix product and the bytes per second of a copy on this device."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(side, side, dtype=dtype, device=device)
     b, c = torch.randn(side, side, dtype=dtype, device=device), torch.empty(side, side, dtype=dtype, device=device)
@@ -184,7 +184,7 @@ def speeds(device: torch.device, side: int) -> dict[str, float]:
 
 
 def plan(size: Size, cases: list[Case]) -> str:
-    """What would be run, and how much memory weights, gradients and AdamW's moments take in float32."""
+    """Describes the planned runs, and the memory of weights, gradients and AdamW's moments in float32."""
     parameters = 0.494e9
     lines = ["No CUDA device here. On one, this would run, at the size of Qwen2.5-0.5B with random weights:"]
     for case in cases:
@@ -200,7 +200,7 @@ def plan(size: Size, cases: list[Case]) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows in Markdown."""
+    """Returns the rows in Markdown."""
 
     def cell(value: Any) -> str:
         if isinstance(value, bool) or value is None:
@@ -213,7 +213,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(args: list[str] | None = None) -> list[dict]:
-    """Run and print; returns the rows, none where there is only a plan.
+    """Runs the cases and prints the table; returns its rows, which are empty if only a plan was printed.
 
     Args:
         args: of the command line; None: ``sys.argv``.

@@ -20,7 +20,7 @@ from rl_modules import DQN, GRPO, PPO, RLHFPPO, SFT, RewardModel
 
 @dataclass(frozen=True)
 class Size:
-    """A model's config, and how much text a step has."""
+    """A model's config, and the amount of text in a step."""
 
     model_config: dict[str, Any]
     #: Sequences, pairs or completions of an optimizer step.
@@ -48,7 +48,7 @@ class Case:
 
     name: str
     make: Callable[[Size, Path], tuple[Any, Any]]
-    #: Copies of the weights that are on the device, and those of them that AdamW trains.
+    #: Number of copies of the weights on the device, and of those that AdamW trains.
     copies: float
     trained: float
     is_language: bool = True
@@ -57,7 +57,7 @@ class Case:
 
 
 def some_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A number that differs between completions, at no cost."""
+    """Returns a number that differs between completions, at negligible cost."""
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 

@@ -35,12 +35,12 @@ SIZE_25M = {"hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 
 
 
 def varied(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """A reward that hardly any two completions share."""
+    """Returns rewards that differ between almost all completions."""
     return [sum(map(ord, text)) % 1009 / 1009 for text in completions]
 
 
 class Setting:
-    """What both trainers are given."""
+    """Settings of both trainers."""
 
     #: Seconds; of the process's own work where other work runs beside it.
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -89,7 +89,7 @@ class Setting:
         return stamps[-1] - stamps[warm_up - 1]
 
     def trl(self, steps: int, warm_up: int = WARM_UP) -> float:
-        """The same of TRL."""
+        """Returns the same for TRL."""
         from datasets import Dataset, disable_progress_bars
         from transformers import PrinterCallback, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
@@ -129,7 +129,7 @@ class Setting:
 
 @torch.no_grad()
 def never_ends(model: Any, eos: int) -> None:
-    """Give the tied embeddings a common direction that only EOS lacks, so that its logit is far below all others."""
+    """Adds a common direction to all tied embeddings except EOS, so that the logit of EOS is far below all others."""
     table = model.get_output_embeddings().weight
     table[:, 0] = 0.5
     table[eos, 0] = -0.5

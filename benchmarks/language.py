@@ -77,7 +77,7 @@ def train(trainer: Any) -> float:
 
 
 def fit(model: L.LightningModule, data: L.LightningDataModule, steps: int) -> float:
-    """Seconds of so many optimizer steps."""
+    """Returns the seconds of a number of optimizer steps."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
@@ -253,12 +253,12 @@ class DPORound:
 
 
 def measure(contestants: dict[str, Callable[[int], float]], pairs: int, steps: int) -> dict[str, Any]:
-    """Alternate the contestants and compare them round by round."""
+    """Alternates the contestants and compares them round by round."""
     for run in contestants.values():
         run(3)  # imports, allocator, first-call costs
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(pairs):
-        # In turn forwards and backwards: what slows down or speeds up over a round hits all alike.
+        # In forward and backward order in turn, so that a drift of speed within a round affects all equally.
         for name in list(contestants)[:: 1 if i % 2 == 0 else -1]:
             speeds[name].append(contestants[name](steps))
     ratios = {

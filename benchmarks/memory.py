@@ -39,7 +39,7 @@ def resident(field: str) -> float:
 
 
 def forget_the_peak() -> None:
-    """Let the kernel measure the highest resident size anew."""
+    """Resets the kernel's record of the highest resident size."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
@@ -50,7 +50,7 @@ def texts(n: int, length: int) -> list[str]:
 
 @torch.no_grad()
 def writes_letters_for_ever(model: Any, words: int, eos: int) -> None:
-    """Give the tied embeddings a common direction that EOS and what the tokenizer lacks point away from."""
+    """Adds a common direction to the tied embeddings, opposite for EOS and for ids that the tokenizer lacks."""
     table = model.get_output_embeddings().weight
     table[:, 0] = -0.5
     table[:words, 0] = 0.5
@@ -58,7 +58,7 @@ def writes_letters_for_ever(model: Any, words: int, eos: int) -> None:
 
 
 def varied(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """A reward that hardly any two completions share."""
+    """Returns rewards that differ between almost all completions."""
     return [sum(map(ord, text)) % 1009 / 1009 for text in completions]
 
 
@@ -98,7 +98,7 @@ class Bench:
         return {"MiB": resident("VmHWM") - before, "seconds": sum(times) / len(times)}
 
     def fit(self, module: Any, data: Any) -> Any:
-        """Our side: what trains when it is called."""
+        """Returns a function that trains this project's module."""
         import lightning as L
 
         bench = self
@@ -116,7 +116,7 @@ class Bench:
         return lambda: trainer.fit(module, datamodule=data)
 
     def clocked(self, trainer: Any) -> Any:
-        """TRL's side: what trains when it is called."""
+        """Returns a function that trains by TRL."""
         from transformers import PrinterCallback, TrainerCallback
 
         bench = self

@@ -28,16 +28,16 @@ from recipes import configs
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.layers import activation
 
-#: Arguments that a peer takes as its policy's.
+#: Arguments that the peer takes in its ``policy_kwargs``.
 OF_POLICY = ("net_arch", "activation_fn", "log_std_init", "ortho_init", "n_quantiles", "n_critics")
 SCHEDULES = ("learning_rate", "clip_range")
-#: Without an effect on what is learned.
+#: Arguments without an effect on learning.
 WITHOUT_EFFECT = ("log_every", "rollouts_per_epoch", "eval_freq", "n_eval_episodes", "n_test_episodes")
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A row as the peer trains it.
+    """A row of the table in the form that the peer trains.
 
     ``algorithm`` is its class, ``arguments`` those of the class, and the rest makes its environments.
     """
@@ -119,7 +119,7 @@ def contest(row: Row) -> Contest:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 takes 1e-5 for a text."""
+    """Converts a number that YAML 1.1 reads as text, such as 1e-5."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -127,7 +127,7 @@ def _number(value: Any) -> Any:
 
 
 def _action_noise(given: dict[str, Any], env_id: str, env_kwargs: dict[str, Any]) -> Any:
-    """The peer's noise, which wants mean and standard deviation per number of the action."""
+    """Returns the peer's noise, which needs mean and standard deviation per dimension of the action."""
     from stable_baselines3.common import noise
 
     shape = gym.make(env_id, **env_kwargs).action_space.shape
@@ -136,7 +136,7 @@ def _action_noise(given: dict[str, Any], env_id: str, env_kwargs: dict[str, Any]
 
 
 def train(row: Row, seed: int) -> str:
-    """Train one seed and keep its result; returns a line about it."""
+    """Trains one seed and stores its result; returns a line about it."""
     import torch
     from stable_baselines3.common.evaluation import evaluate_policy
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     args = parser.parse_args()
     for name in args.rows:
-        # What can't be compared is refused before the first run.
+        # Rows that can't be compared are refused before the first run.
         contest(ROWS[name])
         check_settings(ROWS[name])
     with ProcessPoolExecutor(args.jobs) as pool:

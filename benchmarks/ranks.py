@@ -34,7 +34,7 @@ WARM_UP = 2
 
 
 def varied(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """A reward that hardly any two completions share."""
+    """Returns rewards that differ between almost all completions."""
     return [sum(map(ord, text)) % 1009 / 1009 for text in completions]
 
 
@@ -70,7 +70,7 @@ def grpo() -> tuple[Any, Any, int]:
     return model, data, 256
 
 
-#: Per algorithm: its constructor, what is counted, and the default number of timed epochs.
+#: Per algorithm: its constructor, the counted unit, and the default number of timed epochs.
 ALGORITHMS: dict[str, tuple[Callable[[], tuple[Any, Any, int]], str, int]] = {
     "ppo": (ppo, "transitions", 80),
     "ppo_images": (ppo_images, "transitions", 2),
@@ -79,7 +79,7 @@ ALGORITHMS: dict[str, tuple[Callable[[], tuple[Any, Any, int]], str, int]] = {
 
 
 class Clock(L.Callback):
-    """Notes when the last epoch of the warm-up ended, and the last of all."""
+    """Records the times at which the last epoch of the warm-up and the last epoch ended."""
 
     began_s = ended_s = 0.0
 
@@ -103,7 +103,7 @@ def train(algorithm: str, epochs: int, world_size: int, folder: Path) -> float:
 
 
 def measure(algorithm: str, epochs: int, world_size: int) -> float:
-    """:func:`train` in as many copies of this process, which Lightning takes for torchrun's."""
+    """Runs :func:`train` in ``world_size`` copies of this process, which Lightning treats as torchrun's ranks."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]

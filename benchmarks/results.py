@@ -30,12 +30,12 @@ import yaml
 from recipes import configs
 
 STORE = Path(__file__).parent / "results"
-#: Where a run's checkpoints lie until its result is stored.
+#: Folder of a run's checkpoints until its result is stored.
 RUNS = Path(__file__).parent.parent / "runs" / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 #: Folder in a row's where ``benchmarks.peers`` keeps the runs of Stable-Baselines3.
 PEER = "stable-baselines3"
-#: Where an algorithm's page has its results.
+#: Marks around the results on an algorithm's page.
 BEGIN, END = "<!-- results: written by `python -m benchmarks.results report` -->\n", "<!-- end of results -->\n"
 #: Algorithms that share a page, by their folders of configs; the others have one of their own.
 SHARED_PAGES = {**dict.fromkeys(("monte_carlo", "sarsa", "q_learning"), "tabular"), "ddpg": "td3"}
@@ -86,7 +86,7 @@ class Row:
 
 
 def _exact(config: str, target: float, chosen: str = BY_HAND) -> Row:
-    """A tabular row: the greedy policy's true expected return, by dynamic programming."""
+    """Returns a tabular row: the greedy policy's true expected return, by dynamic programming."""
     return Row(config, target, "eval/true_return", "eval/true_return", chosen)
 
 
@@ -166,14 +166,14 @@ ROWS = {
 
 
 def settings(text: str) -> dict:
-    """What a config's results depend on: all of it but the device."""
+    """Returns the settings on which a config's results depend: all except the device."""
     content = yaml.safe_load(text)
     trainer = {name: value for name, value in content.get("trainer", {}).items() if name != "accelerator"}
     return {**content, "trainer": trainer}
 
 
 def check_settings(row: Row) -> None:
-    """Raises where a row's stored seeds were trained with other settings than its config has."""
+    """Raises an error if a row's stored seeds were trained with settings that differ from its config."""
     stored = STORE / row.config / "settings.yaml"
     if stored.exists() and settings(stored.read_text("utf-8")) != settings(configs.text(row.config)):
         raise RuntimeError(f"{stored.parent} holds runs of other settings than configs/{row.config}.yaml has; remove "
@@ -181,7 +181,7 @@ def check_settings(row: Row) -> None:
 
 
 def run_seed(row: Row, seed: int, threads: int = 1) -> str:
-    """Train one seed on ``threads`` cores and keep its result; returns a line about it."""
+    """Trains one seed on ``threads`` cores and stores its result; returns a line about it."""
     check_settings(row)
     path = STORE / row.config / f"{seed}.json"
     if path.exists():
@@ -204,7 +204,7 @@ def run_seed(row: Row, seed: int, threads: int = 1) -> str:
     if process.returncode:
         raise RuntimeError(f"{row.config} seed {seed} failed:\n{(folder / 'errors.txt').read_text()[-2000:]}")
     result = read_run(next(folder.glob("logs/*/version_0")), row)
-    # What the parts before a kill took is not known, and the table has the time on one core.
+    # The time before a kill is not known, and the table shows the time on one core.
     took = {} if resumed or threads > 1 else {"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"seed": seed, **took, **result}), encoding="utf-8")
@@ -234,9 +234,9 @@ def interquartile_mean(finals: np.ndarray) -> tuple[float, float, float]:
     """Interquartile mean over seeds with a 95 % bootstrap interval."""
     from rliable import library, metrics
 
-    # rliable takes a random state and then draws from NumPy's global generator, which alone makes a table repeatable.
+    # rliable takes a random state but draws from NumPy's global generator, so only this seed makes a table repeatable.
     np.random.seed(0)  # noqa: NPY002
-    # It wants [runs, tasks] and resamples runs within each task.
+    # rliable needs [runs, tasks] and resamples runs within each task.
     scores, intervals = library.get_interval_estimates(
         {"row": finals[:, None]}, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2_000
     )
@@ -244,13 +244,13 @@ def interquartile_mean(finals: np.ndarray) -> tuple[float, float, float]:
 
 
 def load(row: Row) -> list[dict]:
-    """The stored seeds of a row, from its first one on."""
+    """Returns the stored seeds of a row, from its first one on."""
     files = sorted((STORE / row.config).glob("*.json"), key=lambda path: int(path.stem))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files if int(path.stem) >= row.first_seed]
 
 
 def report(where: str) -> None:
-    """Write ``docs/results.md``, the results of every algorithm's page, and one plot per row."""
+    """Writes ``docs/results.md``, the results of every algorithm's page, and one plot per row."""
     stored = {row: runs for row in ROWS.values() if (runs := load(row))}
     for row, runs in stored.items():
         plot(row, runs)
@@ -352,7 +352,7 @@ def pictures(stored: dict[Row, list[dict]], docs: str) -> list[str]:
 
 
 def write_page(page: Path, stored: dict[Row, list[dict]]) -> None:
-    """Put an algorithm's results between the two marks at the end of its page."""
+    """Writes an algorithm's results between the two marks at the end of its page."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -363,7 +363,7 @@ def write_page(page: Path, stored: dict[Row, list[dict]]) -> None:
 
 
 def keep(name: str, folder: Path) -> None:
-    """Take over what a pipeline has left in its folder: table and curves.
+    """Copies a pipeline's table and curves from its folder.
 
     Args:
         name: of the pipeline, a heading of the report.

@@ -40,7 +40,7 @@ def build(size: str) -> PreTrainedModel:
 
 
 def uniform_lengths(model: PreTrainedModel) -> Any:
-    """Make EOS as likely at each position as gives lengths that are uniform on [SHORTEST, LONGEST]."""
+    """Gives EOS the probability at each position that makes lengths uniform on [SHORTEST, LONGEST]."""
 
     def set_eos(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         position = kwargs["position_ids"][:, -1:] - (PROMPT_LENGTH - 1)  # tokens that the completion has

@@ -23,7 +23,7 @@ from recipes.pipeline import Pipeline, scalars
 from recipes.stages import evaluate
 
 STORES = {False: Path(__file__).parent / "results" / "starts", True: Path(__file__).parent / "results" / "starts_first"}
-#: What ``--first`` changes in every variant: these steps are the same for any length of a run.
+#: Options that ``--first`` changes in every variant; its steps are the same for any length of a run.
 FIRST = {"model.lr_scheduler_type": "constant_with_warmup", "trainer.max_steps": 150, "data.eval_steps": 50}
 PAGE = Path(__file__).parent.parent / "docs" / "language" / "grpo.md"
 BEGIN, END = "<!-- results: written by `python -m benchmarks.starts report` -->\n", "<!-- end of results -->\n"
@@ -42,7 +42,7 @@ STARTS: dict[str, list[dict[str, Any]]] = {
          "model.warmup_steps": 10, "data.eval_steps": 30, "trainer.max_steps": 120},
     ],
 }  # fmt: skip
-#: Schedules that are stopped on their way by the config's EarlyStopping, at a sampled pass@1 of .3.
+#: Schedules that the config's EarlyStopping stops before their end, at a sampled pass@1 of .3.
 STOPPED_STARTS: dict[str, list[dict[str, Any]]] = {
     "linear, stopped": [{"data.seed": 21, "model.learning_rate": 2e-3, "model.lr_scheduler_type": "linear",
                          "model.warmup_steps": 40, "trainer.max_steps": 2000}],
@@ -76,7 +76,7 @@ VARIANTS: dict[str, Variant] = {
     "kl .5": Variant(options={**PLAIN, "model.beta": 0.5}),
     "dr_grpo": Variant(options={**PLAIN, "model.loss_type": "dr_grpo", "model.scale_rewards": "none"}),
     "top entropy .2": Variant(options={**PLAIN, "model.top_entropy_quantile": 0.2}),
-    # A generation's first optimizer step has ratio 1, so that a clip needs a second one to bind.
+    # A generation's first optimizer step has ratio 1, so clipping has an effect only from the second step on.
     "two steps, clip .2": Variant(options={**PLAIN, "data.steps_per_generation": 2}),
     "two steps, clip .2 and .28": Variant(
         options={**PLAIN, "data.steps_per_generation": 2, "model.epsilon_high": 0.28}
@@ -103,7 +103,7 @@ VARIANTS: dict[str, Variant] = {
     # In an environment with vLLM, see docs/language/sampling.md.
     "vllm": Variant(options={"model.sampler": "vllm"}),
     "two generations old": Variant(options={"data.async_generations": 2}),
-    # A filter that filters nothing: the ratio is to training's own log-probabilities, and nothing corrects.
+    # A filter that removes nothing: the ratio is to training's own log-probabilities, without a correction.
     "two generations old, uncorrected": Variant(options={
         "data.async_generations": 2, "model.importance_sampling_correction": "none", "model.top_p": 0.9999999}),
     "ppo with a verifier": Variant("rlhf_ppo/addition.yaml"),
@@ -185,7 +185,7 @@ def supervise(pipeline: Pipeline, start: str) -> tuple[Path, dict[str, float]]:
 
 
 def file_name(words: str) -> str:
-    """A name without spaces and commas."""
+    """Returns a name without spaces and commas."""
     return words.replace(",", "").replace(" ", "_")
 
 
@@ -195,7 +195,7 @@ def result_path(variant: str, start: str, first: bool = False) -> Path:
 
 
 def measure(model: Path) -> dict[str, float]:
-    """The success rates of a start on the held-out questions of its runs.
+    """Returns the success rates of a start on the held-out questions of its runs.
 
     Args:
         model: an exported directory.

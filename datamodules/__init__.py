@@ -1,6 +1,6 @@
 """Experience as LightningDataModules.
 
-Classes are imported when they are first used, so that a control task pays for no language model.
+Classes are imported when they are first used, so that control tasks do not import the language-model libraries.
 """
 
 from importlib import import_module

@@ -73,7 +73,7 @@ class EnvironmentArguments(TypedDict, total=False):
 
 
 def _of_environments(name: str, of_evaluation: bool = False) -> Any:
-    """An attribute that is kept by :class:`~datamodules.environments.Environments`, also where a subclass sets it."""
+    """Makes an attribute that :class:`~datamodules.environments.Environments` stores, also if a subclass sets it."""
 
     def assign(self: "ControlDataModule", value: Any) -> None:
         collector = getattr(self, "_collector", None)
@@ -124,7 +124,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
             their times and the environment has a time limit, because an untrained policy may never end an episode. A
             resumed run does not repeat it.
         n_eval_episodes: episodes per evaluation, and of ``validate``.
-        n_test_episodes: episodes of ``test`` and ``predict``, on seeds of their own.
+        n_test_episodes: episodes of ``test`` and ``predict``, on separate seeds.
         eval_deterministic: evaluate the policy's most likely actions instead of samples.
         eval_max_steps: steps after which an evaluation episode that does not end is cut, with a warning.
         stats_window_size: finished episodes in ``rollout/ep_rew_mean``.
@@ -133,9 +133,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         UsageError: an invalid argument.
     """
 
-    #: What the datamodule makes: ``rollouts`` of the current policy, or the ``replay`` of all so far.
+    #: Kind of experience: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.
     kind = "rollouts"
-    #: Settings that follow the algorithm where they are not given, see :meth:`resolve`.
+    #: Settings that the algorithm determines if they are not given, see :meth:`resolve`.
     filled_in: tuple[str, ...] = ()
     env_id = _of_environments("env_id")
     env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
@@ -220,7 +220,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self._started_s = time.monotonic()
         self._started_at = 0
 
-    # As Lightning's: called on a datamodule it would leave that datamodule as it is.
+    # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
     @_restricted_classmethod
     def load_from_checkpoint(
         cls,
@@ -334,7 +334,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         return self.environments.action_space
 
     def transition_model(self) -> Any:
-        """The environment's transition table as tensors; None if the environment has none."""
+        """Returns the environment's transition table as tensors; None if the environment has none."""
         return self.environments.transition_model()
 
     @property
@@ -355,7 +355,9 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
     # ---------------------------------------------------------------- environments and statistics
 
     def _warn_of_idle_arguments(self) -> None:
-        """Names arguments of a normalisation that is off. A warning, because a config may keep them beside a switch."""
+        """Warns of arguments of a normalisation that is off. This is no error, because a config may keep unused
+        arguments.
+        """
         parameters = inspect.signature(ControlDataModule.__init__).parameters
         for name, switch in IDLE_WITHOUT.items():
             value = self.norm_gamma if name == "norm_gamma" else self.hparams[name]
@@ -552,7 +554,7 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._collector is None:
-            # `validate`, `test` and `predict` play episodes of their own.
+            # `validate`, `test` and `predict` play separate episodes.
             return
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size, self.n_envs)
         self.num_timesteps = self._started_at = state_dict["num_timesteps"]

@@ -16,10 +16,10 @@ Batch = dict[str, Any]
 class ReplayBuffer:
     """One ring of rows per environment, in which the row after a transition holds its successor.
 
-    A row is an observation and, where an action was taken in it, the rest of the transition. An episode's final
-    observation takes a row of its own, in which nobody acted (``valid`` is false), and so does the newest observation.
-    Hence the successor of row r is row r + 1, whichever way the environments reset, and no observation is stored twice.
-    Rows are numbered flat: ``row * n_envs + environment``.
+    A row holds an observation and, if an action was taken in it, the rest of the transition. An episode's final
+    observation takes a separate row without an action (``valid`` is false), and so does the newest observation. Hence
+    the successor of row r is row r + 1 under every autoreset mode, and no observation is stored twice. Rows are
+    numbered flat: ``row * n_envs + environment``.
 
     Args:
         observation_space: space of one observation; images stay uint8.
@@ -36,7 +36,7 @@ class ReplayBuffer:
         self.total = self.rows * n_envs
 
         def allocate(example: np.ndarray) -> Tensor:
-            # NumPy's zeros take memory only as they are written over, torch's at once.
+            # NumPy's zeros take memory only when they are overwritten, torch's at once.
             return torch.from_numpy(np.zeros((self.total, *example.shape), example.dtype))
 
         self.observation = tree_map(allocate, example_arrays(observation_space))
@@ -47,7 +47,7 @@ class ReplayBuffer:
         self.terminated, self.valid = (allocate(np.zeros((), bool)) for _ in range(2))
         self.head = torch.zeros(n_envs, dtype=torch.int64)
         self.filled = 0
-        #: Called by :meth:`add` with the rollout and what it returns.
+        #: Called by :meth:`add` with the rollout and the returned row numbers.
         self.on_added: Callable[[Batch, Tensor, Tensor], None] | None = None
 
     @property
@@ -65,7 +65,7 @@ class ReplayBuffer:
         Returns:
             The flat numbers of the rows that are transitions from now on, and of those that no longer are.
         """
-        # In NumPy, which takes half of torch's time for the few rows of a round.
+        # NumPy, because it takes half of torch's time for the few rows of a round.
         valid = rollout["valid"].numpy()
         ended = valid & (rollout["terminated"] | rollout["truncated"]).numpy()
         taken = valid.astype(np.int64) + ended
@@ -75,7 +75,7 @@ class ReplayBuffer:
         row = (head + written - taken) % self.rows
         at = (row * self.n_envs + environment)[valid]
 
-        # The successor of every transition but these is the observation of the next one, written anyway.
+        # Only the successors of these transitions are written; those of others are the next transition's observation.
         closing = ended.copy()
         closing[-1] |= valid[-1]
         successor = ((row + 1) % self.rows * self.n_envs + environment)[closing]
@@ -97,7 +97,7 @@ class ReplayBuffer:
         return self._announce(rollout, at, blocked)
 
     def _announce(self, rollout: Batch, at: np.ndarray, blocked: np.ndarray) -> tuple[Tensor, Tensor]:
-        """What :meth:`add` returns, after ``on_added`` was called with it."""
+        """Calls ``on_added`` and returns the row numbers that :meth:`add` returns."""
         changes = torch.from_numpy(at), torch.from_numpy(blocked)
         if self.on_added is not None:
             self.on_added(rollout, *changes)
@@ -110,7 +110,7 @@ class ReplayBuffer:
             which: environments that begin a new episode, [N] bool.
         """
         environment = np.arange(self.n_envs)
-        # An episode that has ended has its final observation in a row of its own.
+        # An episode that has ended has its final observation in a separate row.
         newest = self.valid.numpy()[(self.head.numpy() - 1) % self.rows * self.n_envs + environment]
         moves = which & newest
         head = self.head.numpy() + moves
@@ -186,14 +186,14 @@ class ReplayBuffer:
         }
 
     def _part(self, store: Tensor, saved: Tensor) -> Tensor:
-        """What a checkpoint holds of a store."""
+        """Returns the part of a store that a checkpoint holds."""
         if len(saved) < self.filled * self.n_envs:
             return store[saved]
         # A slice of torch's would be saved with the whole storage.
         return torch.from_numpy(store.numpy()[: len(saved)])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rows; ``state`` comes from a buffer of the same size."""
+        """Restores the rows; ``state`` comes from a buffer of the same size."""
         used = len(state["valid"])
         self.filled = used // self.n_envs
         tree_map(lambda store, x: store[:used].copy_(x), self.observation, state["observation"])
@@ -211,8 +211,8 @@ def replay_bytes(
     stack: int = 1,
     hindsight: bool = False,
 ) -> int:
-    """Memory that a :class:`ReplayBuffer` and its sampler will take, in bytes; of ``stack`` frames one is stored, and
-    with ``hindsight`` where each row's episode ends and began.
+    """Returns the memory that a :class:`ReplayBuffer` and its sampler will take, in bytes. One of ``stack`` frames is
+    stored; ``hindsight`` adds the beginning and end of each row's episode.
     """
     total = (buffer_size // n_envs + 1) * n_envs
     row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space))) // stack
@@ -223,5 +223,5 @@ def replay_bytes(
 
 
 def _write(store: Any, rows: np.ndarray, source: Any, chosen: np.ndarray) -> None:
-    """Write ``source[chosen]`` into ``rows`` of the store; tensors, or nested dictionaries of such."""
+    """Writes ``source[chosen]`` into ``rows`` of the store; tensors, or nested dictionaries of such."""
     tree_map(lambda x, y: x.numpy().__setitem__(rows, y.numpy()[chosen]), store, source)

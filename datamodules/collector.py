@@ -74,14 +74,14 @@ class Collector:
         self.begun_anew = np.zeros(envs.num_envs, bool)
         #: Whether each rollout ends with a call of :meth:`report`; False: the rollout's reader calls it later.
         self.reports_at_once = True
-        # Rewards, ends, valid rows and what infos say of ends in the last rollout, until the statistics have them.
+        # Rewards, ends, valid rows and infos of ends in the last rollout, until they are added to the statistics.
         self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[list[Any]]] | None = None
         #: Of a recurrent policy; None: it has none.
         self.memory: Memory | None = None
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing has been experienced yet."""
+        """Whether no experience has been collected yet."""
         return self._observation is None
 
     def collect(self, act: Act, n_steps: int, device: torch.device) -> Rollout:
@@ -138,7 +138,7 @@ class Collector:
             if done.any():
                 ends += self.episodes.ends_of(done, info)
             if self.mode != AutoresetMode.NEXT_STEP and done.any():
-                # The statistics of this moment: those of the next include the observation after the reset.
+                # The current statistics, because those of the next step include the observation after the reset.
                 new = [(t, int(i), self._stored(final)) for i, final in self._finals(done, raw, info)]
                 finals += new
                 if self.mode == AutoresetMode.DISABLED:
@@ -219,7 +219,8 @@ class Collector:
             value: of the rollout's observations, [T, N].
             ends: row and environment of each final observation.
         """
-        # Nobody acts in these states: the sampled actions are not used, and the policy's generator does not advance.
+        # No action is taken in these states: the sampled actions are not used, and the policy's generator does not
+        # advance.
         if self.memory is None:
             last = act(unseen, torch.Generator(device))["value"]
         else:
@@ -282,7 +283,7 @@ class Collector:
         }
 
     def close(self) -> None:
-        """End the environments; the state stays available, for a checkpoint written after training."""
+        """Ends the environments; the state stays available, for a checkpoint written after training."""
         if getattr(self.envs, "closed", False):
             return
         if self._observation is not None and self.has_episodes:
@@ -290,7 +291,7 @@ class Collector:
         self.envs.close()
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore everything; running episodes are repeated from their seeds and actions.
+        """Restores everything; running episodes are repeated from their seeds and actions.
 
         ``begun_anew`` then marks the environments whose episode could not be repeated.
         """
@@ -320,7 +321,7 @@ class Collector:
             return
         self._reset(seed=self._reset_seed())
         if state["episodes"] is None or state.get("is_unfinished", False):
-            # Their last steps are in no rollout: continued, the episodes would have a gap.
+            # Their last steps are in no rollout, so continued episodes would have a gap.
             restore.place_episodes(self.envs, state["episodes"] or [])
             self._begin_anew(everywhere, "the checkpoint was written by an error or interrupt while it stepped")
             return

@@ -1,4 +1,4 @@
-"""The environments of a run: one to look at, those in which training steps, and those of evaluation."""
+"""The environments of a run: an example that gives the spaces, and those of training and evaluation."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -61,7 +61,7 @@ class Environments:
         self.vectorization_mode, self.autoreset_mode = vectorization_mode, autoreset_mode
         self.action_masks = action_masks
         self.seed = seed
-        # As given, here and by later assignments: what evaluation inherits is derived when it is needed.
+        # As given here or assigned later; the settings that evaluation inherits are derived when they are needed.
         self.env_kwargs, self.wrappers = env_kwargs, wrappers or []
         self._eval_env_kwargs: Mapping[str, Any] | None = eval_env_kwargs
         self._eval_wrappers = eval_wrappers
@@ -157,7 +157,7 @@ class Environments:
             UsageError: it can't be made, has no spaces or some that no policy can read, or evaluation's differ.
         """
         settings = (self.env_kwargs, self.wrappers)
-        # An engine's environments are preprocessed by itself: those of evaluation show what the policy sees.
+        # An engine preprocesses its environments itself, so those of evaluation show the policy's observations.
         settings = (dict(self.eval_env_kwargs), self.eval_wrappers) if self.has_engine else settings
         self._example = make_env(self.env_id, *settings)
         for name in ("observation_space", "action_space"):
@@ -174,13 +174,13 @@ class Environments:
             self._make_for_evaluation(1).close()  # a mistake is reported before training
 
     def mask_source_of(self, env: Any) -> str | None:
-        """Where one of these environments gives its masks; a vector's own are in its observations already."""
+        """Returns where an environment gives its masks; those of a user's vector are in its observations already."""
         if not self.action_masks:
             return IGNORED if has_mask(env) else None
         return None if isinstance(env, VectorEnv) else mask_source(env)
 
     def close(self) -> None:
-        """Closes what was made here; a vector that the user gave stays open."""
+        """Closes the environments that were made here; a vector that the user gave stays open."""
         if self._example is not None:
             if self._made is not self.env_id and not getattr(self._example, "closed", False):
                 self._example.close()
@@ -188,7 +188,7 @@ class Environments:
         self._kept.close()
 
     def transition_model(self) -> Any:
-        """The environment's transition table as tensors; None if the environment has none."""
+        """Returns the environment's transition table as tensors; None if the environment has none."""
         from datamodules.envs.model import transition_model  # only tables need it
 
         if self.makes_vector:
@@ -218,7 +218,7 @@ class Environments:
             UsageError: it can't be made, or has other spaces than that of training.
         """
         settings = (self.env_id, self.env_kwargs, self.wrappers, self._eval_env_kwargs, self._eval_wrappers)
-        # By identity: arguments may be arrays, whose comparison is none.
+        # By identity, because arguments may be arrays, whose comparison is not a truth value.
         if [id(x) for x in settings] != [id(x) for x in self._kept_settings]:
             self._kept.close()
             self._kept_settings = settings
@@ -278,5 +278,5 @@ def warn_of_own_statistics(env: Any) -> None:
 
 
 def spaces_of(envs: VectorEnv) -> dict[str, gym.Space]:
-    """The spaces of one of a vector's environments by name."""
+    """Returns the spaces of one of a vector's environments by name."""
     return {"observation_space": envs.single_observation_space, "action_space": envs.single_action_space}

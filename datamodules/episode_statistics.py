@@ -1,4 +1,4 @@
-"""Returns and lengths of episodes, from the rollouts they are spread over."""
+"""Returns and lengths of episodes, computed from rollouts, which may contain parts of episodes."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ class EpisodeStatistics:
         self.running_length = np.zeros(n_envs, np.int64)
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
-        #: 1 or 0 for the last episodes; 0 too where an episode's end came without ``is_success``.
+        #: ``is_success`` of the last episodes, 1 or 0; 0 too if an episode's end had no ``is_success``.
         self.successes: deque[float] = deque(maxlen=window)
-        #: Whether any episode's end came with ``is_success``, those that the window has lost among them.
+        #: Whether any episode's end had ``is_success``, including episodes outside the window.
         self.knows_success = False
         #: Called with return and length of every finished episode, and its values of ``info_keywords``.
         self.on_finished: Callable[..., None] | None = None
-        #: What :meth:`ends_of` reads in the infos of an episode's end beside ``is_success``.
+        #: Keys that :meth:`ends_of` reads in the infos of an episode's end besides ``is_success``.
         self.info_keywords: tuple[str, ...] = ()
 
     def ends_of(self, done: np.ndarray, info: dict[str, Any]) -> list[list[Any]]:
-        """Reads in the infos of a step what they say of the episodes that ended in it, in the order of environments.
+        """Reads a step's infos of the episodes that ended in it, in the order of environments.
 
         Args:
             done: the episode ended, [N] bool.
@@ -52,7 +52,7 @@ class EpisodeStatistics:
     def update(
         self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray, ends: Sequence[Sequence[Any]] = ()
     ) -> None:
-        """Add a rollout.
+        """Adds a rollout.
 
         Args:
             reward: as the environments returned it, [T, N] float64.
@@ -82,7 +82,7 @@ class EpisodeStatistics:
                 self.running_return[i], self.running_length[i] = 0.0, 0
 
     def means(self) -> dict[str, float]:
-        """``rollout/*``: means over the last finished episodes; nothing before the first has ended."""
+        """Returns ``rollout/*``, the means over the last finished episodes; empty before the first has ended."""
         means = {}
         if self.returns:
             means["rollout/ep_rew_mean"] = float(np.mean(self.returns))
@@ -108,7 +108,7 @@ class EpisodeStatistics:
         return means
 
     def forget(self, which: np.ndarray) -> None:
-        """Begin new episodes in the environments chosen by a mask, [N]."""
+        """Begins new episodes in the environments chosen by a mask, [N]."""
         self.running_return[which], self.running_length[which] = 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole episodes of a policy, in environments of their own."""
+"""Whole episodes of a policy, in separate environments."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ from rl_modules.common.masks import MASK
 
 
 def has_time_limit(env: Any) -> bool:
-    """Whether an environment ends every episode after a number of steps, as far as it says so."""
+    """Returns whether an environment declares a time limit."""
     spec = getattr(env, "spec", None)
     if getattr(spec, "max_episode_steps", None) is not None:
         return True
@@ -31,7 +31,7 @@ def has_time_limit(env: Any) -> bool:
 
 
 class Predicts(Protocol):
-    """What can be evaluated: Stable-Baselines3's ``predict``."""
+    """The interface of a policy that can be evaluated: Stable-Baselines3's ``predict``."""
 
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
@@ -39,7 +39,7 @@ class Predicts(Protocol):
 
 
 def sampling_from(policy: Predicts, seed: int) -> AbstractContextManager[None]:
-    """The context in which a policy's ``predict`` samples from a stream of its own.
+    """Returns the context in which a policy's ``predict`` samples from a separate random stream.
 
     Args:
         policy: one without a method ``sampling_from``, such as another library's, samples as usual.
@@ -56,13 +56,13 @@ class KeptEnvs:
         self._kept: dict[int, VectorEnv] = {}
 
     def get(self, number: int, make: Callable[[], VectorEnv]) -> VectorEnv:
-        """The environments; made by ``make`` where there are none of that number, or they were closed."""
+        """Returns the environments; calls ``make`` if there are none of that number or they were closed."""
         if number not in self._kept or getattr(self._kept[number], "closed", False):
             self._kept[number] = make()
         return self._kept[number]
 
     def close(self) -> None:
-        """Close all."""
+        """Closes all."""
         for envs in self._kept.values():
             if not getattr(envs, "closed", False):
                 envs.close()
@@ -78,7 +78,7 @@ def run_episodes(
     max_steps: int = 100_000,
     name: str | None = None,
 ) -> dict[str, Tensor]:
-    """Play ``n_episodes`` whole episodes.
+    """Plays ``n_episodes`` whole episodes.
 
     Every environment plays a number fixed beforehand, so that short episodes are not counted more often than long
     ones. The same streams give the same episodes.
@@ -90,7 +90,7 @@ def run_episodes(
         streams: one seed per environment.
         n_episodes: how many.
         deterministic: the policy's most likely actions instead of samples.
-        max_steps: steps after which an episode counts as it is, and its environment plays no other; a warning says so.
+        max_steps: steps after which an episode is cut, and its environment plays no further ones, with a warning.
         name: the environment's, for messages; None: the vector's class.
 
     Returns:
@@ -166,7 +166,7 @@ def _call(method: Callable[..., Any], envs: VectorEnv, name: str, *given: Any, *
 
 
 def _allowing_all(observation: Any, which: np.ndarray) -> Any:
-    """Observations whose masks allow every action in the chosen rows, [N]: where an episode has ended, nobody acts."""
+    """Makes masks allow every action in the chosen rows, [N], in which an episode has ended and no action is used."""
     if not which.any() or not isinstance(observation, dict) or MASK not in observation:
         return observation
     mask = np.array(observation[MASK])

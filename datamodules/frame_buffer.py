@@ -15,8 +15,8 @@ class FrameReplayBuffer(ReplayBuffer):
     """A :class:`~datamodules.buffers.ReplayBuffer` of observations that are stacks of k frames, the newest last.
 
     A row holds the newest frame of its observation; the stack is the rows r-k+1 … r. An episode's first stack takes k
-    rows, whatever it holds. Hence a sampled stack equals the one that was observed, byte for byte, across episodes'
-    ends, truncation and n-step targets, in a k-th of the memory.
+    rows. Hence a sampled stack equals the observed one, byte for byte, across episodes' ends, truncation and n-step
+    targets, in a k-th of the memory.
 
     Args:
         observation_space: a Box whose first axis is the stack.
@@ -84,10 +84,14 @@ class FrameReplayBuffer(ReplayBuffer):
         return self._announce(rollout, at, blocked)
 
     def break_off(self, which: np.ndarray) -> None:
-        """Does nothing: a stack that does not continue the one before shows it, and the last transition is left out."""
+        """Does nothing: a break is detected by a stack that does not continue the one before; its last transition is
+        left out.
+        """
 
     def _starts(self, seen: np.ndarray, after: np.ndarray, valid: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Whether a transition's observation begins an episode, [T, N]: its older frames are not those before it."""
+        """Returns whether a transition's observation begins an episode, [T, N]: its older frames differ from those
+        before.
+        """
         starts = np.zeros(valid.shape, bool)
         for i in range(self.n_envs):
             before: np.ndarray | None = None
@@ -107,7 +111,7 @@ class FrameReplayBuffer(ReplayBuffer):
         return starts
 
     def _cut_off(self, starts: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Rows whose successor is lost: a new episode began without an end of the one before."""
+        """Returns rows without a successor, because a new episode began without an end of the one before."""
         at_once = starts[0]
         row = (self.head.numpy() - 1) % self.rows
         return (row * self.n_envs + np.arange(self.n_envs))[at_once]

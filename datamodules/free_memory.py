@@ -1,4 +1,4 @@
-"""How much memory the process may still take."""
+"""Memory that is available to the process."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ def available_bytes() -> int:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         known.append(int(fields["MemAvailable"].split()[0]) * 1024)
     elif hasattr(os, "sysconf"):
-        # No system but Linux says what is free; what is installed is a bound all the same.
+        # Only Linux reports the free memory; elsewhere the installed memory is an upper bound.
         known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for folder, limit, used, cached in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
@@ -21,6 +21,6 @@ def available_bytes() -> int:
         group = Path(folder)
         if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # Cached files count as used, but give way.
+            # Cached files count as used, but the system frees them when needed.
             known.append(int(text) - int((group / used).read_text()) + int(statistics[cached]))
     return min(known, default=2**63)

@@ -17,7 +17,7 @@ from rl_modules.common.errors import UsageError
 #: Keys of an observation that has a goal, as in Gymnasium-Robotics.
 GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")
 STRATEGIES = ("future", "final", "episode")
-#: From achieved and desired goals, [M, *goal] each, and M infos to the rewards, [M].
+#: Function of achieved and desired goals, [M, *goal] each, and M infos, which returns rewards, [M].
 ComputeReward = Callable[[np.ndarray, np.ndarray, Sequence[dict[str, Any]]], Any]
 
 
@@ -56,7 +56,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         super().__init__(observation_space, action_space, n_envs, buffer_size)
         self.compute_reward = compute_reward
         goals: Any = observation_space
-        #: The smallest goal, where goals are choices: stored ones start at 0.
+        #: The smallest goal if goals are discrete, because stored goals start at 0.
         self.start = getattr(goals["desired_goal"], "start", 0)
         self.share = n_sampled_goal / (n_sampled_goal + 1)
         self.strategy = goal_selection_strategy
@@ -99,7 +99,7 @@ class HindsightReplayBuffer(ReplayBuffer):
 
     def _close(self, environment: int, row: int, length: int) -> None:
         """Notes where an episode ended."""
-        # A ring shorter than the episode also holds what came after it.
+        # A ring shorter than the episode also holds rows after it.
         kept = (row - int(self.head[environment])) % self.rows
         rows = (row - np.arange(min(length, kept))) % self.rows
         self.end.numpy()[rows * self.n_envs + environment] = row
@@ -140,7 +140,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         after, given = sample["next_observation"], sample["reward"][:, 0].numpy()
         computed = self._rewards(after["achieved_goal"], after["desired_goal"])
         differs = ~np.isclose(given, computed, rtol=1e-3, atol=1e-4)
-        # A few thresholds may be crossed in float32 and not in float64.
+        # Rewards with a threshold may differ between float32 and float64 in a few rows.
         if differs.mean() > 0.05:
             i = int(differs.argmax())
             rank_zero_warn(f"compute_reward returns {computed[i]:g} for a transition that the environment rewarded by "
@@ -226,7 +226,7 @@ def check_hindsight(arguments: Any) -> None:
 
 
 def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
-    """The environment's ``compute_reward``, or that of the outermost wrapper that has one.
+    """Returns the environment's ``compute_reward``, or that of the outermost wrapper that has one.
 
     Args:
         observation_space: space of one observation.
@@ -242,7 +242,7 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
     if not keys.issuperset(GOAL_KEYS):
         raise UsageError(f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "
                          f"{name} has {observation_space}")  # fmt: skip
-    # A wrapper that changes the goals brings a compute_reward for them; one that changes the reward stands around it.
+    # A wrapper that changes the goals has a compute_reward for them; one that changes the reward is outside of it.
     rescale: list[Callable[[Any], Any]] = []
     while isinstance(env, gym.Wrapper) and not hasattr(env, "compute_reward"):
         if isinstance(env, gym.wrappers.NormalizeReward):
@@ -263,7 +263,7 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
 
 
 def _rescaled(compute: ComputeReward, rescale: Sequence[Callable[[Any], Any]]) -> ComputeReward:
-    """``compute`` followed by what the environment's rewards go through."""
+    """Returns ``compute`` followed by the rescalings of the environment's rewards."""
 
     def computed(achieved: np.ndarray, desired: np.ndarray, infos: Sequence[dict[str, Any]]) -> Any:
         reward = np.asarray(compute(achieved, desired, infos))

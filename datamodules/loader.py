@@ -18,7 +18,7 @@ class LazyLoader:
     def __init__(self, length: int, make_batches: Callable[[], Iterator[Any]]) -> None:
         self._length = length
         self._make_batches = make_batches
-        #: Called before each batch is made: the one moment at which the last batch is finished and the next not begun.
+        #: Called before each batch is made, when the last batch is finished and the next has not begun.
         self.before_next: Callable[[], None] | None = None
         #: Called while a batch is made, where that takes long and a checkpoint written now resumes exactly.
         self.while_waiting: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""The memory of a recurrent policy while it acts."""
+"""The recurrent state of a policy while it acts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rl_modules.common.contract import Act
 
 
 class Memory:
-    """One state per environment, carried from step to step and from rollout to rollout, anew with each episode.
+    """One recurrent state per environment, kept between steps and rollouts, and reset with each episode.
 
     Args:
         learner: has ``initial_state(n)``, [n, K, H], and an ``act`` that takes ``state`` and returns ``next_state``.
@@ -18,13 +18,13 @@ class Memory:
 
     def __init__(self, learner: Any) -> None:
         self.learner = learner
-        #: After the last action, [N, K, H]; None: nobody has acted.
+        #: State after the last action, [N, K, H]; None: no action was taken yet.
         self.state: Tensor | None = None
-        # After each action of the rollout: what a final observation is valued with.
+        # States after each action of the rollout, for the values of final observations.
         self._after: list[Tensor] = []
 
     def begin_rollout(self) -> None:
-        """Forget what only the last rollout needed."""
+        """Forgets what only the last rollout needed."""
         self._after.clear()
 
     def act(

@@ -25,19 +25,19 @@ class RunningMeanStd:
         self.mean = np.zeros(shape, np.float64)
         self.var = np.ones(shape, np.float64)
         self.count = epsilon
-        # Several ranks: the statistics that all share, and those of what this one has seen since.
+        # With several ranks: the shared statistics, and those of this rank's samples since.
         self._shared: tuple[np.ndarray, np.ndarray, float] | None = None
         self._own: RunningMeanStd | None = None
 
     def update(self, batch: np.ndarray) -> None:
-        """Merge a batch, [B, *shape]."""
+        """Merges a batch, [B, *shape]."""
         if len(batch) == 0:
             return
         batch = batch.astype(np.float64)
         self.merge(batch.mean(0), batch.var(0), len(batch))
 
     def merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
-        """Merge ``count`` samples of this mean and (biased) variance, [*shape] each."""
+        """Merges ``count`` samples of this mean and (biased) variance, [*shape] each."""
         self._merge(mean, var, count)
         if self._own is not None:
             self._own._merge(mean, var, count)
@@ -55,7 +55,7 @@ class RunningMeanStd:
     # ---------------------------------------------------------------- several ranks
 
     def track_own(self) -> None:
-        """From here on also track what this rank alone sees; all ranks have the same statistics now."""
+        """Starts to track this rank's samples separately; all ranks have the same statistics at this time."""
         self._shared = (self.mean, self.var, self.count)
         self._own = RunningMeanStd(self.mean.shape, epsilon=0.0)
 
@@ -65,7 +65,7 @@ class RunningMeanStd:
         return np.concatenate([own.mean.ravel(), own.var.ravel(), [own.count]])
 
     def merge_ranks(self, parts: list[np.ndarray]) -> None:
-        """Merge every rank's :meth:`own` into the shared statistics, in the same order on each rank."""
+        """Merges every rank's :meth:`own` into the shared statistics, in the same order on each rank."""
         if self._shared is not None:
             self.mean, self.var, self.count = self._shared
         for part in parts:
@@ -122,7 +122,7 @@ class ObservationNormalizer:
 
     def _build(self, space: spaces.Space) -> Any:
         if isinstance(space, spaces.Dict):
-            # Any number but 0 allows an action: a whitened mask would allow all.
+            # Any number but 0 allows an action, so a whitened mask would allow all.
             return {name: None if name == MASK else self._build(part) for name, part in space.items()}
         if isinstance(space, spaces.Tuple):
             return {str(i): self._build(part) for i, part in enumerate(space)}
@@ -131,11 +131,11 @@ class ObservationNormalizer:
         return RunningMeanStd(space.shape) if real and space.shape is not None else None
 
     def parts(self) -> list[RunningMeanStd]:
-        """The statistics of every part of an observation that has some."""
+        """Returns the statistics of every part of an observation that has some."""
         return [part for part in tree_leaves(self.running) if part is not None]
 
     def update(self, observation: Any) -> None:
-        """Merge a batch of observations, [B, *obs]."""
+        """Merges a batch of observations, [B, *obs]."""
         tree_map(lambda running, x: running and running.update(x), self.running, observation)
 
     def statistics(self) -> Any:
@@ -170,18 +170,18 @@ class RewardNormalizer:
         self.returns = np.zeros(n_envs, np.float64)
 
     def parts(self) -> list[RunningMeanStd]:
-        """The statistics of the discounted return."""
+        """Returns the statistics of the discounted return."""
         return [self.running]
 
     def __call__(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        """Merge a step's rewards, [N], and return them scaled; the return starts anew where ``done``."""
+        """Merges a step's rewards, [N], and returns them scaled; the return restarts where ``done``."""
         self.returns = np.where(valid, self.returns * self.gamma + reward, self.returns)
         self.running.update(self.returns[valid])
         self.returns[done] = 0.0
         return np.clip(reward / self.running.scale(), -self.clip, self.clip)
 
     def add_recorded(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> None:
-        """Merge the returns of recorded rewards, [T, N] each; those of the running episodes stay."""
+        """Merges the returns of recorded rewards, [T, N] each; those of the running episodes stay."""
         returns = np.zeros(reward.shape, np.float64)
         running = np.zeros(reward.shape[1], np.float64)
         for t in range(len(reward)):

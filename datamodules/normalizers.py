@@ -1,4 +1,4 @@
-"""The normalisers of a run, as one."""
+"""The normalisers of a run as one object."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,11 +31,11 @@ class Normalizers:
         return observation if self.of_observations is None else self.of_observations(observation)
 
     def reward(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        """A step's rewards, [N], scaled or as they are."""
+        """Returns a step's rewards, [N], scaled or as they are."""
         return reward if self.of_rewards is None else self.of_rewards(reward, done, valid)
 
     def sample(self, sample: dict[str, Any]) -> None:
-        """Normalise replayed transitions by the current statistics, in place.
+        """Normalises replayed transitions by the current statistics, in place.
 
         Args:
             sample: CPU tensors: observation, next_observation [M, *obs] and reward [M, n], as the environments
@@ -49,7 +49,7 @@ class Normalizers:
             sample["reward"] = torch.from_numpy(self.of_rewards.scaled(sample["reward"].numpy()))
 
     def add_recorded(self, rollout: dict[str, Any]) -> None:
-        """Merge transitions that the environments of the run have not returned.
+        """Merges transitions that the environments of the run have not returned.
 
         Args:
             rollout: CPU tensors [T, N, …], of which observation, reward, terminated, truncated and valid are read; not
@@ -63,7 +63,7 @@ class Normalizers:
             self.of_rewards.add_recorded(rollout["reward"].double().numpy(), done, valid)
 
     def forget(self, which: np.ndarray) -> None:
-        """Begin new episodes in the environments chosen by a mask, [N]."""
+        """Begins new episodes in the environments chosen by a mask, [N]."""
         if self.of_rewards is not None:
             self.of_rewards.returns[which] = 0.0
 
@@ -77,7 +77,7 @@ class Normalizers:
                 for part in normalizer.parts()]  # fmt: skip
 
     def merge_ranks(self, gather: Callable[[np.ndarray], list[np.ndarray]]) -> None:
-        """Give every rank the statistics of what all have seen.
+        """Gives every rank the statistics of the samples of all ranks.
 
         Args:
             gather: from this rank's flat array to the list of all ranks', in their order.
@@ -109,7 +109,7 @@ class Normalizers:
             self.of_rewards.load_state_dict(state["reward"])
 
     def warm_start(self, state: dict[str, Any]) -> None:
-        """Take the statistics of an earlier run; its running returns belong to its own environments."""
+        """Takes the statistics of an earlier run; its running returns belong to its own environments."""
         if self.of_observations is not None and state["observation"] is not None:
             self.of_observations.load_state_dict(state["observation"])
         if self.of_rewards is not None and state["reward"] is not None:

@@ -48,7 +48,7 @@ class CollectedAhead:
         else:
             for name, part in self._policy._modules.items():
                 part.load_state_dict(learner._modules[name].state_dict())
-            # What has changed: numbers such as an exploration rate. What the copy has changed itself, it keeps.
+            # Changed attributes, such as an exploration rate, are copied. The copy keeps those that it changed itself.
             present = learner.__dict__.items()
             changed = {k: x for k, x in present if k not in _OWN and x is not self._seen.get(k, _OWN)}
             self._policy.__dict__.update({**changed, **_own_tensors(learner)})
@@ -68,7 +68,7 @@ class CollectedAhead:
             self._rollout, self._future = self._future.result(), None
 
     def take(self) -> Rollout | None:
-        """The rollout that was begun, once; None: none was."""
+        """Returns the rollout that was begun, once; None: no rollout was begun."""
         self.wait()
         rollout, self._rollout = self._rollout, None
         return rollout
@@ -80,7 +80,7 @@ class CollectedAhead:
         self._pool = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The rollout that was begun, complete."""
+        """Returns the rollout that was begun, complete."""
         self.wait()
         return {"rollout": None if self._rollout is None else tree_map(lambda x: x.cpu(), self._rollout)}
 

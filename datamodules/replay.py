@@ -1,4 +1,4 @@
-"""Off-policy experience: a replay buffer that grows while it is learned from."""
+"""Off-policy experience: a replay buffer that grows during training."""
 
 import copy
 import logging
@@ -146,7 +146,7 @@ class ReplayDataModule(ControlDataModule):
         self._recorded: list[Batch] = []
 
     def _resolve(self) -> None:
-        """Fill in what was not given by what the algorithm asks for.
+        """Fills in settings that were not given with the algorithm's defaults.
 
         Raises:
             UsageError: the arguments contradict each other.
@@ -218,7 +218,7 @@ class ReplayDataModule(ControlDataModule):
         return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes)
 
     def _announce_memory(self) -> None:
-        """Say how much memory the buffer will take, before it does.
+        """Reports how much memory the buffer will take, before it is allocated.
 
         Raises:
             UsageError: more than there is.
@@ -268,7 +268,7 @@ class ReplayDataModule(ControlDataModule):
         length = self._epoch_length
         position = self._position
         if self._world_size > 1 and position % length == 0:
-            # A subclass that collects nothing would leave each rank with the statistics of its own rows.
+            # Without this, the ranks of a subclass that collects nothing would have different statistics.
             self._count_recorded()
             self.collector.normalizers.merge_ranks(self._gather)
         # Lightning knows how many of them an epoch has.
@@ -387,7 +387,7 @@ class ReplayDataModule(ControlDataModule):
         """Steps every environment ``n_steps`` times and stores the transitions; returns how many there were."""
         self.before_collecting()
         self._count_recorded()
-        # The experience stays beside the buffer; only what is drawn from it travels to the network's device.
+        # The experience stays on the buffer's device; only drawn minibatches are moved to the network's device.
         rollout: Any = self.collector.collect(act, n_steps, torch.device("cpu"))
         self.collector.is_unfinished = True  # until the buffer has it
         self.after_collecting(rollout["valid"])
@@ -414,9 +414,9 @@ class ReplayDataModule(ControlDataModule):
             self.hand_over_statistics()
 
     def _draw(self, remaining: int) -> None:
-        """Draw up to ``remaining`` minibatches, let the module prepare them, and queue them."""
+        """Draws up to ``remaining`` minibatches, lets the module prepare them, and queues them."""
         module: Any = self.learner
-        # With priorities every minibatch is drawn after what was learned from the last.
+        # With priorities every minibatch is drawn after the update of the last one.
         count = 1 if self.prioritized_replay else min(remaining, self._minibatches_at_once)
         self._count_recorded()
         index = self.sampler.draw(count * self.batch_size)
@@ -449,7 +449,7 @@ class ReplayDataModule(ControlDataModule):
         return max(1, DRAWN_TOGETHER_BYTES // (2 * self.replay.observation_bytes * self.batch_size))
 
     def _update_priorities(self) -> None:
-        """Set the priorities of the last minibatch from its TD errors."""
+        """Sets the priorities of the last minibatch from its TD errors."""
         if self._learning is None or not isinstance(self.sampler, PrioritizedSampler):
             return
         td_error = getattr(self.learner, "td_error", None)
@@ -519,6 +519,6 @@ class ReplayDataModule(ControlDataModule):
             )
         self.sampler.load_state_dict(state["sampler"])
         here = preparation(self.learner) if self.has_learner else {}
-        # Those that were prepared for another setting are drawn anew.
+        # Minibatches that were prepared for another setting are drawn again.
         if goes_on and {**here, **state.get("preparation", {})} == here:
             self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])

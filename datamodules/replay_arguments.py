@@ -1,4 +1,4 @@
-"""Which arguments of replay exclude each other, and how much memory they ask for."""
+"""Checks of replay's arguments, some of which exclude each other, and of the memory that they need."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _PRIORITIES = {"alpha": 0.6, "beta0": 0.4, "eps": 1e-6}
 
 
 def check_arguments(hp: Any, n_envs: int, total_timesteps: int) -> None:
-    """Refuses arguments out of range, and those that would do nothing beside the others; whole numbers become ``int``.
+    """Refuses arguments out of range, and those without effect with the others; converts whole numbers to ``int``.
 
     Args:
         hp: hyperparameters of a replay datamodule, changed in place.
@@ -52,7 +52,7 @@ def _check_priorities(hp: Any) -> None:
 
 
 def parse_train_freq(given: Any, default: int) -> tuple[int, bool]:
-    """The number of ``train_freq``, and whether it counts episodes.
+    """Returns the number of ``train_freq``, and whether it counts episodes.
 
     Args:
         given: a number of steps, a number and a unit, or None.
@@ -77,7 +77,7 @@ def require_memory(buffer_size: int, needed: int) -> str:
         needed: bytes.
 
     Raises:
-        UsageError: more than there is.
+        UsageError: the buffer needs more memory than is available.
     """
     free = available_bytes()
     needs, has = _readable(needed), _readable(free)

@@ -13,7 +13,7 @@ def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
     if world_size == 1:
         return [own]
     states: list[Any] = [None] * world_size
-    # Rank 0 writes the checkpoint; the others need nobody's buffers.
+    # Rank 0 writes the checkpoint; the other ranks do not need the states.
     torch.distributed.gather_object(own, states if rank == 0 else None, dst=0, group=cpu_group())
     return states
 
@@ -34,7 +34,7 @@ def state_of_rank(states: list[Any], rank: int, world_size: int, n_envs: int) ->
 
 
 def preparation(learner: Any) -> dict[str, Any]:
-    """The settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
+    """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
     return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}
 
 
@@ -56,7 +56,7 @@ def require_same_preparation(saved: dict[str, Any], here: dict[str, Any]) -> Non
 
 
 def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int], begun: bool = False) -> int:
-    """Where in its epoch a run resumes, in minibatches.
+    """Returns the position in its epoch at which a run resumes, in minibatches.
 
     Args:
         position: of the checkpoint's run.

@@ -24,7 +24,7 @@ from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 
-#: What a step of the environments and an update take, in ms, and how long an epoch should last at least, so that
+#: Estimated times of an environment step and of an update, in ms, and the shortest time of an epoch, chosen so that
 #: Lightning's two or three ms per epoch are a few per cent of it.
 STEP_MS, UPDATE_MS, EPOCH_MS = 0.2, 1.0, 100.0
 
@@ -116,7 +116,7 @@ class RolloutDataModule(ControlDataModule):
         super().teardown(stage)
 
     def _resolve(self) -> None:
-        """Fill in what was not given by what the algorithm asks for.
+        """Fills in settings that were not given with the algorithm's defaults.
 
         Raises:
             UsageError: the arguments contradict each other or the algorithm.
@@ -152,7 +152,7 @@ class RolloutDataModule(ControlDataModule):
     def _rollouts_that_pay_for_an_epoch(self) -> int:
         updates = self.n_epochs * (self.n_envs * self.n_steps // self.batch_size)
         wanted = math.ceil(EPOCH_MS / (self.n_steps * STEP_MS + updates * UPDATE_MS))
-        # Curves want points, and evaluations come between epochs.
+        # Curves need enough points, one per epoch, and evaluations run between epochs.
         most = min(self.total_timesteps // 25, self.eval_freq or self.total_timesteps)
         return max(1, min(wanted, most // (self.n_envs * self.n_steps * self._world_size)))
 
@@ -211,7 +211,7 @@ class RolloutDataModule(ControlDataModule):
 
     @property
     def is_complete(self) -> bool:
-        """Whether ``total_timesteps`` are reached and everything of them is learned from."""
+        """Whether ``total_timesteps`` transitions were collected and all of them were learned from."""
         return self.num_timesteps >= self.total_timesteps and self.rollout_is_used_up
 
     @property
@@ -265,7 +265,7 @@ class RolloutDataModule(ControlDataModule):
                 self._ahead.begin(learner, precision)
             with precision():
                 prepared = prepared_by(learner, rollout)
-        # Rows need not be the rollout's own: Monte Carlo control hands over the episodes that have ended.
+        # The number of rows may differ from the rollout's: Monte Carlo control yields the episodes that have ended.
         valid = prepared.pop("valid", valid) if isinstance(prepared, dict) else valid
         is_cut = valid.shape != rollout["valid"].shape
         require_rows(prepared, tuple(valid.shape), "[sequences, N]" if is_cut else "[T, N]")
@@ -277,7 +277,7 @@ class RolloutDataModule(ControlDataModule):
         return self.collector.collect(act, self.n_steps, self.learner.device)
 
     def _draw_order(self) -> Tensor | None:
-        # One minibatch per pass sees the same transitions in any order.
+        # With one minibatch per pass, the order of transitions does not matter.
         if self.batch_size == self.n_envs * self.n_steps:
             return None
         return torch.randperm(len(tree_leaves(self.rollout)[0]), generator=self._shuffler)
@@ -325,7 +325,8 @@ class RolloutDataModule(ControlDataModule):
         self._ahead.load_state_dict(ahead, device)
         saved = state["layout"]
         if self.hparams["rollouts_per_epoch"] is None and state["position"] % saved["length"]:
-            # It follows from total_timesteps, which the run may resume with another of: this epoch ends as it began.
+            # It depends on total_timesteps, which may change on resume; this epoch ends with the value with which it
+            # began.
             self.rollouts_per_epoch = self._resolved["rollouts_per_epoch"] = saved["rollouts_per_epoch"]
             self.count_evaluations_again()
         # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
@@ -339,7 +340,7 @@ class RolloutDataModule(ControlDataModule):
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
-    """The divisor of ``size`` that is nearest to ``wanted``, the smaller of two equally near."""
+    """Returns the divisor of ``size`` that is nearest to ``wanted``, the smaller of two equally near."""
     # A divisor beyond `limit` is farther away than 1 or, where `wanted` is larger, than `size` itself.
     limit = min(size, 2 * wanted)
     near = [d for d in range(1, limit + 1) if size % d == 0] or [1]

@@ -1,4 +1,4 @@
-"""The two ways to draw from a replay buffer: uniformly, and by priority."""
+"""Uniform and prioritised sampling from a replay buffer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +26,14 @@ class UniformSampler:
         """Flat numbers of ``n`` valid rows; at least one must be valid."""
         used = self.buffer.filled * self.buffer.n_envs
         index = torch.randint(used, (n,), generator=self.generator)
-        # Few rows are no transitions; those are drawn anew.
+        # The few rows that are not transitions are drawn again.
         while not (valid := self.buffer.valid.numpy()[index.numpy()]).all():
             missed = np.flatnonzero(~valid)
             index[missed] = torch.randint(used, (len(missed),), generator=self.generator)
         return index
 
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The generator's state; ``newest`` matters to samplers with a priority per row."""
+        """Returns the generator's state; ``newest`` matters to samplers with a priority per row."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class PrioritizedSampler:
         self.largest = 1.0
 
     def added(self, transitions: Tensor, blocked: Tensor) -> None:
-        """Set the priorities of the rows that :meth:`ReplayBuffer.add` returned."""
+        """Sets the priorities of the rows that :meth:`ReplayBuffer.add` returned."""
         self.tree[blocked.numpy()] = 0.0
         self.tree[transitions.numpy()] = self.largest**self.alpha
 
@@ -133,13 +133,13 @@ class PrioritizedSampler:
         return torch.from_numpy((weight / largest).astype(np.float32))
 
     def update(self, index: Tensor, td_error: Tensor) -> None:
-        """Set the priorities of a minibatch from its absolute TD errors, [M] each."""
+        """Sets the priorities of a minibatch from its absolute TD errors, [M] each."""
         priority = td_error.abs().double().cpu().numpy() + self.epsilon
         self.largest = max(self.largest, float(priority.max()))
         self.tree[index.numpy()] = priority**self.alpha
 
     def state_dict(self, newest: int | None = None) -> dict[str, Any]:
-        """The generator's state, and the priorities of the rows that the buffer's has."""
+        """Returns the generator's state, and the priorities of the rows that the buffer's has."""
         return {
             "generator": self.generator.get_state(),
             "powers": torch.from_numpy(self.tree[self.buffer.rows_to_save(newest).numpy()]),

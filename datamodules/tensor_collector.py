@@ -1,4 +1,4 @@
-"""Steps a vector of environments that live on a device."""
+"""Steps a vector of environments whose tensors are on a device."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ class TensorCollector(Collector):
         return rollout
 
     def _after_a_reset(self, raw: Any, done: Tensor, info: dict[str, Any]) -> tuple[Any, Any]:
-        """What the vector returned after its resets, and final observations in the rows of episodes that ended."""
+        """Returns the vector's observations after resets, and final observations in the rows of episodes that ended."""
         if self.mode == AutoresetMode.DISABLED:
             if not done.any():
                 return raw, self._arrays(raw)

@@ -11,7 +11,7 @@ from rl_modules.common.spaces import tree_map
 
 
 class TensorNormalizers:
-    """The normalisers of a run, applied to tensors where they are.
+    """The normalisers of a run, applied to tensors on their device.
 
     A rollout is normalised by the statistics from before it, and then changes them as a whole: numbers go to the host
     once per rollout. (Those of NumPy arrays change with every step.)
@@ -37,7 +37,7 @@ class TensorNormalizers:
         return observation if self.statistics is None else tree_map(_normalize, observation, self.statistics)
 
     def reward(self, reward: Tensor, done: Tensor, valid: Tensor) -> Tensor:
-        """A rollout's rewards, [T, N], scaled or as they are; the statistics of returns are updated.
+        """Returns a rollout's rewards, [T, N], scaled or as they are; the statistics of returns are updated.
 
         Args:
             reward: as the environments returned it, [T, N].

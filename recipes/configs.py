@@ -22,7 +22,7 @@ def sweeps() -> list[str]:
 
 
 def short_name(argument: str) -> str:
-    """An argument for display: an installed config's path as its name, anything else as it is."""
+    """Returns an argument for display: an installed config's path as its name, anything else as it is."""
     path = Path(argument)
     return path.relative_to(CONFIGS).as_posix() if path.is_relative_to(CONFIGS) else argument
 
@@ -48,12 +48,12 @@ def find(name: str) -> Path:
 
 
 def text(name: str) -> str:
-    """A config without its comments: on what a run of it depends."""
+    """Returns a config without its comments, on which a run of it depends."""
     return yaml.safe_dump(yaml.safe_load(find(name).read_text("utf-8")))
 
 
 def _near(name: str) -> str:
-    """The configs that a name may mean: of that task, or of nearly that name."""
+    """Returns the configs that a name may mean: those of that task, or with a similar name."""
     task = re.sub(r"\W|v\d+$|yaml$", "", name.rpartition("/")[2].lower().removesuffix(".yaml"))
     same = [other for other in names() if re.sub(r"\W|_", "", Path(other).stem) == re.sub(r"_", "", task)]
     if "/" not in name and same:
@@ -62,7 +62,7 @@ def _near(name: str) -> str:
 
 
 def describe(name: str) -> str:
-    """Returns a config's one-line description, its first comment line; says so where nobody ran it to the end."""
+    """Returns a config's one-line description, its first comment line; marks configs that were never run to the end."""
     lines = header(name)
     description = lines[0].lstrip("# ").rstrip()
     unknown = ("experimental", "not run", "not measured")

@@ -1,4 +1,4 @@
-"""The command line's part for language modules: progress, final evaluation, completions in a file, export."""
+"""Command-line support for language modules: progress, final evaluation, completions in a file, export."""
 
 import sys
 import time
@@ -108,7 +108,7 @@ def task_name(settings: Any) -> str | None:
 
 
 def require_room(model: Any, data: Any, fits: bool) -> None:
-    """Refuses completions of which none leaves room for a prompt, before a run begins.
+    """Refuses a completion length that leaves no room for a prompt, before a run begins.
 
     Args:
         model: a language module. Its tokenizer and config are loaded, and compared.
@@ -116,14 +116,14 @@ def require_room(model: Any, data: Any, fits: bool) -> None:
         fits: whether a run begins, rather than an evaluation alone.
 
     Raises:
-        UsageError: ``max_completion_length`` takes all positions of the model, and was given or completions are
-            written. A default that no completion meets is left alone.
+        UsageError: ``max_completion_length`` takes all positions of the model, and it was given or completions are
+            written. A default that is not used is ignored.
     """
     longest, wanted = model.max_length, model.hparams.get("max_completion_length")
     if wanted is None or wanted < longest:
         return
     kind = getattr(data, "kind", None)
-    # Preferences are scored, and completions beside demonstrations are written in evaluations alone.
+    # Preferences are only scored, and with demonstrations completions are written only in evaluations.
     writes = kind != "preferences" and (kind != "demonstrations" or not fits or data.can_evaluate)
     if writes or wanted != default_of(type(model), "max_completion_length"):
         raise UsageError(f"max_completion_length={wanted} leaves no room for a prompt: the model takes {longest} "
@@ -206,7 +206,7 @@ def export(ckpt_path: str | None, output: str | None, model: str | None = None) 
 
 
 def _policy_alone(checkpoint: dict[str, Any]) -> Any:
-    """The policy of a checkpoint; its reward model and reference, which may be elsewhere by now, are not loaded."""
+    """Loads only the policy of a checkpoint, because its reward model and reference may have been moved."""
     from rl_modules.language.base import LanguageModule
 
     settings = settings_of(checkpoint)

@@ -102,14 +102,14 @@ class Pipeline:
         return folder
 
     def earlier(self, name: str, after: Path) -> Path | None:
-        """The folder of a stage that an earlier run completed on the same inputs.
+        """Returns the folder of a stage that an earlier run completed on the same inputs.
 
         Args:
             name: the stage's name.
-            after: folder of a stage whose outputs it must have read as they are now.
+            after: folder of a stage whose current outputs it must have read.
 
         Returns:
-            None where there is no such stage. ``seconds`` and ``memory`` then know it.
+            The folder, whose stage is added to ``seconds`` and ``memory``; None if there is no such stage.
         """
         record = _record(self.folder / name)
         if "done_at" not in record or record["after"].get(after.name) != _record(after).get("done_at"):
@@ -206,7 +206,8 @@ class Pipeline:
 
 
 def changes(old: Any, new: Any, name: str = "settings") -> list[str]:
-    """The settings that differ, as ``model.beta: 0.5 → 1.0``; of a text of several lines, such as a config, its name.
+    """Returns the settings that differ, as ``model.beta: 0.5 → 1.0``; a text of several lines, such as a config, by
+    name only.
 
     Args:
         old: plain data.
@@ -250,7 +251,7 @@ def _number(value: float) -> str:
 
 
 def _reset_peak_memory() -> None:
-    """Have the next peak count from here, where the system can."""
+    """Resets the peak of the memory, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", "ascii")
     torch = sys.modules.get("torch")

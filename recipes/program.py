@@ -1,4 +1,4 @@
-"""How an algorithm's program starts: by itself, or as the ``rl`` command with the algorithm's default config."""
+"""Start of an algorithm's program: the program itself, or the ``rl`` command with the algorithm's default config."""
 
 import sys
 from collections.abc import Callable

@@ -29,7 +29,7 @@ from recipes.stages import (
 from rl_modules.common.errors import UsageError
 
 STAGES = ("cold_start", "grpo", "reward_model", "final", "evaluation")
-#: Options of the reinforcement learning that say which model it begins with.
+#: Options of the reinforcement learning that name its initial model.
 MODEL = tuple(
     f"model.{name}" for name in ("model_name_or_path", "model_config", "tokenizer_name_or_path", "torch_dtype")
 )
@@ -56,7 +56,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
-    """The pipeline's arguments, and each stage's options by dotted name."""
+    """Returns the pipeline's arguments, and each stage's options by dotted name."""
     parser = argparse.ArgumentParser(prog="python -m recipes.r1", description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", default="runs/r1", help="where everything goes")
     parser.add_argument("--cold_start", default="r1/cold_start.yaml", help="config of the first stage, or none")
@@ -143,10 +143,11 @@ def check(given: argparse.Namespace, options: dict[str, dict[str, str]], seed: d
 
 
 def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, folder: Path) -> None:
-    """Pairs of the policy's own completions of training prompts: right before wrong, then short before long.
+    """Writes pairs of the policy's completions of training prompts: right ones preferred to wrong ones, then short to
+    long.
 
-    Such a judge stands in for people, who want an answer that is right and no longer than it has to be. Nine tenths of
-    the prompts go to ``train.jsonl``, the others to ``test.jsonl``.
+    This judge replaces people, who prefer an answer that is right and short. Nine tenths of the prompts go to
+    ``train.jsonl``, the others to ``test.jsonl``.
 
     Args:
         config: of the policy's training, which says what task and how it is sampled.
@@ -193,7 +194,7 @@ def require_task(data: Any) -> None:
 
 
 def preference(prompt: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The best and the worst of some completions, by correctness and then by length; None where all are alike."""
+    """Returns the best and the worst of some completions, by correctness and then by length; None if all are equal."""
     order = sorted(rows, key=lambda row: (not row["correct"], not row["finished"], row["length"]))
     best, worst = order[0], order[-1]
     if (best["correct"], best["length"]) == (worst["correct"], worst["length"]):

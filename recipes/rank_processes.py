@@ -1,12 +1,12 @@
-"""Ranks that Lightning started end with the process that started them."""
+"""Ends ranks that Lightning started when the process that started them ends."""
 
 import os
 import threading
 import time
 
-#: Set by the process that starts the ranks: its number.
+#: Environment variable with the id of the process that starts the ranks.
 STARTED_BY = "RL_RECIPES_STARTED_BY"
-#: Seconds between two looks at whether that process is there.
+#: Seconds between two checks of whether that process is alive.
 INTERVAL_S = 1.0
 
 

@@ -45,7 +45,7 @@ CURVES = (
     "eval/rewards/accuracies",
     "train/loss",
 )
-#: What the table shows, by the metric's name in an evaluation.
+#: Columns of the table by the metric's name in an evaluation.
 COLUMNS = {
     "eval/rewards/utilities": "optimality",
     "eval/rewards/accuracy": "shortest",
@@ -73,7 +73,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
-    """The pipeline's arguments, and each stage's options by dotted name."""
+    """Returns the pipeline's arguments, and each stage's options by dotted name."""
     parser = argparse.ArgumentParser(prog="python -m recipes.rlhf", description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", default="runs/rlhf", help="where everything goes")
     parser.add_argument("--sft", default="rlhf/sft.yaml", help="config of the first stage")
@@ -174,7 +174,7 @@ def compared(
         model: the policy's directory.
         after: folders of the stages before.
     """
-    # The policy as it is now: what the config says of a new one does not apply.
+    # The trained policy: the config's settings of a new model do not apply.
     policy = {"seed_everything": str(given.seed), "model.model_name_or_path": str(model), "model.model_config": "null",
               **writing_options(options["sft"]), **options["preferences"]}  # fmt: skip
     numbers = {name: getattr(given, name) for name in ("samples", "temperatures", "comparisons")}
@@ -185,7 +185,7 @@ def compared(
 
 
 def files(pairs: Path) -> dict[str, str]:
-    """The options by which a stage reads comparisons."""
+    """Returns the options by which a stage reads comparisons."""
     return {"data.path": str(pairs / "train.jsonl"), "data.eval_path": str(pairs / "test.jsonl"),
             "data.chat_template": "false"}  # fmt: skip
 
@@ -268,7 +268,7 @@ def write_preferences(
     comparisons: int,
     folder: Path,
 ) -> None:
-    """Pairs of the policy's own completions, compared by the task as people would, with noise.
+    """Writes pairs of the policy's completions, compared by the task with noise, as people would.
 
     A reward model that has seen only good completions is easily exploited, because it does not know bad ones. Samples
     therefore have several temperatures, as Stiennon et al. compare samples of several policies. Each completion is
@@ -280,7 +280,7 @@ def write_preferences(
         arguments: options beside it.
         samples: completions of each prompt at each temperature.
         temperatures: of the samples, which are paired at random, whatever their temperatures.
-        comparisons: times that the completions of a prompt are paired anew.
+        comparisons: number of times that the completions of a prompt are paired.
         folder: for ``train.jsonl``, about the training prompts, and ``test.jsonl``, about the held-out ones.
 
     Raises:
@@ -292,7 +292,7 @@ def write_preferences(
     data = policy.data
     require_comparisons(data)
     for split in ("train", "test"):
-        # A prompt of messages is no key of a dictionary.
+        # A prompt of messages can't be a key of a dictionary.
         records = list({json.dumps(record["prompt"]): record for record in data.task.records(split, None)}.values())
         texts: list[list[str]] = [[] for _ in records]
         for k, temperature in enumerate(temperatures):
@@ -313,10 +313,10 @@ def write_preferences(
 
 
 def require_comparisons(data: Any) -> None:
-    """Raises where nothing compares completions.
+    """Raises an error if the data can't compare completions.
 
     Raises:
-        UsageError: the data is no task that can.
+        UsageError: the data is not a task with comparisons.
     """
     if not hasattr(data.task, "compare"):
         raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")

@@ -87,7 +87,7 @@ def round_numbers(low: float, high: float, at_most: int = 5) -> list[float]:
 
 
 def labels(ticks: Sequence[float]) -> list[str]:
-    """The numbers as texts with as many decimals as tell them apart."""
+    """Formats numbers with enough decimals to distinguish them."""
     step = ticks[1] - ticks[0]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if decimals > 4 or max(map(abs, ticks)) >= 1e6:

@@ -1,4 +1,4 @@
-"""What the pipelines' command lines share: options of stages, and ``rl`` commands run from within Python."""
+"""Shared code of the pipelines' command lines: options of stages, and ``rl`` commands run from Python."""
 
 import contextlib
 import io
@@ -12,16 +12,16 @@ from typing import Any
 from recipes import configs
 from rl_modules.common.errors import UsageError
 
-#: Options of the Trainer that say in how many processes a stage trains.
+#: Options of the Trainer that set the number of processes in which a stage trains.
 PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
-    """A pipeline's command: ``run(*parse(args))``, without the libraries' messages.
+    """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages.
 
     Args:
         run: the pipeline.
-        parse: what makes its arguments of the words.
+        parse: converts the words to the pipeline's arguments.
         args: the words; None: ``sys.argv``'s.
 
     Raises:
@@ -63,7 +63,7 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> di
     """Checks the configs and options of all stages before the first one starts.
 
     Each is parsed, and its classes are instantiated: names, types, ranges, and whether the model and the datamodule
-    belong together. The models and files that earlier stages will write are not looked for.
+    belong together. The models and files that earlier stages will write are not required yet.
 
     Args:
         stages: by name the command (``fit`` or ``test``), the config, and options beside it.
@@ -103,7 +103,7 @@ def world_size(words: Sequence[str]) -> int:
 
 
 def _checked(command: str, words: Sequence[str]) -> Any:
-    """The parsed command with its objects, which has run nothing."""
+    """Returns the parsed command with its objects, which has run nothing."""
     from recipes.cli.lightning_cli import RLCLI
     from rl_modules.common.pairing import check_pairing
 
@@ -121,7 +121,7 @@ def _checked(command: str, words: Sequence[str]) -> Any:
 
 
 def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Options of what a pipeline itself does with a policy, on one device.
+    """Returns options for a pipeline's own use of a policy, on one device.
 
     Args:
         arguments: options by dotted name.
@@ -137,7 +137,7 @@ def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
 
 
 def writing_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Those options of a policy's stage that decide what it reads and writes in an evaluation.
+    """Returns the options of a policy's stage that determine its prompts and completions in an evaluation.
 
     Args:
         options: of the stage, by dotted name.
@@ -158,7 +158,7 @@ def check_folder(folder: str) -> None:
 
 
 def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
-    """The arguments of an ``rl`` command.
+    """Returns the arguments of an ``rl`` command.
 
     Args:
         config: a YAML file, or the name of an installed config.
@@ -168,7 +168,7 @@ def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
 
 
 def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
-    """What ``rl test`` measures on held-out records, by name, ``eval/…``.
+    """Returns the metrics of ``rl test`` on held-out records, by name, ``eval/…``.
 
     Args:
         config: an ``rl`` config.
@@ -188,14 +188,14 @@ def instantiate(config: str, arguments: dict[str, str]) -> Any:
 
     class Instances(RLCLI):
         def _run_subcommand(self, subcommand: str) -> None:
-            """Do nothing with them."""
+            """Does nothing with the objects."""
 
     return Instances("test", rl_words(config, in_one_process(arguments)))
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy that is built, on the device of its config's Trainer, with the data that says how prompts are read."""
+    """A policy on the device of its config's Trainer, with the datamodule that encodes its prompts."""
 
     module: Any
     data: Any
@@ -204,7 +204,7 @@ class Policy:
     def write(
         self, records: Sequence[dict[str, Any]], seeds: Sequence[int], num_generations: int, **sampling: Any
     ) -> tuple[list[str], list[list[int]], list[bool]]:
-        """Completions of records' prompts, in the chat template and with the system prompt of the policy's training.
+        """Writes completions of records' prompts, with the chat template and system prompt of the policy's training.
 
         Args:
             records: P of them.
@@ -224,10 +224,10 @@ class Policy:
         return self.module.tokenizer.batch_decode(ids, skip_special_tokens=True), ids, written.finished.tolist()
 
     def as_read(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The columns of a record from which another datamodule makes the same prompt, whatever its settings.
+        """Returns columns of a record from which another datamodule makes the same prompt, whatever its settings.
 
-        Messages, the system prompt among them, where the policy reads its prompts through the chat template; else the
-        text, which is meant to be read with ``chat_template=false``.
+        These are messages, including the system prompt, if the policy reads its prompts through the chat template;
+        otherwise the text, to be read with ``chat_template=false``.
         """
         encoder = self.data.encoder
         prompt = encoder.as_read(record["prompt"])
@@ -243,7 +243,7 @@ class Policy:
 
 
 def load_policy(config: str, arguments: dict[str, str]) -> Policy:
-    """The policy of an ``rl`` config, ready to write.
+    """Loads the policy of an ``rl`` config, ready to write completions.
 
     Args:
         config: an ``rl`` config.

@@ -113,7 +113,7 @@ class Trainer(L.Trainer):
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
         """Writes a checkpoint from where a run resumes, or with ``weights_only`` one without the optimizer's state."""
-        # Lightning tells at each call that this is its default, unless it is said.
+        # Given explicitly, because Lightning otherwise prints its default at each call.
         super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _prepare(self, model: Any, data: Any) -> None:
@@ -125,7 +125,7 @@ class Trainer(L.Trainer):
             logger = TensorBoardLogger(folder, name=name, default_hp_metric=False)
             self.loggers = [logger]
             runs.number_alike(self)
-            # Forked ranks would wait for ever for the writer's thread, which stays in this process.
+            # Forked ranks would wait forever for the writer's thread, which exists only in this process.
             if not launches(self):
                 logger.experiment.add_custom_scalars(layout_of(model))
         self._default_root_dir = self._given_root_dir

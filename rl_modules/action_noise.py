@@ -15,24 +15,26 @@ Numbers = float | Sequence[float]
 
 
 class ActionNoise:
-    """Base of the noises. One object serves all environments of a run; each environment has a process of its own."""
+    """Base class of the action noises. One object serves all environments of a run, each with a separate process."""
 
     #: The constructor's arguments as plain data, for checkpoints.
     arguments: dict[str, Any]
 
     def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-        """The next noise of every environment, [N, A] float32 on the CPU, in units of half the action's range."""
+        """Returns the next noise of every environment, [N, A] float32 on the CPU, in units of half the action's
+        range.
+        """
         raise UsageError(f"{type(self).__name__} must define sample")
 
     def reset(self, which: Tensor | None = None) -> None:
-        """Start the processes of the environments ``which`` [N] bool anew; None: all, of any number."""
+        """Restarts the processes of the environments ``which``, [N] bool; None: of all, whatever their number."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue the processes."""
+        """Returns the state of the processes for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
 
 
 class NormalActionNoise(ActionNoise):
@@ -55,16 +57,16 @@ class NormalActionNoise(ActionNoise):
 
 
 class OrnsteinUhlenbeckActionNoise(ActionNoise):
-    """Noise that drifts: a discretised Ornstein-Uhlenbeck process, which starts anew with every episode.
+    """Correlated noise: a discretised Ornstein-Uhlenbeck process, which restarts with every episode.
 
     n ← n + theta (mean - n) dt + sigma √dt ε,   ε ~ N(0, 1)
 
     Args:
-        mean: where it drifts to, a number or one per action dimension.
+        mean: mean that the process reverts to, a number or one per action dimension.
         sigma: scale of its increments, likewise, ≥ 0.
         theta: rate at which it returns to the mean, ≥ 0.
         dt: time per step, > 0.
-        initial_noise: where it starts, a number or one per action dimension.
+        initial_noise: initial value, a number or one per action dimension.
 
     Raises:
         UsageError: a number outside its range.
@@ -110,14 +112,14 @@ class OrnsteinUhlenbeckActionNoise(ActionNoise):
 
 
 def is_foreign(noise: ActionNoise | None) -> bool:
-    """Whether a noise is of a class of the user's, which a checkpoint can't hold."""
+    """Returns whether the noise's class is a user's, which a checkpoint can't hold."""
     return noise is not None and type(noise) not in (NormalActionNoise, OrnsteinUhlenbeckActionNoise)
 
 
 def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
-    """A noise as plain data for a checkpoint: the name of its class and its arguments.
+    """Converts a noise to plain data for a checkpoint: the name of its class and its arguments.
 
-    None stands for no noise, and for a class of the user's: a checkpoint holds no code.
+    Returns None for no noise, and for a user's class, because a checkpoint holds no code.
     """
     if noise is None or is_foreign(noise):
         return None
@@ -127,10 +129,10 @@ def to_plain(noise: ActionNoise | None) -> dict[str, Any] | None:
 
 
 def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
-    """The inverse of :func:`to_plain`; a noise is returned as it is.
+    """Makes a noise from what :func:`to_plain` returned; an :class:`ActionNoise` is returned unchanged.
 
     Raises:
-        UsageError: a class that is none of this module's, or an argument that it does not take.
+        UsageError: the class is not one of this module's, or does not take one of the arguments.
     """
     if data is None or isinstance(data, ActionNoise):
         return data
@@ -145,7 +147,7 @@ def from_plain(data: ActionNoise | dict[str, Any] | None) -> ActionNoise | None:
 
 
 def check_width(noise: ActionNoise, width: int) -> None:
-    """Refuse a noise whose numbers per dimension do not fit the action.
+    """Refuses a noise whose numbers per dimension do not fit the action.
 
     Raises:
         UsageError: names the argument, its length and the action's.

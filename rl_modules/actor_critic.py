@@ -25,7 +25,7 @@ class ActorCriticModule(ExploringMixin, ControlModule):
     """
 
     network: ActorCritic
-    #: Of ``ent_coef``, where the algorithm has one.
+    #: The schedule of ``ent_coef``, if the algorithm has that argument.
     ent_schedule = Schedule(0.0, False)
     ent_coef: float
 
@@ -64,7 +64,7 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         self.network = self.make_network()
 
     def check_spaces(self) -> None:
-        """Refuse an action space that the algorithm can't act in, with these arguments.
+        """Refuses an action space that the algorithm can't act in, with these arguments.
 
         Raises:
             UsageError: names the space, and the algorithm or the argument.
@@ -103,7 +103,7 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         return (policy if mask is None else policy.masked(mask)), value
 
     def exploring(self, policy: Distribution) -> Distribution:
-        """The policy, with the noise matrices of the rollout that is being collected where it explores by gSDE."""
+        """Returns the policy; under gSDE with the noise matrices of the rollout that is being collected."""
         if isinstance(policy, StateDependentGaussian):
             policy.matrices = self.noise_matrices
         return policy

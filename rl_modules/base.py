@@ -61,7 +61,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             None: new weights.
     """
 
-    #: Said of arguments that belong to the datamodule or the Trainer.
+    #: Advice in the error for arguments that belong to the datamodule or the Trainer.
     called_elsewhere = (
         "environments and their counts belong to the datamodule (RolloutDataModule or ReplayDataModule), devices and "
         "loggers to the Trainer"
@@ -75,10 +75,10 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         spaces.MultiDiscrete,
         spaces.MultiBinary,
     )
-    #: How the algorithm wants its experience; the datamodule's defaults follow from it.
+    #: Kind of experience that the algorithm learns from; it sets the datamodule's defaults.
     experience: Experience = MINIBATCHES
-    #: What a checkpoint can be the best in: metrics that are there after every evaluation, the last where the
-    #: environment says ``is_success``.
+    #: Metrics by which a checkpoint can be selected as the best. Every evaluation logs them; the last one only if
+    #: the environment reports ``is_success``.
     evaluation_metrics: tuple[str, ...] = (
         "eval/mean_reward", "eval/std_reward", "eval/mean_ep_length", "rollout/ep_rew_mean", "eval/success_rate",
     )  # fmt: skip
@@ -90,7 +90,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     action_space: spaces.Space
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
-    #: Hyperparameters that name a network by its import path; from a checkpoint they are made where they are classes.
+    #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
     own_networks: ClassVar[tuple[str, ...]] = ("network", "features_extractor")
     network: Any
 
@@ -216,13 +216,13 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         self.grad_norm = None
 
     def followed(self) -> torch.nn.Module:
-        """Returns the part of the network that ``target_network`` follows, where an algorithm has one."""
+        """Returns the part of the network that ``target_network`` follows, if the algorithm has a target network."""
         return self.network
 
     @torch.no_grad()
     def begin_target(self) -> None:
-        """Makes ``target_network`` a copy of what it follows, which another ``fit`` or a loop of the user's may have
-        trained. A subclass's own target of another form is left as it is.
+        """Copies the followed weights to ``target_network``: another ``fit`` or a user's loop may have trained them. A
+        target of another form, which a subclass may define, stays unchanged.
         """
         if (target := self._modules.get("target_network")) is None:
             return
@@ -259,8 +259,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             warn_of_idle(self, self.idle_arguments())
 
     def idle_arguments(self) -> dict[str, str]:
-        """Returns the arguments that nothing reads beside the others and with these spaces: of each, beside what, and
-        what would be right. A warning names those that were given.
+        """Returns the arguments that have no effect with the other arguments and these spaces. The values give the
+        reason and the remedy. A warning names the arguments that were given.
         """
         if self.hparams.get("network") is None:
             return {}
@@ -371,10 +371,10 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     @contextmanager
     def sampling_from(self, seed: int) -> Iterator[None]:
-        """Has :meth:`predict` draw its samples from a stream of their own, as an evaluation does.
+        """Makes :meth:`predict` draw its samples from a separate random stream, as an evaluation does.
 
         Args:
-            seed: of the stream; outside of the context, ``predict`` continues its own.
+            seed: seed of the stream; outside of the context, ``predict`` continues its own stream.
         """
         kept, self._predict_generator = self._predict_generator, torch.Generator(self.device).manual_seed(seed)
         try:
@@ -490,7 +490,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 raise UsageError(f"ReduceLROnPlateau needs a metric, and {type(self).__name__} optimizes manually: "
                                  "Lightning keeps no monitor then; override step_schedulers, which is called after "
                                  "every epoch, or take another scheduler")  # fmt: skip
-            # `current_epoch` counts one more where the end of a checkpoint's epoch is made up for.
+            # `current_epoch` is one higher if this completes the last epoch of a checkpoint.
             progress: Any = self.trainer.fit_loop.epoch_progress.current
             if config.interval == "epoch" and progress.processed % config.frequency == 0:
                 self.lr_scheduler_step(scheduler, None)

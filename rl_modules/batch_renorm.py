@@ -24,12 +24,12 @@ class BatchRenorm(nn.Module):
 
     Args:
         features: F.
-        k: number of networks with statistics of their own; None: one.
+        k: number of networks with separate statistics; None: one.
         momentum: how far a batch moves the running statistics, in (0, 1].
         eps: added to variances.
         warmup_steps: batches without correction.
 
-    Shape: [B, F], or [K, B, F]; the same comes out. Statistics are computed in float32.
+    Shape: [B, F] → [B, F], or [K, B, F] → [K, B, F]. Statistics are computed in float32.
     """
 
     mean: Tensor
@@ -85,7 +85,9 @@ class BatchRenorm(nn.Module):
 
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Has the :class:`BatchRenorm` layers of ``module`` normalise by the batch, and learn from it, inside."""
+    """Makes the :class:`BatchRenorm` layers of ``module`` normalise by the batch and update their running
+    statistics.
+    """
     layers = [part for part in module.modules() if isinstance(part, BatchRenorm)]
     for layer in layers:
         layer.uses_batch = True
@@ -97,11 +99,11 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def renormalized(trunk: nn.Sequential, momentum: float, eps: float, warmup_steps: int) -> nn.Sequential:
-    """The hidden layers of an MLP with a :class:`BatchRenorm` before each linear layer and after the last activation.
+    """Inserts a :class:`BatchRenorm` before each linear layer of an MLP's hidden layers and after the last activation.
 
     Args:
         trunk: linear layers, each followed by an activation; none: nothing is added.
-        momentum: of each :class:`BatchRenorm`, as the other two.
+        momentum: of each :class:`BatchRenorm`.
         eps: likewise.
         warmup_steps: likewise.
     """
@@ -122,5 +124,5 @@ def _world_size() -> int:
 
 
 def _over_ranks(x: Tensor) -> Tensor:
-    """The mean over ranks, differentiable."""
+    """Returns the mean over ranks, differentiable."""
     return x if _world_size() == 1 else all_reduce(x) / _world_size()

@@ -114,11 +114,11 @@ class C51(DQN):
 
     @property
     def support(self) -> Tensor:
-        """z, the returns that probabilities are given to, [N], in units of reward."""
+        """z, the returns of the support, [N], in units of reward."""
         return torch.linspace(self.v_min, self.v_max, self.n_atoms, dtype=torch.float32, device=self.device)
 
     def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
-        """The loss of a minibatch, a scalar."""
+        """Returns the loss of a minibatch, a scalar."""
         log_prob = of_actions(self.log_probs(self.network, batch["observation"]), batch["action"])
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(log_prob, target, batch.get("weight"))
@@ -164,7 +164,7 @@ class C51(DQN):
         )
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """The cross-entropy, a scalar; ``q`` are log-probabilities and ``target`` probabilities, [B, N]."""
+        """Returns the cross-entropy, a scalar; ``q`` are log-probabilities and ``target`` probabilities, [B, N]."""
         loss = -(target * q).sum(1)
         return loss.mean() if weight is None else (weight * loss).mean()
 

@@ -22,7 +22,7 @@ from rl_modules.ranks import of_other_ranks, of_this_rank
 
 
 class CheckpointMixin(MetricsMixin):
-    """What a checkpoint holds besides weights and optimizer, and the checks before one is loaded."""
+    """Saves and restores a run's state besides weights and optimizer, and checks a checkpoint before loading."""
 
     observation_space: spaces.Space
     action_space: spaces.Space
@@ -30,7 +30,7 @@ class CheckpointMixin(MetricsMixin):
 
     def __init__(self, log_every: int) -> None:
         super().__init__(log_every)
-        #: What observations are normalised with; the datamodule sets it after every rollout.
+        #: Statistics that normalise observations; the datamodule sets them after every rollout.
         self.observation_statistics: Statistics = None
         #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
         self.normalizer_state: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class CheckpointMixin(MetricsMixin):
         self._generators = GlobalGenerators()
         # Whether this fit's training has begun.
         self._has_begun = False
-        # Factories of the loaded checkpoint that this module was not given, until a fit says so.
+        # Factories of the loaded checkpoint that this module was not given; a fit warns of them.
         self._missing_factories: dict[str, str] = {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class CheckpointMixin(MetricsMixin):
             self.trainer.num_sanity_val_steps = 0
 
     def on_train_start(self) -> None:
-        """Restores what the trainer's own loading left out.
+        """Restores the state that Lightning does not load.
 
         Raises:
             UsageError: the checkpoint holds another optimizer's state.
@@ -110,14 +110,14 @@ class CheckpointMixin(MetricsMixin):
         self._gradients = {}
         self._has_begun = True
         begin_next_epoch(self.trainer)
-        # Not earlier: what makes a run ready may draw from them.
+        # Not earlier, because the preparation of a run may draw from them.
         self._generators.start(self.device)
         # Of the epoch that ends there, if one does: Lightning counts it as done.
         self.logs_this_epoch = self.current_epoch % self.log_every == 0
         finish_batch(self.trainer)
 
     def load_initial_weights(self, path: str) -> None:
-        """Take the weights and the normalisers' statistics of a checkpoint; the run starts anew otherwise.
+        """Loads the weights and the normalisers' statistics of a checkpoint; everything else starts from scratch.
 
         Raises:
             UsageError: another algorithm's checkpoint, or one of other spaces or another network.
@@ -137,7 +137,7 @@ class CheckpointMixin(MetricsMixin):
         self._load_statistics(checkpoint)
 
     def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What ``init_from`` loads; an algorithm leaves out what a new argument replaces.
+        """Returns the weights that ``init_from`` loads; an algorithm omits those that a new argument replaces.
 
         Args:
             checkpoint: of the earlier run.
@@ -145,7 +145,7 @@ class CheckpointMixin(MetricsMixin):
         return checkpoint["state_dict"]
 
     def _check_resumable(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other spaces; in a ``fit`` also one of another environment, seed or datamodule."""
+        """Refuses a checkpoint of other spaces; in a ``fit`` also one of another environment, seed or datamodule."""
         for name in ("observation_space", "action_space"):
             saved: Any = settings_of(checkpoint).get(name)
             here = self.hparams[name]
@@ -182,7 +182,7 @@ class CheckpointMixin(MetricsMixin):
 
 
 def statistics_to_tensors(tree: Statistics) -> Any:
-    """Statistics as a checkpoint may hold them: lists of tensors and numbers."""
+    """Converts statistics to lists of tensors and numbers, which a checkpoint may hold."""
     # The mean of a scalar observation is a number of NumPy's.
     return tree_map(lambda s: s and [torch.from_numpy(np.array(s[0])), torch.from_numpy(np.array(s[1])), s[2]], tree)
 

@@ -25,7 +25,7 @@ def tower_widths(observation_space: spaces.Space, net_arch: Any, default: Any) -
     Args:
         observation_space: images default to no hidden layer: the convolutional encoder is enough.
         net_arch: one list for both, ``{"pi": [...], "qf": [...]}``, or None for the default.
-        default: ``net_arch`` where nothing is given.
+        default: value of ``net_arch`` if None is given.
     """
     if net_arch is None:
         net_arch = [] if is_image(observation_space) else default
@@ -54,14 +54,14 @@ class ActionBounds(nn.Module):
         self.register_buffer("half_range", ((high - low) / 2).float(), persistent=False)
 
     def to_box(self, squashed: Tensor) -> Tensor:
-        """Actions of the Box, [N, *shape] float32, from vectors in [-1, 1]."""
+        """Converts vectors in [-1, 1] to actions of the Box, [N, *shape] float32."""
         action = squashed.float()
         if not self.is_unit:
             action = self.center.float() + self.half_range.float() * action
         return action.reshape(-1, *self.shape)
 
     def from_box(self, action: Tensor) -> Tensor:
-        """Vectors in [-1, 1], [N, A] float32, from actions of the Box."""
+        """Converts actions of the Box to vectors in [-1, 1], [N, A] float32."""
         flat = action.reshape(len(action), self.width).float()
         if self.is_unit:
             return flat
@@ -97,7 +97,7 @@ class SquashedGaussianPolicy(nn.Module):
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def sample(self, observation: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions with their log-density, differentiable in the policy's parameters.
+        """Samples actions and computes their log-density, both differentiable in the policy's parameters.
 
         Args:
             observation: [B, *obs].
@@ -170,7 +170,7 @@ class Critics(nn.Module):
         sizes = [encoding_width(self.encoder) + width, *net_arch, n_outputs]
         pairs = zip(sizes[:-1], sizes[1:], strict=True)
         self.layers: Any = nn.ModuleList(ParallelLinear(n_critics, narrow, wide) for narrow, wide in pairs)
-        # In place: no derivative reads what comes out of the layer before.
+        # In place, because no derivative reads the output of the layer before.
         self.activation = nn.ReLU(inplace=True) if activation_fn == "relu" else activation(activation_fn)
 
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
@@ -194,14 +194,14 @@ class Critics(nn.Module):
         x = x.expand(len(weights[0]), -1, -1)
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
             x = self.activation(torch.baddbmm(bias, x, weight))
-        # As in `last_layer`; entering a context takes longer than asking.
+        # As in `last_layer`; entering the context takes longer than this check.
         device = x.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             return full_precision(torch.baddbmm(biases[-1], x.to(weights[-1].dtype), weights[-1]))
 
 
 class PolicyAndCritics(nn.Module):
-    """What an off-policy algorithm trains: a policy, its critics, and the bounds of the actions.
+    """The network of an off-policy algorithm: a policy, its critics, and the bounds of the actions.
 
     Args:
         policy: from observations to actions in [-1, 1]^A.

@@ -130,7 +130,7 @@ class CrossQ(SAC):
         )
 
     def make_target(self) -> Any:
-        """An empty module: targets are the critics' own."""
+        """Returns an empty module, because the critics themselves compute the targets."""
         return nn.Module()
 
     # ---------------------------------------------------------------- learning
@@ -165,7 +165,7 @@ class CrossQ(SAC):
         return q, next_q.detach()
 
     def update_policy(self, observation: Any, noise: Tensor, ent_coef: Tensor | float) -> Tensor:
-        """One step of α and of the policy; returns the policy's loss, a scalar.
+        """Takes one step of α and one of the policy; returns the policy's loss, a scalar.
 
         Args:
             observation: [B, *obs].
@@ -188,7 +188,7 @@ class CrossQ(SAC):
 
     # ---------------------------------------------------------------- pieces to override
 
-    # SAC's computes a' and its value; here one pass has computed them with Q(s, a).
+    # SAC's `td_target` computes a' and its value; here the pass that computed Q(s, a) has done so.
     def td_target(  # type: ignore[override]
         self, batch: dict[str, Any], next_q: Tensor, log_prob: Tensor, ent_coef: Tensor | float
     ) -> Tensor:
@@ -243,7 +243,7 @@ class RenormalizedCritics(Critics):
     def forward(self, observation: Any, action: Tensor, only_first: bool = False, frozen: bool = False) -> Tensor:
         """Action values; arguments as in :class:`~rl_modules.critics.Critics`.
 
-        ``frozen`` spares work only, and here none: the algorithm asks for the gradients of the policy alone.
+        ``frozen`` has no effect here: it only saves work, and the algorithm computes the policy's gradients alone.
         """
         features = self.encoder(observation)
         x = torch.cat([features, action.to(features.dtype)], dim=1).to(self.layers[0].weight.dtype)

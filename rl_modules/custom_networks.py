@@ -1,4 +1,4 @@
-"""Networks of the user's own: named by an import path with arguments, made, and checked before a run starts."""
+"""User-defined networks: made from an import path with arguments, and checked before a run starts."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from rl_modules.layers import full_precision
 
 
 class FeaturesExtractor(nn.Module):
-    """A user's feature extractor, as Stable-Baselines3 calls its own: ``cls(observation_space, **init_args)``.
+    """A user's feature extractor, called as in Stable-Baselines3: ``cls(observation_space, **init_args)``.
 
     It receives float observations as in SB3: images divided by 255, Discrete and MultiDiscrete one-hot, a Dict as a
     dictionary. Its ``features_dim`` is the width of its output.
@@ -34,7 +34,7 @@ class FeaturesExtractor(nn.Module):
         UsageError: it can't be made, has no ``features_dim``, or returns another shape.
     """
 
-    #: Whoever builds a network on it leaves its weights as they are.
+    #: Networks built on it do not initialise its weights.
     is_users = True
 
     def __init__(self, given: Custom, space: spaces.Space) -> None:
@@ -53,7 +53,7 @@ class FeaturesExtractor(nn.Module):
 
 
 def as_floats(observation: Any, space: spaces.Space) -> Any:
-    """A batch of observations as floats: pixels in [0, 1], choices one-hot, [B, …]."""
+    """Converts a batch of observations to floats, [B, …]: pixels to [0, 1], discrete values to one-hot vectors."""
     if isinstance(space, spaces.Dict):
         return {name: as_floats(observation[name], part) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -79,13 +79,13 @@ class CustomActorCritic(nn.Module):
     ``cls(observation_space, action_space, **init_args)`` receives observations as rollouts store them, and returns the
     policy and the value [B]; without a critic the policy alone. The policy is a distribution (this project's or
     ``torch.distributions``'), or the numbers that :func:`rl_modules.distributions.make_distribution` reads: logits, and
-    for a Box the means beside the log standard deviations, [B, 2A], or the means alone and the module's ``log_std``.
+    for a Box the means and the log standard deviations, [B, 2A], or the means alone if the module has ``log_std``.
 
     Args:
         given: as :func:`to_plain` returned it.
         observation_space: space of one observation.
         action_space: space of one action.
-        critic: whether a value is asked for; else zeros are returned.
+        critic: whether the network returns a value; if not, zeros take its place.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class CustomActorCritic(nn.Module):
             mean, log_std = numbers.chunk(2, dim=-1)
             return make_distribution(self.action_space, mean, log_std)
         if not isinstance(self.action_space, spaces.Box):
-            # A network may rule options out by -inf, which an entropy or a KL would multiply by 0.
+            # A network may forbid actions by logits of -inf, which an entropy or a KL would multiply by 0.
             numbers = numbers.clamp(FORBIDDEN, -FORBIDDEN)
         return make_distribution(self.action_space, numbers, getattr(self.module, "log_std", None))
 
 
 def custom_q_network(given: Custom, observation_space: spaces.Space, *shape: int) -> nn.Module:
-    """A user's network of action values, ``cls(observation_space, action_space, **init_args)``.
+    """Returns a user's network of action values, ``cls(observation_space, action_space, **init_args)``.
 
     Args:
         given: as :func:`to_plain` returned it.
@@ -165,7 +165,7 @@ def in_dtype_of(module: nn.Module, observation: Any) -> Any:
 
 
 def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Tensor) -> Any:
-    """What a module returns for two observations of zeros, and ``others``."""
+    """Returns the module's output for two observations of zeros, and ``others``."""
     zeros = tree_map(lambda x: torch.from_numpy(np.stack([x] * 2)), example_arrays(space))
     was_training = module.training
     try:
@@ -179,7 +179,7 @@ def run_on_zeros(name: str, module: nn.Module, space: spaces.Space, *others: Ten
 
 
 def check_shape(name: str, module: nn.Module, shape: tuple[int, ...], space: spaces.Space) -> None:
-    """Raises a UsageError where a module returns no tensor of ``shape`` for two observations."""
+    """Raises a UsageError if a module does not return a tensor of ``shape`` for two observations."""
     out = run_on_zeros(name, module, space)
     if not isinstance(out, Tensor) or out.shape != shape:
         raise UsageError(f"{name}: {_name(module)} returned {shapes_of(out)} for 2 observations; it must return a "

@@ -113,9 +113,9 @@ class DQN(ControlModule):
         self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
         #: ε, the probability of a random action.
         self.exploration_rate = self.exploration_initial_eps
-        #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
+        #: |δ| of the last minibatch, [B], from which prioritised replay computes priorities.
         self.td_error: Tensor | None = None
-        # Transitions at the last look at whether the target network is due.
+        # Number of transitions at the last check of whether an update of the target network is due.
         self._target_seen_at = 0
         #: Whether the network's layers are noisy.
         self.is_noisy = bool(self.hparams["noisy"])
@@ -207,19 +207,19 @@ class DQN(ControlModule):
         return loss
 
     def resample(self, network: Any, generator: torch.Generator | None) -> None:
-        """Draw new noise for the noisy layers of a network."""
+        """Draws new noise for the noisy layers of a network."""
         from rl_modules.noisy import resample
 
         resample(network, generator)
 
     def remove_noise(self) -> None:
-        """Take the noise of the network away."""
+        """Removes the noise of the network."""
         from rl_modules.noisy import remove_noise
 
         remove_noise(self.network)
 
     def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
-        """The loss of a minibatch, a scalar."""
+        """Returns the loss of a minibatch, a scalar."""
         q = self.q_values(self.network, batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(q, target, batch.get("weight"))
@@ -248,8 +248,8 @@ class DQN(ControlModule):
     def td_target(self, batch: dict[str, Any]) -> Tensor:
         """Returns the regression target of Q(s, a), [B].
 
-        Without ``double`` it is called in :meth:`prepare`, once for all minibatches of a round: what an override reads
-        of the network is then as it was before the round's first update.
+        Without ``double`` it is called in :meth:`prepare`, once for all minibatches of a round. An override then sees
+        the network as it was before the round's first update.
         """
         next_q_online = None
         if self.uses_double:
@@ -273,7 +273,7 @@ class DQN(ControlModule):
 
     @property
     def _target_updates(self) -> int:
-        """How often the target network was due until the last look."""
+        """Number of target updates that were due at the last check."""
         return self._target_seen_at // self.target_update_interval
 
     def update_target(self) -> None:

@@ -21,7 +21,7 @@ _extractor: ContextVar[Custom | None] = ContextVar("features_extractor", default
 
 @contextmanager
 def extractor_of(given: Custom | None) -> Iterator[None]:
-    """Within it, :func:`build_encoder` makes this feature extractor; None: the project's own."""
+    """Makes :func:`build_encoder` return this feature extractor within the context; None: the project's own."""
     token = _extractor.set(given)
     try:
         yield
@@ -30,7 +30,7 @@ def extractor_of(given: Custom | None) -> Iterator[None]:
 
 
 def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
-    """The encoder that fits an observation space, or the user's; its width is ``.out_features``."""
+    """Builds the encoder for an observation space, or the user's; its width is ``.out_features``."""
     if (given := _extractor.get()) is not None:
         from rl_modules.custom_networks import FeaturesExtractor  # only users bring one
 
@@ -45,12 +45,12 @@ def build_encoder(space: spaces.Space, features_dim: int = 512) -> nn.Module:
 
 
 class VectorEncoder(nn.Module):
-    """Everything that is no image, as one float vector: Discrete and MultiDiscrete one-hot, the rest flattened.
+    """Encodes observations other than images as one float vector: Discrete and MultiDiscrete one-hot, others flattened.
 
     Args:
         space: Box, Discrete, MultiDiscrete or MultiBinary.
 
-    Small pictures, uint8 of two and more dimensions that no convolution fits, are divided by 255.
+    Images too small for the convolutions (uint8 of two or more dimensions) are divided by 255.
 
     Shape: [B, *space.shape] → [B, out_features].
     """
@@ -77,10 +77,10 @@ class VectorEncoder(nn.Module):
 
 
 class CombinedEncoder(nn.Module):
-    """Dict and Tuple observations: each part by its own encoder, side by side.
+    """Encodes each part of a Dict or Tuple observation by its own encoder, and concatenates the results.
 
     Args:
-        space: Dict or Tuple, nested as deep as one likes.
+        space: Dict or Tuple, nested to any depth.
         features_dim: width of each image's encoding.
 
     Shape: nested dictionary of [B, …] → [B, out_features].
@@ -89,7 +89,7 @@ class CombinedEncoder(nn.Module):
     def __init__(self, space: spaces.Dict | spaces.Tuple, features_dim: int = 256) -> None:
         super().__init__()
         parts = space.items() if isinstance(space, spaces.Dict) else ((str(i), part) for i, part in enumerate(space))
-        # A module's name may hold no dot, a Dict's key may.
+        # A module's name must not contain a dot, but a Dict's key may.
         self.keys = []
         self.encoders = nn.ModuleList()
         for key, part in parts:
@@ -103,7 +103,9 @@ class CombinedEncoder(nn.Module):
 
 
 def init_orthogonal(encoder: nn.Module) -> None:
-    """Orthogonal weights for an encoder of this project; a user's keeps its own, which may be pretrained."""
+    """Initialises an encoder of this project with orthogonal weights. A user's encoder, which may be pretrained, keeps
+    its weights.
+    """
     if not getattr(encoder, "is_users", False):
         orthogonal(encoder)
 

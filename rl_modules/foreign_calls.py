@@ -1,4 +1,4 @@
-"""Methods by which Stable-Baselines3 trains, saves and loads, each of which says how that is done here."""
+"""Stable-Baselines3's methods for training, saving and loading; each raises an error that names the method to use."""
 
 from typing import Any, NoReturn
 
@@ -7,7 +7,7 @@ from rl_modules.common.errors import UsageError
 
 
 class ForeignCalls:
-    """Answers calls of another library by the call that does the same here."""
+    """Methods of another library's modules, which raise an error with the equivalent call."""
 
     def learn(self, *args: Any, **arguments: Any) -> NoReturn:
         """Stable-Baselines3's name for the Trainer's ``fit``.

@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 
 def trainable(module: nn.Module) -> list[Any]:
-    """The parameters of a module that are not frozen."""
+    """Returns the parameters of a module that are not frozen."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of a loss.
+    """Returns the gradients of a loss.
 
     Args:
         loss: a scalar.
         parameters: which; none: all are frozen.
 
     Returns:
-        One of each; None of a parameter that the loss does not depend on: an optimizer leaves it as it is.
+        One gradient per parameter; None if the loss does not depend on it, so that the optimizer leaves it unchanged.
     """
     if not parameters:
         return ()
@@ -30,15 +30,16 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None
 def averaged(
     parameters: Sequence[Tensor], found: Sequence[Tensor | None], mean: Callable[[Tensor], Tensor]
 ) -> list[Tensor | None]:
-    """The gradients' means over ranks.
+    """Averages gradients over ranks.
 
     Args:
         parameters: whose gradients they are; none: nothing is averaged.
         found: this rank's, as :func:`gradients` returns them.
-        mean: of a tensor over the ranks, which call this together.
+        mean: returns the mean of a tensor over ranks; all ranks call it together.
 
     Returns:
-        One of each; None where no rank has a gradient, for zeros would move a parameter by its optimizer's momentum.
+        One gradient per parameter; None if no rank has one, because with zeros the optimizer's momentum would still
+        move the parameter.
     """
     if not parameters:
         return []

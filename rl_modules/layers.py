@@ -21,7 +21,8 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def call(layer: nn.Module, x: Any) -> Any:
-    """Returns ``layer(x)``, without ``Module.__call__`` where there are no hooks: it takes as long as a small layer.
+    """Returns ``layer(x)``, without ``Module.__call__`` if there are no hooks: that call takes as long as a small
+    layer.
 
     The condition is that of ``Module._call_impl``.
     """
@@ -38,7 +39,9 @@ def call(layer: nn.Module, x: Any) -> Any:
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Whether ``layer(x)`` does more than its class's ``forward``: hooks, or a ``forward`` of its own."""
+    """Returns whether ``layer(x)`` does more than its class's ``forward``, because of hooks or an instance's
+    ``forward``.
+    """
     return bool(
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
         or "forward" in layer.__dict__ or any(_GLOBAL_HOOKS)
@@ -68,7 +71,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """The activation module called ``name``.
+    """Returns the activation module called ``name``.
 
     Raises:
         UsageError: an unknown name.
@@ -80,7 +83,7 @@ def activation(name: str) -> nn.Module:
 
 
 def orthogonal(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights and zero biases for every linear or convolutional layer within ``layer``.
+    """Sets orthogonal weights and zero biases in every linear or convolutional layer within ``layer``.
 
     Source: Saxe et al. 2014, arXiv:1312.6120; the gains are those of the original PPO code.
     """
@@ -133,8 +136,8 @@ class ParallelLinear(nn.Module):
 class ParallelMLP(nn.Module):
     """K MLPs with the same input and the same widths.
 
-    A policy and a value tower of 64×64 each cost 30 % less this way than as two :class:`torch.nn.Sequential`: small
-    networks spend their time in the number of kernels, not in arithmetic.
+    A policy and a value tower of 64×64 each take 30 % less time this way than as two :class:`torch.nn.Sequential`,
+    because the time of small networks depends on the number of kernels, not on arithmetic.
 
     Args:
         k: number of MLPs.
@@ -158,7 +161,7 @@ class ParallelMLP(nn.Module):
 
 
 def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
-    """``net_arch`` after its checks.
+    """Checks ``net_arch`` and returns it.
 
     Args:
         net_arch: widths, or a dictionary of them.
@@ -178,7 +181,9 @@ def hidden_widths(net_arch: Any, towers: Sequence[str] = ()) -> Any:
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """At least float32: ratios of probabilities and values in bfloat16 would drown in its three digits."""
+    """Converts to at least float32, because bfloat16's three digits are too few for values and ratios of
+    probabilities.
+    """
     return x if x.dtype is torch.float64 else x.float()
 
 

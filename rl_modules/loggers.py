@@ -43,7 +43,7 @@ class LoggerAdapter:
         """
 
     def write_learning_curve(self, name: str, value: float, step: int) -> None:
-        """Shows a curve before the others, where a logger has an order of its own.
+        """Shows a curve before the others, if the logger orders curves.
 
         Args:
             name: the metric's.
@@ -61,7 +61,7 @@ class LoggerAdapter:
         """
 
     def position(self) -> dict[str, Any]:
-        """What is written so far, as a checkpoint keeps it; plain data."""
+        """Returns the position up to which data is written, as plain data for a checkpoint."""
         return {}
 
     def cut(self, position: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ _ADAPTERS: tuple[tuple[type[Logger], type[LoggerAdapter]], ...] = (
 
 
 def adapters(trainer: Any) -> list[LoggerAdapter]:
-    """The adapters of a Trainer's loggers, in their order; none on ranks other than the first.
+    """Returns the adapters of a Trainer's loggers, in their order; none on ranks other than the first.
 
     Args:
         trainer: Lightning's.

@@ -23,13 +23,13 @@ class MetricSums:
     """
 
     def __init__(self) -> None:
-        # Scalars that come together are kept together: one stack per call instead of one sum per name.
+        # Scalars of one call are stored together: one stack per call instead of one sum per name.
         self._rows: dict[tuple[str, ...], list[Tensor]] = {}
         self._numbers: dict[str, tuple[float, int]] = {}
         self._reduced: dict[str, tuple[str, Tensor]] = {}
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add one value to each name's sum.
+        """Adds one value to each name's sum.
 
         Raises:
             UsageError: a value is not a scalar.
@@ -53,7 +53,7 @@ class MetricSums:
             self._rows.setdefault(tuple(tensors), []).append(torch.stack(list(tensors.values())))
 
     def reduce(self, name: str, value: Tensor | float, how: str) -> None:
-        """Reduce one value of a name to the sum, largest or smallest since the last point.
+        """Reduces one value of a name to the sum, largest or smallest since the last point.
 
         Args:
             name: of the metric.
@@ -65,10 +65,10 @@ class MetricSums:
         self._reduced[name] = (how, value if known is None else REDUCTIONS[how](known[1], value))
 
     def means(self, strategy: Strategy | None = None) -> dict[str, float]:
-        """The mean of every name, or its sum, largest or smallest value.
+        """Returns the mean of every name, or its sum, largest or smallest value.
 
         Args:
-            strategy: of several ranks, over all of which is reduced; all call this together. None: of this rank.
+            strategy: with several ranks, reduces over all of them, which call this together; None: this rank only.
         """
         sums = dict(self._numbers)
         for names, rows in self._rows.items():
@@ -82,7 +82,7 @@ class MetricSums:
         return {**means, **{name: float(value) for name, (_, value) in reduced.items()}}
 
     def clear(self) -> None:
-        """Begin the next point."""
+        """Begins the next point."""
         self._rows.clear()
         self._numbers.clear()
         self._reduced.clear()
@@ -94,7 +94,7 @@ class MetricSums:
         return {"rows": rows, "numbers": numbers, "reduced": reduced}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """The inverse of :meth:`state_dict`; the sums go on ``device``, where the next values come from."""
+        """Restores what :meth:`state_dict` returned, with the sums on ``device``, like the next values."""
         self._rows = {tuple(row["names"]): list(row["values"].to(device).unbind(0)) for row in state["rows"]}
         self._numbers = {name: (total, count) for name, (total, count) in state["numbers"].items()}
         self._reduced = {name: (how, value.to(device)) for name, (how, value) in state.get("reduced", {}).items()}
@@ -102,7 +102,7 @@ class MetricSums:
 
 @_disable_dynamo
 def _add_outside_of_graphs(sums: MetricSums, values: Mapping[str, Tensor | float]) -> None:
-    """A compiled ``training_step`` calls this between two graphs: a graph would hold for one length of the sums."""
+    """Adds values outside of compiled graphs, because a graph would be specialised to one length of the sums."""
     sums._add(values)
 
 

@@ -15,7 +15,7 @@ from rl_modules.common.hooks import HeldPoints
 from rl_modules.metric_sums import MetricSums
 from rl_modules.ranks import episodes_of_all_ranks, is_alone
 
-#: Prefix of the names of logged values: where the algorithm records one of that name, the logged value is drawn.
+#: Prefix of the names of logged values. A logged value replaces one that the algorithm records under the same name.
 LOGGED = "log:"
 #: Reductions that ``log`` takes, by what Lightning accepts.
 REDUCE_FX: dict[Any, str] = {
@@ -26,7 +26,9 @@ REDUCE_FX: dict[Any, str] = {
 
 @_disable_dynamo
 def _log_outside_of_graphs(module: "MetricsMixin", *arguments: Any) -> None:
-    """Lightning looks at signatures and keeps numbers by name, which Dynamo can't follow."""
+    """Logs outside of compiled graphs: Lightning inspects signatures and stores values by name, which Dynamo can't
+    trace.
+    """
     module._log_value(*arguments)
 
 
@@ -48,7 +50,7 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         self.grad_norm: Tensor | None = None
 
     def record(self, **metrics: Tensor | float) -> None:
-        """Add scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
+        """Adds scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
 
         Any number of names, in any subset of the updates. Does nothing in epochs that are not logged, nor in
         evaluations, which call ``act`` too.
@@ -58,7 +60,7 @@ class MetricsMixin(HeldPoints, L.LightningModule):
             self._sums.add({f"train/{name}": value for name, value in metrics.items()})
 
     def record_now(self, **metrics: float) -> None:
-        """Set numbers that hold once per epoch, such as a coefficient; the last value is logged."""
+        """Sets numbers that hold once per epoch, such as a coefficient; the last value is logged."""
         self._latest.update({f"train/{name}": value for name, value in metrics.items()})
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:  # type: ignore[override]
@@ -118,13 +120,13 @@ class MetricsMixin(HeldPoints, L.LightningModule):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a run that resumes has batches left in the last epoch; one of all ``total_timesteps`` has none."""
+        """Whether a resumed run has batches left in the last epoch; a run that reached ``total_timesteps`` has none."""
         return is_cut_off(self.trainer) and not self.source.is_complete
 
     # ---------------------------------------------------------------- curves
 
     def write_metrics(self, rollout: dict[str, float], step: int) -> None:
-        """Write one point of every training curve and begin the next.
+        """Writes one point of every training curve and begins the next.
 
         Args:
             rollout: the datamodule's metrics.
@@ -148,7 +150,7 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         return {**recorded, **logged}
 
     def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
-        """Make metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
+        """Makes metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
         values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
         self.trainer.callback_metrics.update(zip(metrics, values, strict=True))
 
@@ -188,7 +190,7 @@ class MetricsMixin(HeldPoints, L.LightningModule):
             self.hold(lambda: self.write_metrics(rollout, source.num_timesteps))
 
     def require_finite_weights(self) -> None:
-        """Stop before a callback saves weights that are no numbers.
+        """Stops the run before a callback saves weights that are not finite.
 
         Raises:
             UsageError: names the parameter.

@@ -130,7 +130,7 @@ class MonteCarlo(TabularControl):
         visits.reverse()
         if not self.first_visit:
             return visits
-        # Written backwards, so that the first visit is the one that stays.
+        # Written backwards, so that the first visit overwrites the later ones.
         first = {(state, action): t for t, (state, action, _) in reversed(list(enumerate(visits)))}
         return [visits[t] for t in sorted(first.values())]
 

@@ -90,13 +90,13 @@ class ActorCritic(nn.Module):
 
 
 def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | None, latent: Tensor) -> Distribution:
-    """The action distribution of a policy head.
+    """Returns the action distribution of a policy head.
 
     Args:
         action_space: space of one action.
         numbers: what the head returned, [B, parameters].
         log_std: of Box actions, [A]; of the matrices of state-dependent noise, [H, A]; None for other actions.
-        latent: what the head read, [B, H]; only state-dependent noise uses it.
+        latent: input of the head, [B, H]; only state-dependent noise uses it.
     """
     if log_std is not None and log_std.ndim == 2:
         # As in Stable-Baselines3, the noise does not train the features.

@@ -42,7 +42,7 @@ class NoisyLinear(nn.Module):
         self._noise: tuple[Tensor, Tensor] | None = None
 
     def resample(self, generator: torch.Generator | None) -> None:
-        """Draw new noise."""
+        """Draws new noise."""
         device = self.weight_mean.device
         source = device if generator is None else generator.device
         size = (*self.lead, self.in_features + self.out_features)
@@ -55,7 +55,7 @@ class NoisyLinear(nn.Module):
             self._noise = out[:, None] * into, out
 
     def remove_noise(self) -> None:
-        """Set the noise to 0."""
+        """Sets the noise to 0."""
         self._noise = None
 
     @property
@@ -85,14 +85,14 @@ def make_noisy(network: Any) -> Any:
 
 
 def resample(network: nn.Module, generator: torch.Generator | None) -> None:
-    """Draw new noise for every noisy layer of a network."""
+    """Draws new noise for every noisy layer of a network."""
     for layer in network.modules():
         if isinstance(layer, NoisyLinear):
             layer.resample(generator)
 
 
 def remove_noise(network: nn.Module) -> None:
-    """Set the noise of every noisy layer of a network to 0."""
+    """Sets the noise of every noisy layer of a network to 0."""
     for layer in network.modules():
         if isinstance(layer, NoisyLinear):
             layer.remove_noise()

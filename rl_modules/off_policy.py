@@ -106,7 +106,7 @@ class OffPolicyActorCritic(ControlModule):
         self._refuse_loss_scaling()
 
     def check_spaces(self) -> None:
-        """Refuse actions that are no bounded Box of floats.
+        """Refuses actions that are no bounded Box of floats.
 
         Raises:
             UsageError: names the space and the algorithms that fit.
@@ -142,7 +142,7 @@ class OffPolicyActorCritic(ControlModule):
         self.target_network = self.make_target().requires_grad_(False)
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
-        """The policy network, from observations to what :meth:`choose` reads.
+        """Returns the policy network, from observations to what :meth:`choose` reads.
 
         Args:
             width: numbers per action.
@@ -151,7 +151,7 @@ class OffPolicyActorCritic(ControlModule):
         raise UsageError(f"{type(self).__name__} must define make_policy")
 
     def make_critics(self, width: int, net_arch: Sequence[int]) -> Critics:
-        """The action-value networks.
+        """Returns the action-value networks.
 
         Args:
             width: numbers per action.
@@ -161,7 +161,7 @@ class OffPolicyActorCritic(ControlModule):
         return Critics(self.observation_space, width, self.n_critics, net_arch, hp.activation_fn, self.n_outputs)
 
     def make_target(self) -> torch.nn.Module:
-        """A copy of what the targets are computed with; it follows the network slowly."""
+        """Returns a copy of the part that computes the targets; it follows the network slowly."""
         raise UsageError(f"{type(self).__name__} must define make_target")
 
     # ---------------------------------------------------------------- acting
@@ -186,7 +186,7 @@ class OffPolicyActorCritic(ControlModule):
         deterministic: bool = False,
         action_masks: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Any]:
-        """Choose actions in NumPy, as :meth:`ControlModule.predict`, without the action noise of training."""
+        """Chooses actions in NumPy, as :meth:`ControlModule.predict`, without the action noise of training."""
         noise, self.action_noise = self.action_noise, None
         try:
             return super().predict(observation, state, episode_start, deterministic, action_masks)
@@ -194,7 +194,8 @@ class OffPolicyActorCritic(ControlModule):
             self.action_noise = noise
 
     def begin_episodes(self, which: np.ndarray) -> None:
-        """Start the action noise anew where an episode begins; the datamodule calls it before :meth:`act`.
+        """Restarts the action noise of environments in which an episode begins; the datamodule calls it before
+        :meth:`act`.
 
         Args:
             which: environments whose observation is the first of its episode, [N] bool.
@@ -203,7 +204,7 @@ class OffPolicyActorCritic(ControlModule):
             self.action_noise.reset(torch.from_numpy(which))
 
     def exploration_state(self) -> dict[str, Any]:
-        """What this rank's exploration needs to resume; the datamodule stores it, because ranks differ in it."""
+        """Returns the state of this rank's exploration; the datamodule stores it, because it differs between ranks."""
         return {} if self.action_noise is None else self.action_noise.state_dict()
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
@@ -214,11 +215,11 @@ class OffPolicyActorCritic(ControlModule):
     # ---------------------------------------------------------------- batches
 
     def noise_shape(self) -> tuple[int, ...]:
-        """Standard normal numbers that an update needs per transition: their shape."""
+        """Returns the shape of the standard normal numbers that an update needs per transition."""
         raise UsageError(f"{type(self).__name__} must define noise_shape")
 
     def prepare(self, sample: Replayed) -> dict[str, Any]:
-        """Everything that does not depend on the networks, for all minibatches of a round together.
+        """Computes, for all minibatches of a round at once, the inputs that do not depend on the networks.
 
         Args:
             sample: M replayed transitions.
@@ -249,7 +250,7 @@ class OffPolicyActorCritic(ControlModule):
     # ---------------------------------------------------------------- updates
 
     def critic_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """The error of the critics, a scalar.
+        """Returns the error of the critics, a scalar.
 
         Args:
             q: what the critics predict, [K, B].
@@ -260,7 +261,7 @@ class OffPolicyActorCritic(ControlModule):
         return (error if weight is None else error * weight).mean(1).sum()
 
     def gradients_of(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The gradients of a loss for :meth:`step`; None for a parameter that the loss does not depend on."""
+        """Returns the gradients of a loss for :meth:`step`; None for a parameter that the loss does not depend on."""
         return gradients(loss, parameters)
 
     def step(self, parameters: Sequence[Tensor], gradients: Iterable[Any]) -> None:
@@ -274,7 +275,7 @@ class OffPolicyActorCritic(ControlModule):
         """
         if not parameters:
             return
-        # A graph that `manual_backward` walked would have DDP wait for the gradients of the parameters left out.
+        # After `manual_backward`, DDP would wait for the gradients of the parameters that are left out.
         if not self._is_alone:
             gradients = averaged(parameters, list(gradients), self._mean_over_ranks)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -282,8 +283,8 @@ class OffPolicyActorCritic(ControlModule):
         if self._hooks is None:
             self._hooks = GradientHooks(self.trainer)
         self._hooks.after_backward()
-        # The optimizers themselves, not Lightning's wrappers: an update is one step to Lightning, whatever it consists
-        # of. A subclass may have one for each part; those whose parameters have no gradient change nothing.
+        # The optimizers themselves, not Lightning's wrappers, because Lightning counts an update as one step. A
+        # subclass may have one for each part; those whose parameters have no gradient change nothing.
         for optimizer in self.trainer.optimizers:
             self._hooks.before_optimizer_step(optimizer)
             if self.max_grad_norm is not None:
@@ -296,7 +297,7 @@ class OffPolicyActorCritic(ControlModule):
         return self.trainer.strategy.reduce(x, reduce_op="mean")
 
     def finish_update(self) -> None:
-        """Count the update as one optimizer step, which ``max_steps`` and checkpoints go by; steps the schedulers."""
+        """Counts the update as one optimizer step, for ``max_steps`` and checkpoints, and steps the schedulers."""
         self.n_updates += 1
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
@@ -305,10 +306,10 @@ class OffPolicyActorCritic(ControlModule):
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:
-        """Parameters of ``policy`` and ``critics`` that are not frozen, with those of a subclass's own parts among the
-        critics'; all parameters of ``target`` and what it ``followed``, and their buffers.
+        """The parameters of ``policy`` and ``critics`` that are not frozen, those of a subclass's own parts among the
+        critics', and all parameters and buffers of ``target`` and of the part ``followed`` by it.
 
-        Listed once per epoch: walking through the modules takes as long as a kernel.
+        The lists are made once per epoch, because iterating over the modules takes as long as a kernel.
         """
         if self._lists is None:
             parts = {"policy": self.network.policy, "critics": self.network.critics,
@@ -325,7 +326,7 @@ class OffPolicyActorCritic(ControlModule):
 
     @torch.no_grad()
     def update_target(self) -> None:
-        """Move the target networks by τ: θ' ← τ θ + (1 - τ) θ'; running statistics are copied."""
+        """Moves the target networks by τ: θ' ← τ θ + (1 - τ) θ'; running statistics are copied."""
         lists = self.lists
         torch._foreach_lerp_(lists["target"], lists["followed"], self.tau)
         if lists["target_buffers"]:
@@ -347,7 +348,7 @@ class OffPolicyActorCritic(ControlModule):
         return self.adam(parameters, lr=self.default_learning_rate, eps=1e-8)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A generator can't be pickled: its state travels.
+        # A generator can't be pickled, so its state is stored instead.
         state = None if self._generator is None else self._generator.get_state().numpy()
         return {**super().__getstate__(), "_generator": state, "_lists": None, "_hooks": None}
 

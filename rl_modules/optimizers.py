@@ -16,7 +16,8 @@ from rl_modules.common.errors import UsageError
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``step`` that opens torch's profiler scope, and asks for hooks, only where a profiler runs or there are hooks.
+    """Returns a ``step`` that opens torch's profiler scope only if a profiler runs, and runs hooks only if there are
+    any.
 
     Torch wraps the ``step`` of every optimizer's class by its ``profile_hook_step``. The scope alone takes a quarter of
     a small network's step.
@@ -36,7 +37,7 @@ def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RMSpropTFLike(torch.optim.Optimizer):
-    """RMSprop as TensorFlow computes it, with which A3C and OpenAI's A2C were published.
+    """RMSprop as TensorFlow computes it; A3C and OpenAI's A2C were published with it.
 
     v ← α v + (1 - α) g²,   θ ← θ - lr · g / √(v + eps),   v starts at 1
 
@@ -46,7 +47,7 @@ class RMSpropTFLike(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them.
         lr: learning rate, ≥ 0.
-        alpha: α, how much of the running mean of squared gradients is kept per step, in [0, 1).
+        alpha: α, decay of the running mean of squared gradients per step, in [0, 1).
         eps: added to that mean under the root, in squared units of the gradient, > 0.
 
     Raises:
@@ -159,7 +160,7 @@ def class_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
-    """Scale gradients so that their global norm is at most ``max_norm``, in place.
+    """Scales gradients so that their global norm is at most ``max_norm``, in place.
 
     ``torch.nn.utils.clip_grad_norm_`` for dense gradients of one dtype on one device, without the sorting by device and
     dtype, which for a small network takes longer than the arithmetic.
@@ -175,7 +176,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     if not gradients:
         return None
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    # A CPU knows the norm by now, and most gradients need no second pass; a GPU would have to be waited for.
+    # On a CPU the norm is known here, and most gradients need no second pass. On a GPU the check would synchronise.
     if norm.is_cpu and float(norm) + 1e-6 <= max_norm:
         return norm
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -18,7 +18,7 @@ from rl_modules.common.import_path import Custom
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.distributions import Distribution, distribution_from
 
-#: ε = 0 allows no update: a linear schedule's last rollout keeps this.
+#: Smallest ε of a linear schedule, for the last rollout: ε = 0 would allow no update.
 LEAST_CLIP_RANGE = 1e-8
 
 
@@ -244,7 +244,9 @@ class PPO(ActorCriticModule):
 
     @torch.no_grad()
     def adapt_penalty(self) -> None:
-        """Sets β anew after a rollout's last minibatch, once, from the policy's KL to that before the rollout."""
+        """Updates β once after a rollout's last minibatch, from the KL between the policies before and after its
+        updates.
+        """
         source = cast(RolloutSource, self.source)
         if not self.penalizes or not source.rollout_is_used_up or self._adapted_at == source.num_timesteps:
             return
@@ -291,7 +293,7 @@ class PPO(ActorCriticModule):
     ) -> None:
         """Takes Lightning's optimizer step; skips it after the early stop at ``target_kl``."""
         if self.stops_early and optimizer_closure is not None:
-            # The minibatch that exceeds target_kl must not be stepped on, so that its loss comes before the decision.
+            # The minibatch that exceeds target_kl must not cause a step, so its loss is computed before the decision.
             # Without a step there is nothing for a gradient scaler to update either.
             loss = optimizer_closure()
             if self.kl_exceeded:

@@ -1,4 +1,4 @@
-"""From an observation as the environment returns it to what a policy's network takes."""
+"""Conversion of an environment's observations to the inputs of a policy's network."""
 
 from typing import Any, Protocol
 
@@ -14,13 +14,13 @@ from rl_modules.common.spaces import normalize, observation_arrays, require_obse
 
 
 class Observes(Protocol):
-    """What an algorithm knows of its observations."""
+    """Attributes of an algorithm that describe its observations."""
 
     observation_space: spaces.Space
     action_space: spaces.Space
     #: Whether it was trained with action masks.
     masks_actions: bool
-    #: What observations are normalised with; None: nothing.
+    #: Statistics that normalise observations; None: no normalisation.
     observation_statistics: Statistics
 
     @property
@@ -30,10 +30,10 @@ class Observes(Protocol):
 
 
 def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple[Any, int, bool]:
-    """One observation or a batch of them as tensors on the module's device, normalised and with their masks.
+    """Converts one observation or a batch to tensors on the module's device, normalised and with their masks.
 
     Args:
-        module: has been built.
+        module: an algorithm whose network has been built.
         observation: as the environment returns it, alone or with a leading batch dimension.
         action_masks: true where an action is allowed; None: the observation's own ``action_mask``, if it has one and
             the module was trained with such.
@@ -64,10 +64,10 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
     if action_masks is not None or not module.masks_actions:
         mask = action_masks
     if mask is not None:
-        # A vector hands out final observations with the others, and wants some action for them.
+        # A vector environment returns final observations with the others, and needs an action for them.
         may_be_over = action_masks is None and not single
         arrays = join_mask(arrays, mask_rows(module.action_space, mask, n, may_be_over))
-    # Torch takes no views that run backwards, such as a picture turned upside down.
+    # Torch accepts no arrays with negative strides, such as an image turned upside down.
     tensors = tree_map(lambda x: torch.as_tensor(np.ascontiguousarray(x)).to(module.device), arrays)
     return (in_double(tensors) if is_double(module) else tensors), n, single
 
@@ -79,7 +79,7 @@ def mask_rows(space: spaces.Space, mask: Any, n: int, may_be_over: bool = False)
         space: of the actions.
         mask: n masks.
         n: observations.
-        may_be_over: a row that allows nothing is an ended episode's, and allows everything.
+        may_be_over: treat a row that allows no action as that of an ended episode, and allow all actions.
 
     Raises:
         UsageError: another shape, or a row that allows nothing.

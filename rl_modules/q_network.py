@@ -1,4 +1,4 @@
-"""The networks of DQN and of its distributional variants: numbers for every action."""
+"""The networks of DQN and of its distributional variants, with one or more outputs per action."""
 
 import functools
 from collections.abc import Sequence
@@ -96,12 +96,12 @@ class DistributionalQNetwork(QNetwork):
 
 
 def of_actions(numbers: Tensor, action: Tensor) -> Tensor:
-    """The numbers of one action per row, [B, N] from [B, N, A] and [B]."""
+    """Returns the numbers of one action per row, [B, N] from [B, N, A] and [B]."""
     return numbers.gather(2, action[:, None, None].expand(-1, numbers.shape[1], 1)).squeeze(2)
 
 
 def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tensor:
-    """The output of hidden layers and a head, float32 at least: [B, in] → [B, out].
+    """Computes the output of hidden layers and a head, in float32 at least: [B, in] → [B, out].
 
     Linear and ReLU layers in turn, as built and without hooks, go through :func:`rl_modules.relu_mlp.relu_mlp` where it
     is faster.
@@ -121,5 +121,5 @@ def apply_tower(trunk: nn.Sequential, head: nn.Linear, features: Tensor) -> Tens
 
 @functools.lru_cache
 def _are_relu_layers(types: tuple[type, ...]) -> bool:
-    """Whether these are linear layers with ReLU between them, and no subclasses, which may compute something else."""
+    """Returns whether these are linear layers with ReLU between them; subclasses may compute something else."""
     return len(types) % 2 == 1 and {*types[1::2]} <= {nn.ReLU} and {*types[::2]} <= {nn.Linear, NoisyLinear}

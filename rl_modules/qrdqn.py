@@ -103,7 +103,7 @@ class QRDQN(DQN):
         )  # fmt: skip
 
     def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
-        """The loss of a minibatch, a scalar."""
+        """Returns the loss of a minibatch, a scalar."""
         quantiles = of_actions(self.quantiles(self.network, batch["observation"]), batch["action"])
         target = self.td_target(batch) if self.uses_double else batch["target"]
         loss = self.td_loss(quantiles, target, batch.get("weight"))
@@ -122,7 +122,7 @@ class QRDQN(DQN):
         return quantiles if mask is None else mask_logits(quantiles, mask[:, None])
 
     def mean_return(self, quantiles: Tensor) -> Tensor:
-        """Q(s, ·), [B, A], from θ(s, ·), [B, N, A], by which actions are chosen, in targets too: the mean.
+        """Returns Q(s, ·), [B, A], the mean of θ(s, ·), [B, N, A]. Actions are chosen by it, in targets too.
 
         A risk-sensitive subclass returns another statistic.
         """
@@ -133,7 +133,7 @@ class QRDQN(DQN):
         return self.mean_return(self.quantiles(network, observation))
 
     def target_values(self, observation: Any) -> Tensor:
-        """The target network's quantiles, [B, N, A]."""
+        """Returns the target network's quantiles, [B, N, A]."""
         return self.quantiles(self.target_network, observation)
 
     def td_target(self, batch: dict[str, Any]) -> Tensor:
@@ -148,7 +148,7 @@ class QRDQN(DQN):
         return batch["reward"][:, None] + batch["discount"][:, None] * following
 
     def td_loss(self, q: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """The quantile Huber loss, a scalar; ``q`` and ``target`` are [B, N]."""
+        """Returns the quantile Huber loss, a scalar; ``q`` and ``target`` are [B, N]."""
         return F.quantile_huber_loss(q, target, weight)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Statistics over the transitions of all ranks, and what each rank adds to a checkpoint."""
+"""Statistics over the transitions of all ranks, and each rank's part of a checkpoint."""
 
 import weakref
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor, distributed
 
 from rl_modules import functional as F
 
-#: The default group and the gloo group beside it; torch drops the second when it destroys the first.
+#: The default group and the gloo group made for it; torch drops the second when it destroys the first.
 _gloo_group: tuple[Any, Any] = (lambda: None, lambda: None)
 
 
 def is_alone(trainer: Trainer | None) -> bool:
-    """Whether one process trains."""
+    """Returns whether one process trains."""
     return trainer is None or trainer.world_size == 1
 
 
@@ -50,7 +50,7 @@ def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
     wide = torch.stack([returns - value, returns]).detach().double()
     sums = torch.cat([wide.sum(1), torch.full((1,), float(len(returns)), dtype=torch.float64, device=wide.device)])
     distributed.all_reduce(sums)
-    # Around the mean: the squares of constant returns would leave a rounding error, by which is divided.
+    # Centred, because the squares of constant returns would leave a rounding error as the divisor.
     squares = (wide - (sums[:2] / sums[2]).unsqueeze(1)).square().sum(1)
     distributed.all_reduce(squares)
     left, total = squares.to(value.dtype).unbind()
@@ -58,7 +58,7 @@ def explained_variance(value: Tensor, returns: Tensor, alone: bool) -> Tensor:
 
 
 def rank_weight(n: int, device: torch.device) -> float:
-    """What to multiply this rank's mean over ``n`` transitions by, so that the mean over ranks is that over all.
+    """Returns the factor on this rank's mean over ``n`` transitions that makes the mean over ranks that over all.
 
     Args:
         n: transitions in this rank's minibatch.
@@ -70,14 +70,14 @@ def rank_weight(n: int, device: torch.device) -> float:
 
 
 def largest(n: int, device: torch.device) -> int:
-    """The largest ``n`` of all ranks."""
+    """Returns the largest ``n`` of all ranks."""
     count = torch.tensor(n, dtype=torch.int64, device=device)
     distributed.all_reduce(count, distributed.ReduceOp.MAX)
     return int(count)
 
 
 def episodes_of_all_ranks(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The evaluation episodes of all ranks, in their order; all ranks call it together.
+    """Returns the evaluation episodes of all ranks, in their order; all ranks call it together.
 
     Args:
         batch: this rank's: return [E] and length [E], and success [E] where its environments say so.
@@ -113,11 +113,11 @@ def cpu_group() -> Any:
 
 
 def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
-    """What the ranks after the first have, for the checkpoint; empty for one process.
+    """Returns the parts of a checkpoint of the ranks after the first; an empty list for one process.
 
     Args:
-        own: of this rank; tensors on the CPU.
-        trainer: of the run; its ranks call this together.
+        own: this rank's part; tensors on the CPU.
+        trainer: Trainer of the run; its ranks call this together.
     """
     if trainer is None or is_alone(trainer):
         return []
@@ -127,12 +127,12 @@ def of_other_ranks(own: Any, trainer: Trainer | None) -> list[Any]:
 
 
 def of_this_rank(first: Any, others: list[Any], trainer: Trainer | None) -> Any:
-    """This rank's part of a checkpoint.
+    """Returns this rank's part of a checkpoint.
 
     Args:
         first: the first rank's part.
         others: what :func:`of_other_ranks` returned.
-        trainer: of the run that loads it; its ranks may be more than the checkpoint's, which then have the first's.
+        trainer: Trainer of the run that loads it; ranks that the checkpoint does not have get the first rank's part.
     """
     rank = 0 if trainer is None else trainer.global_rank
     return others[rank - 1] if 0 < rank <= len(others) else first

@@ -1,4 +1,4 @@
-"""Policies with memory: the network, and what makes an actor-critic algorithm recurrent."""
+"""Recurrent policies: the network, and a mixin that makes an actor-critic algorithm recurrent."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,7 +34,8 @@ class RecurrentActorCritic(nn.Module):
         hidden_size: width of the memory, H.
         n_layers: recurrent layers on top of each other.
         shared: the critic reads the policy's memory, without gradient into it.
-        critic_rnn: the critic has a memory of its own; without either it reads a linear layer of the features.
+        critic_rnn: the critic has its own recurrent network; without ``shared`` and this it reads a linear layer of the
+            features.
         net_arch: hidden widths after the memory, as in :class:`~rl_modules.networks.ActorCritic`.
         activation_fn: ``tanh``, ``relu``, …
         log_std_init: initial log standard deviation of Box actions.
@@ -90,7 +91,7 @@ class RecurrentActorCritic(nn.Module):
             orthogonal(self.value_head, gain=1.0)
 
     def initial_state(self, n: int) -> Tensor:
-        """The state at the start of an episode, [n, K, H]: zeros."""
+        """Returns the state at the start of an episode, [n, K, H]: zeros."""
         weight = self.policy_head.weight
         return torch.zeros(n, *self.state_shape, dtype=weight.dtype, device=weight.device)
 
@@ -118,7 +119,8 @@ class RecurrentActorCritic(nn.Module):
         return make_policy(self.action_space, parameters, self.log_std, latent), value, after
 
     def unroll(self, features: Tensor, state: Tensor, starts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """What the policy and the critic read of their memories, [L, B, H] each, and the state after the last step.
+        """Returns the outputs of the policy's and the critic's recurrent networks, [L, B, H] each, and the state after
+        the last step.
 
         Args:
             features: [L, B, F].
@@ -127,7 +129,7 @@ class RecurrentActorCritic(nn.Module):
         """
         cuts = [0, len(features)]
         if starts is not None:
-            # Between two steps at which some episode begins, the fused kernel takes all sequences at once.
+            # The fused kernel runs all sequences at once up to the next step at which any episode begins.
             cuts = [0, *(t for t in starts.any(0).nonzero().flatten().tolist() if t), len(features)]
         parts: list[list[Tensor]] = [[], []]
         for begin, end in pairwise(cuts):
@@ -162,10 +164,11 @@ class RecurrentActorCritic(nn.Module):
 
 
 class RecurrentMixin(ActorCriticModule):
-    """Gives an actor-critic algorithm a memory; to be put before it among a class's bases.
+    """Makes an actor-critic algorithm recurrent; must precede the algorithm among a class's bases.
 
-    A minibatch is whole sequences: consecutive steps of one environment, with the memory's state before the first, as
-    it was when the policy acted. The algorithm defines ``minibatch_loss(policy, value, batch)``, all flat.
+    A minibatch consists of whole sequences: consecutive steps of one environment, and the recurrent state before the
+    first step, as it was when the policy acted. The algorithm defines ``minibatch_loss(policy, value, batch)``, whose
+    arguments are flat.
 
     It reads ``rnn lstm_hidden_size n_lstm_layers shared_lstm enable_critic_lstm sequence_length burn_in`` from
     ``hparams``.
@@ -174,7 +177,7 @@ class RecurrentMixin(ActorCriticModule):
     network: RecurrentActorCritic  # type: ignore[assignment]
 
     def check_memory(self) -> None:
-        """Check the memory's arguments, and make its whole numbers ints.
+        """Checks the recurrent network's arguments, and converts whole numbers to int.
 
         Raises:
             UsageError: names the one that can't be used.
@@ -202,7 +205,7 @@ class RecurrentMixin(ActorCriticModule):
     # ---------------------------------------------------------------- acting
 
     def initial_state(self, n: int) -> Tensor:
-        """The memory's state at the start of n episodes, [n, K, H]."""
+        """Returns the memory's state at the start of n episodes, [n, K, H]."""
         return self.network.initial_state(n)
 
     def act(
@@ -212,7 +215,8 @@ class RecurrentMixin(ActorCriticModule):
         deterministic: bool = False,
         state: Tensor | None = None,
     ) -> dict:
-        """Actions with their log-probability, the state's value, each [N], and ``next_state``, the memory afterwards.
+        """Returns actions, their log-probabilities and the states' values, each [N], and ``next_state``, the new
+        recurrent state.
 
         Args:
             observation: [N, *obs].
@@ -264,7 +268,7 @@ class RecurrentMixin(ActorCriticModule):
         return self._evaluate(observation, state, starts)[:2]
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """The algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each; see :meth:`training_step`.
+        """Returns the algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each; see :meth:`training_step`.
 
         Returns:
             What :meth:`training_step` reads: the algorithm's fields, episode_start, state [T/L, N, K, H], burn_in
@@ -305,7 +309,7 @@ class RecurrentMixin(ActorCriticModule):
         return tree_map(cut, fields)
 
     def steps_per_sequence(self, steps: int) -> int:
-        """L: ``sequence_length``, or as much of a rollout of ``steps`` as a minibatch holds.
+        """Returns L: ``sequence_length``, or as many of a rollout's ``steps`` as a minibatch holds.
 
         Raises:
             UsageError: ``sequence_length`` does not divide the rollout, or is more than a minibatch.
@@ -321,7 +325,7 @@ class RecurrentMixin(ActorCriticModule):
 
     @staticmethod
     def _burn_in(rollout: Any, steps: int, length: int, burn_in: int) -> dict[str, Any]:
-        """The ``burn_in`` steps before each sequence, with the memory's state before the first of them.
+        """Returns the ``burn_in`` steps before each sequence, and the recurrent state before the first of them.
 
         Returns:
             observation and episode_start [T/L, N, burn_in, …], state [T/L, N, K, H], and exists [T/L, N]: false where
@@ -343,7 +347,7 @@ class RecurrentMixin(ActorCriticModule):
         }
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """One minibatch of sequences, [C, L, …]; the loss is over their steps."""
+        """Returns the loss over the steps of one minibatch of sequences, [C, L, …]."""
         policy, value, _ = self._evaluate(batch["observation"], self._first_state(batch), batch["episode_start"])
         apart = ("state", "episode_start", "burn_in", "counts")
         flat = {name: tree_map(lambda x: x.flatten(0, 1), x) for name, x in batch.items() if name not in apart}
@@ -364,7 +368,9 @@ class RecurrentMixin(ActorCriticModule):
         return algorithm.minibatch_loss(policy, value, batch)
 
     def _first_state(self, batch: dict[str, Any]) -> Tensor:
-        """The memory's state before each sequence: as it was, or as today's weights reach it over the burn-in."""
+        """Returns the recurrent state before each sequence: the stored one, or after a burn-in with the current
+        weights.
+        """
         if "burn_in" not in batch:
             return batch["state"]
         before = batch["burn_in"]

@@ -31,7 +31,7 @@ class RecurrentA2C(RecurrentMixin, A2C):
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
         normalize_advantage: whiten the advantages of each rollout.
-        use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Where ``optimizer`` is given, neither.
+        use_rms_prop: RMSprop with α 0.99; false: Adam with eps 1e-5. Ignored if ``optimizer`` is given.
         rms_prop_eps: RMSprop's eps.
         net_arch: hidden widths after the recurrent layers, for policy and value, or ``{"pi": [...], "vf": [...]}``;
             None: [64, 64], and none after a convolutional encoder.

@@ -165,7 +165,7 @@ class REINFORCE(ActorCriticModule):
         return reward_to_go
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
-        """The policy gradient as a loss, a scalar."""
+        """Returns the policy gradient as a loss, a scalar."""
         weight = batch["weight"]
         if self.normalize_advantage:
             weight = self.whiten(weight)

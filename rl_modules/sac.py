@@ -118,7 +118,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
     # ---------------------------------------------------------------- networks
 
     def check_spaces(self) -> None:
-        """Refuse actions that are no bounded Box of floats, and arguments of gSDE that can't be used.
+        """Refuses actions that are no bounded Box of floats, and arguments of gSDE that can't be used.
 
         Raises:
             UsageError: names the space and the algorithms that fit, or the argument.
@@ -157,7 +157,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         weights = super().weights_to_start_from(checkpoint)
         before = settings_before(self, checkpoint).get("ent_coef")
         if before is None:
-            # An earlier version left out what the constructor of a subclass had chosen.
+            # Checkpoints of an earlier version lack values that the constructor of a subclass chose.
             is_same = ("log_ent_coef" in weights) == self.learns_ent_coef
         else:
             is_same = parse_ent_coef(before) == parse_ent_coef(self.hparams["ent_coef"])
@@ -201,7 +201,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
         # For an action in s and one in s'.
         return (2, self.network.bounds.width)
 
-    # One compiled graph of both losses would be freed by the first one's gradient; their parts compile on their own.
+    # The first gradient would free a compiled graph of both losses, so their parts are compiled separately.
     @_disable_dynamo(recursive=False)
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         lists, network, ent_coef = self.lists, self.network, self.ent_coef

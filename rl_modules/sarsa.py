@@ -77,7 +77,7 @@ class SARSA(TabularControl):
         here, mask = split_mask(observation)
         masks = () if mask is None else (mask,)  # a subclass may know none
         action = self.choose(here, generator, deterministic, *masks)
-        # Another number of states is no step of the training environments.
+        # A different number of states means that this is not a step of the training environments.
         if self._next_action is not None and not deterministic and len(self._next_action[0]) == len(here):
             state, drawn = self._next_action
             taken = state == here.cpu()

@@ -19,8 +19,8 @@ CLIP_MEAN = 2.0
 class StateDependentPolicy(SquashedGaussianPolicy):
     """A Gaussian with mean μ(s) and variance z² σ², squashed by tanh; z are its last features, [B, H], σ is [H, A].
 
-    An update draws noise of its own for each row, from the same distribution; Stable-Baselines3 draws one matrix for
-    the minibatch.
+    An update draws separate noise for each row, from the same distribution; Stable-Baselines3 draws one matrix for the
+    minibatch.
 
     Args:
         observation_space: space of one observation.
@@ -63,7 +63,9 @@ class StateDependentPolicy(SquashedGaussianPolicy):
     def explore(
         self, observation: Any, matrices: NoiseMatrices, generator: torch.Generator | None = None
     ) -> Tensor | None:
-        """Actions in (-1, 1), [N, A], with the noise of a rollout; None where this is no step of its environments."""
+        """Returns actions in (-1, 1), [N, A], with a rollout's noise; None if this is not a step of its
+        environments.
+        """
         mean, features = self._mean_and_features(observation)
         noise = matrices.next(len(mean), self.log_std.exp(), generator)
         return None if noise is None else (mean + torch.bmm(features[:, None], noise)[:, 0]).tanh()

@@ -19,7 +19,7 @@ class NoiseMatrices:
     """The matrices that turn features into noise in one rollout, one per environment.
 
     Args:
-        sample_freq: steps after which new ones are drawn; -1: the rollout has one each.
+        sample_freq: steps after which new matrices are drawn; -1: once per rollout.
     """
 
     def __init__(self, sample_freq: int) -> None:
@@ -28,7 +28,7 @@ class NoiseMatrices:
         self.standard: Tensor | None = None
 
     def next(self, n: int, std: Tensor, generator: torch.Generator | None) -> Tensor | None:
-        """The matrices of the next step, [n, H, A]; None where this is no step of the rollout's environments.
+        """Returns the matrices of the next step, [n, H, A]; None if this is not a step of the rollout's environments.
 
         Args:
             n: number of rows.
@@ -49,8 +49,8 @@ class NoiseMatrices:
 class StateDependentGaussian(DiagGaussian):
     """The action distribution under gSDE: a ~ N(μ(s), z² σ²), where z are features of s, [B, H], and σ is [H, A].
 
-    Within a rollout the noise is zᵀE with E of entries N(0, σ²), drawn once for several steps; each step's action is
-    distributed as said. Elsewhere :meth:`sample` draws from that distribution.
+    Within a rollout the noise is zᵀE. The entries of E are N(0, σ²) and are drawn once for several steps; each step's
+    action has the distribution above. Elsewhere :meth:`sample` draws from that distribution.
 
     Args:
         mean: μ(s), [B, A].
@@ -65,7 +65,7 @@ class StateDependentGaussian(DiagGaussian):
         variance = features.square() @ std.square()
         super().__init__(mean, 0.5 * torch.log(variance + EPSILON))
         self.features, self.std = features.detach(), std.detach()
-        #: Of the rollout that is being collected; None: nobody collects one.
+        #: Matrices of the rollout that is being collected; None: no rollout is being collected.
         self.matrices: NoiseMatrices | None = None
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
@@ -82,7 +82,7 @@ class ExploringMixin:
 
     hparams: Any
     act: Any
-    #: Of the rollout that is being collected.
+    #: Matrices of the rollout that is being collected.
     noise_matrices: NoiseMatrices | None = None
 
     @property
@@ -91,7 +91,7 @@ class ExploringMixin:
         return bool(self.hparams.get("use_sde"))
 
     def check_sde(self, action_space: spaces.Space) -> None:
-        """Check the arguments of gSDE.
+        """Checks the arguments of gSDE.
 
         Raises:
             UsageError: names the one that can't be used.
@@ -111,11 +111,11 @@ class ExploringMixin:
                              "instead of network, or use_sde=False")  # fmt: skip
 
     def idle_without_sde(self) -> dict[str, str]:
-        """Returns the arguments of gSDE where it is off, as ``idle_arguments``."""
+        """Returns the arguments of gSDE if it is off, in the form of ``idle_arguments``."""
         return {} if self.uses_sde else {"sde_sample_freq": "while use_sde is false; set that to true"}
 
     def rollout_act(self) -> Callable[..., Any]:
-        """``act`` for one rollout, whose noise matrices it keeps."""
+        """Returns ``act`` with the noise matrices of one rollout."""
         if not self.uses_sde:
             return self.act
         matrices = NoiseMatrices(self.hparams["sde_sample_freq"])

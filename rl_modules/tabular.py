@@ -1,7 +1,7 @@
 """Base of control with a table of action values: Monte Carlo, SARSA and Q-learning.
 
-Nothing here is gradient descent: one batch is one rollout, whose transitions move their entries of the table one after
-the other, in order of time. With ``n_steps=1`` that is the textbook's update after every step.
+There is no gradient descent. One batch is one rollout; its transitions update their entries of the table one after the
+other, in order of time. With ``n_steps=1`` this is the textbook's update after every step.
 """
 
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ class TabularControl(ControlModule):
         unit_interval("exploration_fraction", exploration_fraction)
         unit_interval("exploration_initial_eps", exploration_initial_eps)
         unit_interval("exploration_final_eps", exploration_final_eps)
-        # The step size of a table is no optimizer's.
+        # A table has no optimizer, so the step size is not an optimizer's.
         self.learning_rate = None
         self.visit_exponent = _parse_visit_exponent(learning_rate)
         self.step_schedule = _parse_step_size(learning_rate) if self.visit_exponent is None else None
@@ -126,7 +126,7 @@ class TabularControl(ControlModule):
         self._generator.manual_seed(self._seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A generator can't be pickled: its state travels.
+        # A generator can't be pickled, so its state is stored instead.
         return {**super().__getstate__(), "_generator": self._generator.get_state(), "_model": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ class TabularControl(ControlModule):
         """The ε-greedy choice: [N] int64 from states [N]; without ``mask`` [N, A], with the last mask seen in the
         state.
         """
-        # NumPy: on a handful of numbers its calls cost a third of torch's.
+        # NumPy, because its calls on a few numbers take a third of the time of torch's.
         q = self.tables.q.numpy()[:, state.cpu().numpy()].mean(0)
         if mask is None and self.tables.allowed is not None:
             mask = self.tables.allowed[state.cpu()]
@@ -287,7 +287,9 @@ class TabularControl(ControlModule):
         self._log_exact("test")
 
     def _log_exact(self, prefix: str) -> None:
-        """The greedy policy's true expected return beside the best possible one, from the environment's own table."""
+        """Logs the greedy policy's exact expected return and the optimal one, from the environment's transition
+        table.
+        """
         if self._model is None:
             return
         metrics = {
@@ -321,7 +323,7 @@ def rows(batch: dict[str, Tensor], *names: str) -> Iterator[tuple]:
 
 
 def _parse_visit_exponent(learning_rate: float | str) -> float | None:
-    """The w of ``1/n^w``, 1 for ``1/n``, None for anything else."""
+    """Returns the w of ``1/n^w``, 1 for ``1/n``, None for anything else."""
     if learning_rate == "1/n":
         return 1.0
     try:

@@ -134,7 +134,7 @@ class TD3(OffPolicyActorCritic):
         return (action + noise).clamp(-1.0, 1.0)
 
     def td_target(self, batch: dict[str, Any]) -> Tensor:
-        """The regression target of the critics, [B]."""
+        """Returns the regression target of the critics, [B]."""
         next_q = self.target_network.critics(batch["next_observation"], self.target_action(batch))[..., 0].amin(0)
         return batch["reward"] + batch["discount"] * torch.where(batch["terminated"], 0.0, next_q)
 

@@ -130,9 +130,9 @@ class TRPO(ActorCriticModule):
         self.batch_size = at_least("batch_size", batch_size)
         #: Line searches of this run that found no step.
         self.rejected_updates = 0
-        # What this rank's mean is multiplied by; 1 where all ranks have as many transitions.
+        # Factor on this rank's mean; 1 if all ranks have equally many transitions.
         self._weight = 1.0
-        # Where the critic's minibatches come from; drawn with the weights, so that it follows the datamodule's seed.
+        # Seed of the critic's minibatches; drawn with the weights, so that it depends on the datamodule's seed.
         self._shuffler_seed = 0
         self._shuffler: torch.Generator | None = None
 
@@ -217,7 +217,7 @@ class TRPO(ActorCriticModule):
         fisher = self.fisher_product(old.kl(policy).mean(), parameters)
         direction = F.conjugate_gradient(fisher, gradient, self.cg_max_steps)
         curvature = direction.dot(fisher(direction))
-        # No gradient, no direction: the step is 0 and will be rejected, for it improves nothing.
+        # Without a gradient the step is 0; the line search rejects it, because it improves nothing.
         length = torch.where(curvature > 0, (2 * self.target_kl / curvature).sqrt(), 0.0)
         found = self.line_search(length * direction, parameters, old, surrogate, batch)
         self.rejected_updates += int(not found["is_line_search_success"])
@@ -286,7 +286,7 @@ class TRPO(ActorCriticModule):
         hooks = GradientHooks(self.trainer)
         parameters = [p for p in self.trainable_parameters() if p.requires_grad]
         returns = batch["returns"]
-        # Rows of all fields are cut out for a subclass's `value_loss` alone; the inherited one reads the returns.
+        # A subclass's `value_loss` gets the rows of all fields; the inherited one reads only the returns.
         reads_all = type(self).value_loss is not ActorCriticModule.value_loss
         fields = batch if reads_all else {"observation": batch["observation"], "returns": returns}
         losses = []
@@ -294,7 +294,7 @@ class TRPO(ActorCriticModule):
             order = torch.randperm(len(returns), generator=self.shuffler).to(returns.device)
             for chunk in self._minibatches(order):
                 self._weight = self.rank_weight(len(chunk))
-                # A mean over no row is NaN, which a weight of 0 does not remove: any row serves.
+                # A mean over no rows is NaN, even with a weight of 0, so an arbitrary row is used.
                 rows = chunk if len(chunk) else order[:1]
                 minibatch = tree_map(lambda x: x[rows], fields)  # noqa: B023
                 loss = self.value_loss(self.state_value(minibatch["observation"]), minibatch)
@@ -360,8 +360,8 @@ class TRPO(ActorCriticModule):
         return self.trainer.strategy.reduce(x * self._weight, reduce_op="mean")
 
     def _minibatches(self, order: Tensor) -> Sequence[Tensor]:
-        """The critic's minibatches: as many on every process, which would otherwise wait for each other for ever. One
-        is empty where this rank has fewer transitions than another has minibatches.
+        """Returns the critic's minibatches, equally many on every process, because the processes would otherwise
+        deadlock. A minibatch is empty if this rank has fewer transitions than another has minibatches.
         """
         if self._is_alone or not self.source.ranks_differ_in_size:
             return order.split(self.batch_size)
@@ -385,7 +385,7 @@ class TRPO(ActorCriticModule):
 
 
 def _gradient(scalar: Tensor, parameters: Sequence[Tensor], **options: Any) -> Tensor:
-    """One number per parameter; 0 for those that the scalar does not depend on: no step moves them."""
+    """Returns the gradient as one vector; 0 for parameters that the scalar does not depend on, which no step moves."""
     found = torch.autograd.grad(scalar, parameters, allow_unused=True, materialize_grads=True, **options)
     return torch.cat([tensor.reshape(-1) for tensor in found])
 

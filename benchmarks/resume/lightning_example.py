@@ -82,7 +82,7 @@ class Lightning:
 
     @staticmethod
     def _last(folder: Path, trace: Trace) -> Path | None:
-        """The newest checkpoint that can be read."""
+        """Returns the newest checkpoint that can be read."""
         for path in sorted(folder.glob("checkpoints/*.ckpt"), key=lambda path: -path.stat().st_mtime):
             try:
                 torch.load(path, weights_only=True)

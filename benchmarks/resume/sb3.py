@@ -94,7 +94,7 @@ class StableBaselines3:
         return model.policy.state_dict()
 
     def _resumed(self, folder: Path, env: Any, trace: Trace) -> Any:
-        """The newest checkpoint that loads."""
+        """Returns the newest checkpoint that loads."""
         found = {int(re.search(r"model_(\d+)_", path.name)[1]): path for path in folder.glob("models/*_steps.zip")}
         for steps in sorted(found, reverse=True):
             try:

@@ -35,7 +35,7 @@ class Trace:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, kind: str, *values: Any) -> None:
-        """Append an event.
+        """Appends an event.
 
         Args:
             kind: ``collected`` (units the run's counter counts), ``used`` (units in an update), ``lost`` (number of

@@ -33,7 +33,7 @@ class Recorder(TrainerCallback):
 
 
 def recorded(cls: Any, trace: Trace) -> Any:
-    """The trainer class, writing each row of a batch to the trace when its loss is computed."""
+    """Returns the trainer class, writing each row of a batch to the trace when its loss is computed."""
 
     class Recorded(cls):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **others: Any) -> Any:
@@ -49,7 +49,7 @@ def recorded(cls: Any, trace: Trace) -> Any:
 
 
 def short(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
-    """A reward that differs between completions."""
+    """Returns rewards that differ between completions."""
     return [sum(map(ord, text)) % 101 / 101 for text in completions]
 
 

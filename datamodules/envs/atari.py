@@ -1,4 +1,4 @@
-"""What Atari games need beyond Gymnasium's own wrappers."""
+"""Wrappers for Atari games that Gymnasium lacks."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class EpisodicLife(gym.Wrapper):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.continues_game = not self.begins_anew
         if self.continues_game:
-            # Nobody acts in the step between two lives.
+            # The policy takes no action in the step between two lives.
             observation, _, terminated, truncated, info = self.env.step(0)
             if terminated or truncated:
                 self.continues_game = False

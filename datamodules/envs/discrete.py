@@ -43,7 +43,7 @@ class FlattenDiscrete(gym.ObservationWrapper, gym.utils.RecordConstructorArgs):
         self.observation_space = spaces.Discrete(combinations)
 
     def observation(self, observation: Any) -> int:
-        """The number of one combination."""
+        """Returns the number of one combination."""
         number = 0
         for part, size, start in zip(observation, self._sizes, self._starts, strict=True):
             number = number * size + int(part) - start

@@ -10,7 +10,7 @@ from rl_modules.common.errors import UsageError
 
 
 def episode_seed(stream: int, episode: int) -> int:
-    """The seed of one episode: a function of its environment's stream and its number, nothing else."""
+    """Returns the seed of one episode: a function of its environment's stream and its number, nothing else."""
     return int(np.random.SeedSequence([stream, episode]).generate_state(1)[0])
 
 
@@ -22,12 +22,12 @@ class SeededEpisodes(gym.Wrapper):
     actions; setting it repeats the episode up to there. Both work through the vector environments' ``get_attr`` and
     ``set_attr``, in this process or in others.
 
-    An asynchronous vector that resets in the step after an episode's end remembers the end in its workers, where nobody
-    can set it. A state with ``resets_next`` true therefore has the next ``step`` reset, once.
+    An asynchronous vector that resets in the step after an episode's end stores the end in its workers, where it can't
+    be set from outside. A state with ``resets_next`` true therefore makes the next ``step`` reset, once.
 
-    Where a wrapper has the attributes of :class:`~datamodules.envs.atari.EpisodicLife`, an episode may go on in the
-    game of the one before. ``episode_state`` then holds the whole game: the number of its first episode, all actions,
-    and after how many of them it was reset.
+    If a wrapper has the attributes of :class:`~datamodules.envs.atari.EpisodicLife`, an episode may continue the game
+    of the previous one. ``episode_state`` then holds the whole game: the number of its first episode, all actions, and
+    the numbers of actions after which it was reset.
     """
 
     def __init__(self, env: gym.Env) -> None:

@@ -1,4 +1,4 @@
-"""A vector environment that the user made: which arguments of single environments it does not follow."""
+"""Checks of a vector environment that the user made."""
 
 import inspect
 from typing import Any
@@ -9,20 +9,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from datamodules.envs.masks import unread_masks
 from rl_modules.common.errors import UsageError
 
-#: Arguments of which a vector has its own, with their defaults.
+#: Arguments that a vector defines itself, with their defaults.
 _USUAL = {"vectorization_mode": "sync", "autoreset_mode": "same_step"}
 
 
 def check_vector(envs: VectorEnv, data: Any) -> None:
-    """Says which arguments of single environments a vector does not follow, which of its masks nobody reads, and when
-    it is taken to reset.
+    """Warns of arguments of single environments that a vector ignores, of masks that are not read, and of an assumed
+    autoreset mode.
 
     Args:
         envs: the vector.
         data: the control datamodule that steps it.
 
     Raises:
-        UsageError: ``env_kwargs`` for a vector that is made already, or no known way of resetting.
+        UsageError: ``env_kwargs`` for a vector that is made already, or an unknown autoreset mode.
     """
     given, name = data.hparams, data.env_name
     if data.environments.is_one_vector and data.env_kwargs:

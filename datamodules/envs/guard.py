@@ -11,7 +11,7 @@ from rl_modules.common.spaces import tree_leaves
 
 
 def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoReturn:
-    """Translate an exception of a vector environment's ``reset`` or ``step``.
+    """Converts an exception of a vector environment's ``reset`` or ``step`` to one sentence.
 
     Raises:
         UsageError: names the process that died instead of its broken pipe, or the line that raised.
@@ -42,7 +42,7 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
 
 
 def require_final(name: str, info: dict[str, Any]) -> Any:
-    """The final observations of the episodes that ended in a step in which the vector reset.
+    """Returns the final observations of the episodes that ended in a step in which the vector reset.
 
     Raises:
         UsageError: its infos have none.
@@ -97,7 +97,7 @@ def _end(envs: VectorEnv, processes: list[Any]) -> None:
 
 
 def require_finite(name: str, observations: Any, reward: np.ndarray, finals: list[tuple[int, int, Any]]) -> None:
-    """Refuse experience that would poison the network.
+    """Refuses NaN and infinite values, which would make the network's weights NaN.
 
     Args:
         name: the environment's.
@@ -121,7 +121,7 @@ def require_finite(name: str, observations: Any, reward: np.ndarray, finals: lis
 
 
 def require_finite_evaluation(name: str, what: str, values: Any) -> None:
-    """Refuse a step of an evaluation whose mean return would be NaN, or in which no policy can act.
+    """Refuses a step of an evaluation with a NaN or infinite reward or observation.
 
     Args:
         name: the environment's.

@@ -1,4 +1,4 @@
-"""A task of many actions of which each state allows a few."""
+"""A task with many actions, of which each state allows a few."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where environments say which actions they allow, and the wrappers that put it into the observation or take it out."""
+"""Detection of environments' action masks, and wrappers that add masks to observations or remove them."""
 
 import contextlib
 from typing import Any
@@ -12,15 +12,15 @@ from gymnasium.vector.utils import batch_space
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, choices, join_mask, mask_size, split_mask, split_space
 
-#: In place of a source of masks: the observation has one, and it is taken out.
+#: Value instead of a source of masks: the observation's mask is removed.
 IGNORED = "ignored"
 
 
 def mask_source(env: gym.Env) -> str | None:
-    """Where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it gives none.
+    """Returns where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it has none.
 
-    The infos are known only after a reset, which happens on the layer below Gymnasium's own wrappers: a recorder among
-    them must not take it for an episode.
+    The infos are known only after a reset. The reset is called below Gymnasium's own wrappers, so that a recorder among
+    them does not record it as an episode.
 
     Raises:
         UsageError: masks of another size than the action space.
@@ -47,7 +47,7 @@ def mask_source(env: gym.Env) -> str | None:
 
 
 def has_mask(env: gym.Env | VectorEnv) -> bool:
-    """Whether the environment's observation, or that of each of a vector's, contains a mask."""
+    """Returns whether the environment's observation, or that of each of a vector's, contains a mask."""
     if isinstance(env, VectorEnv):
         return split_space(env.single_observation_space, env.single_action_space)[1]
     return split_space(env.observation_space, env.action_space)[1]
@@ -70,7 +70,7 @@ def unread_masks(envs: VectorEnv) -> str | None:
 
 
 def with_source(env: gym.Env, source: str) -> gym.Env:
-    """The environment with its masks from ``source``, or without them if that is :data:`IGNORED`."""
+    """Returns the environment with its masks from ``source``, or without them if that is :data:`IGNORED`."""
     return WithoutMasks(env) if source == IGNORED else ActionMasks(env, source)
 
 
@@ -111,7 +111,7 @@ class VectorWithoutMasks(VectorWrapper):
 
 
 class ActionMasks(gym.Wrapper):
-    """Puts the mask of each state beside its observation: ``{"observation": ..., "action_mask": uint8}``.
+    """Adds the mask of each state to its observation: ``{"observation": ..., "action_mask": uint8}``.
 
     Args:
         env: environment with masks; a Dict observation keeps its keys and gets one more.

@@ -1,4 +1,4 @@
-"""A maze drawn as text, small enough to write its whole value table on paper."""
+"""A small maze that is defined by text, for tabular algorithms."""
 
 import inspect
 from typing import Any
@@ -71,7 +71,7 @@ class Maze(gym.Env):
     def _outcome(self, state: int, action: int, rewards: dict[str, float]) -> tuple[float, int, float, bool]:
         cells = self.desc.ravel()
         if cells[state] in ("G", "T", "#"):
-            # Nobody acts here; FrozenLake's table says it the same way.
+            # No action is taken here; FrozenLake's table has the same form.
             return 1.0, state, 0.0, True
         row, column = divmod(state, self.shape[1])
         row, column = row + MOVES[action][0], column + MOVES[action][1]
@@ -113,7 +113,7 @@ class Maze(gym.Env):
 
 
 def _parse(layout: str) -> np.ndarray:
-    """The layout as an array [rows, columns] of single characters."""
+    """Returns the layout as an array [rows, columns] of single characters."""
     lines = [line.rstrip() for line in inspect.cleandoc(layout).split("\n")]
     legend = ", ".join(f"{character!r} {meaning}" for character, meaning in CHARACTERS.items())
     for number, line in enumerate(lines, 1):

@@ -12,7 +12,7 @@ from torch import Tensor
 from datamodules.envs.episodes import SeededEpisodes
 from rl_modules import functional as F
 
-#: Wrappers that change neither what happens nor what is seen of it.
+#: Wrappers that change neither transitions nor observations nor rewards.
 _TRANSPARENT = (
     SeededEpisodes,
     wrappers.OrderEnforcing,
@@ -29,16 +29,16 @@ _MOST_BYTES = 2 * 1024**3
 class TransitionModel:
     """A known Markov decision process.
 
-    The end of an episode is one more state, the last, in which nothing happens any more; so S is the environment's
-    number of states plus 1.
+    The end of an episode is an additional absorbing state, the last one, so S is the environment's number of states
+    plus 1.
 
     Args:
         transition: P(s'|s, a), [S, A, S] float64.
         reward: expected r(s, a), [S, A] float64.
         start: distribution of the first state, [S] float64.
-        horizon: the environment's time limit in steps; None: episodes end by themselves alone.
-        cells: rows of a grid world's letters, one cell per state, ``S`` start, ``G`` end, ``#`` nobody gets there, or
-            whatever the environment's own map says; None: no grid.
+        horizon: the environment's time limit in steps; None: no limit.
+        cells: rows of a grid world's letters, one cell per state: ``S`` start, ``G`` end, ``#`` unreachable, or those
+            of the environment's own map; None: no grid.
     """
 
     transition: Tensor
@@ -53,7 +53,7 @@ class TransitionModel:
         return len(self.reward) - 1
 
     def expected_return(self, policy: Tensor) -> float:
-        """The exact mean of an episode's undiscounted return, within the time limit where there is one.
+        """Returns the exact mean of an episode's undiscounted return, within the time limit if there is one.
 
         Args:
             policy: π(a|s) of the environment's states, [states, A].
@@ -82,7 +82,7 @@ class TransitionModel:
         forever = torch.ones(len(self.reward), dtype=torch.bool)
         forever[-1] = False
         while True:
-            # A state stays in the set while some action leads nowhere but into the set.
+            # A state stays in the set while some action leads only to states of the set.
             outside = self.transition[:, :, ~forever].sum(-1)
             smaller = forever & (outside <= 0).any(-1)
             if torch.equal(smaller, forever):
@@ -91,7 +91,7 @@ class TransitionModel:
         return bool((forever & self.reachable()).any())
 
     def reachable(self) -> Tensor:
-        """Where some policy gets to, [S] bool."""
+        """Returns the states that some policy reaches, [S] bool."""
         reached = self.start > 0
         leads_to = (self.transition > 0).any(1)
         while True:
@@ -107,7 +107,7 @@ class TransitionModel:
 
 
 def transition_model(env: gym.Env) -> TransitionModel | None:
-    """Read an environment's table ``env.unwrapped.P``, as FrozenLake, CliffWalking, Taxi and Maze have one.
+    """Reads an environment's table ``env.unwrapped.P``, as FrozenLake, CliffWalking, Taxi and Maze have one.
 
     ``P[s][a]`` is a list of (probability, s', reward, terminated); ``initial_state_distrib`` says where episodes
     start. The horizon is the shortest TimeLimit among the wrappers.

@@ -13,9 +13,9 @@ from rl_modules.common.spaces import space_brief
 class EnvPoolVector(VectorEnv):
     """N environments of one of EnvPool's engines, written in C++.
 
-    EnvPool resets in the step after an episode's end, whose action and reward count for nothing; the final observation
-    is what the last step of the episode returned. Its seeds are fixed when the engine is made: ``reset(seed=…)`` makes
-    a new one. The running episodes can't be read from it, nor restored.
+    EnvPool resets in the step after an episode's end, whose action and reward are ignored; the last step of the episode
+    returns the final observation. Its seeds are fixed when the engine is made: ``reset(seed=…)`` makes a new one. The
+    running episodes can't be read from it, nor restored.
 
     Args:
         env_id: an id that EnvPool and Gymnasium both know.
@@ -48,7 +48,7 @@ class EnvPoolVector(VectorEnv):
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
     def require_spaces(self, env: gym.Env) -> None:
-        """Refuse an engine whose spaces differ from those of the environment that evaluation uses.
+        """Refuses an engine whose spaces differ from those of the environment that evaluation uses.
 
         Raises:
             UsageError: names both.
@@ -74,7 +74,7 @@ class EnvPoolVector(VectorEnv):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         *step, info = self._pool.step(np.asarray(actions))
-        # Beside one value of each environment there is what EnvPool numbers its environments and players by.
+        # Besides one value of each environment, the infos have EnvPool's numbers of environments and players.
         infos = {name: x for name, x in info.items() if np.shape(x)[:1] == (self.num_envs,) and name != "env_id"}
         return *step, infos
 

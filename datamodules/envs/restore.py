@@ -13,7 +13,7 @@ from rl_modules.common.spaces import observation_arrays, tree_leaves
 
 
 def has_episodes(envs: VectorEnv) -> bool:
-    """Whether the vector consists of single environments that know their episodes; an engine's do not."""
+    """Returns whether the vector consists of single environments that know their episodes; an engine's do not."""
     if not hasattr(envs, "get_attr"):
         return False
     with contextlib.suppress(Exception):
@@ -43,7 +43,7 @@ def episode_states_or_none(envs: Any) -> list[dict[str, Any]] | None:
 def repeat_episodes(
     envs: Any, episodes: list[dict[str, Any]], space: spaces.Space, reached: Any, resets_next: np.ndarray
 ) -> np.ndarray:
-    """Repeat every running episode up to where it was.
+    """Repeats every running episode up to its last step.
 
     Args:
         envs: a freshly reset vector.
@@ -67,7 +67,7 @@ def repeat_episodes(
 
 
 def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
-    """Go to the beginning of running episodes, without repeating their actions.
+    """Resets environments to the beginning of running episodes, without repeating their actions.
 
     Args:
         envs: a freshly reset vector.
@@ -83,7 +83,7 @@ def place_episodes(envs: Any, episodes: list[dict[str, Any]]) -> None:
 
 
 def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> dict[int, Any]:
-    """Begin the next episode in the chosen environments; returns their first observations by index."""
+    """Begins the next episode in the chosen environments; returns their first observations by index."""
     states = envs.get_attr("episode_state")
     begun: dict[str, Any] = {"actions": [], "resets": [], "resets_next": False}
     fresh = [{**s, "episode": s["episode"] + 1 + len(s.get("resets", ())), **begun} if w else s

@@ -12,7 +12,7 @@ from rl_modules.common.spaces import tree_leaves
 
 
 def returns_tensors(envs: VectorEnv, seed: int) -> bool:
-    """Whether the observations of a vector are tensors; its episodes begin anew."""
+    """Returns whether the observations of a vector are tensors; resets the vector."""
     observation: Any = envs.reset(seed=seed)[0]
     while isinstance(observation, dict | tuple):
         observation = next(iter(observation.values() if isinstance(observation, dict) else observation))
@@ -88,7 +88,7 @@ class AsArrays(VectorWrapper):
 
 
 def rows_of(batch: Any, n: int) -> list[Any]:
-    """The observations of each environment, from their batch."""
+    """Returns the observations of each environment, from their batch."""
     if isinstance(batch, dict):
         parts = {name: rows_of(part, n) for name, part in batch.items()}
         return [{name: part[i] for name, part in parts.items()} for i in range(n)]

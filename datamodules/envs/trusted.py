@@ -1,4 +1,4 @@
-"""Environments and wrappers that a checkpoint may name: others would import a module and call what is in it."""
+"""Environments and wrappers that a checkpoint may name; others would import a module and call code in it."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from datamodules.envs.masks import IGNORED, VectorWithoutMasks, with_source
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
-#: Which extra of this project brings what an environment's import asks for.
+#: Extras of this project, by the package that an environment imports.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
 
 AUTORESET = {
@@ -32,7 +32,7 @@ EnvId = str | Callable[..., gym.Env | VectorEnv] | VectorEnv
 
 
 def environment_name(env_id: EnvId) -> str:
-    """The environment's name in checkpoints and logs.
+    """Returns the environment's name in checkpoints and logs.
 
     Raises:
         UsageError: a single environment, which can't be made again for other seeds and evaluation.
@@ -134,7 +134,7 @@ _GAMES = ("Pong", "Breakout", "SpaceInvaders", "Seaquest", "Qbert", "BeamRider",
 
 
 def _remedy(name: str) -> str:
-    """The clause that says how an environment that Gymnasium has not becomes known."""
+    """Returns a clause that says how to register an environment that Gymnasium does not know."""
     if re.search(r"NoFrameskip|Deterministic-v|-ram", name) or name.partition("-v")[0] in _GAMES:
         game = re.split(r"NoFrameskip|Deterministic|-ram|-v", name)[0]
         return f"; Atari games are called ALE/{game}-v5 (configs/ppo/pong.yaml has the usual wrappers)"
@@ -177,7 +177,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
 
 
 def _register_games(env_id: str) -> None:
-    """Import ale_py, which registers Atari's games.
+    """Imports ale_py, which registers Atari's games.
 
     Raises:
         UsageError: it is not installed.
@@ -197,7 +197,7 @@ def _make_pool(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vector
     envs = EnvPoolVector(env_id, n_envs, env_kwargs)
     if env_id.startswith("ALE/"):
         return envs  # its pictures are those after preprocessing, which the datamodule compares
-    # What only the engine understands, such as num_threads, is nothing to Gymnasium.
+    # Arguments that only the engine has, such as num_threads, are not passed to Gymnasium.
     example = gym.make(env_id, disable_env_checker=True)
     envs.require_spaces(example)
     example.close()
@@ -224,7 +224,7 @@ def _make_engine(env_id: EnvId, n_envs: int, env_kwargs: dict[str, Any]) -> Vect
 
 
 def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
-    """The callable that ``package.module:name`` names; None for Gymnasium ids, ``module:Id-v0`` included."""
+    """Returns the callable that ``package.module:name`` names; None for Gymnasium ids, ``module:Id-v0`` included."""
     if not isinstance(env_id, str):
         return env_id
     module, _, attribute = env_id.partition(":")

@@ -35,5 +35,5 @@ class MaskVelocity(gym.ObservationWrapper, gym.utils.RecordConstructorArgs):
         self._kept[VELOCITIES[name]] = 0
 
     def observation(self, observation: np.ndarray) -> np.ndarray:
-        """The observation without velocities."""
+        """Returns the observation without velocities."""
         return observation * self._kept

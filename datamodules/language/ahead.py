@@ -14,7 +14,7 @@ Write = Callable[[int], Completions]
 
 @dataclass
 class _Round:
-    """Prompts that have been taken from the stream, and their completions when they are there."""
+    """Prompts that were taken from the stream, and their completions once they are written."""
 
     first: int
     written: Completions | None = None
@@ -27,7 +27,7 @@ class _Round:
 
 
 class WrittenAhead:
-    """A queue of rounds, which one thread writes in turn, or which are written when they are asked for.
+    """A queue of rounds, which one thread writes in turn, or which are written on request.
 
     A checkpoint holds the completions of the rounds that are finished, and the prompts of those that are not, which
     are written again: no prompt is left out or used twice.
@@ -56,7 +56,7 @@ class WrittenAhead:
         self.start()
 
     def start(self) -> None:
-        """Have all rounds written that are neither written nor under way, as after a resume."""
+        """Starts the writing of all rounds that have not begun, as after a resume."""
         for waiting in self._rounds:
             if waiting.written is None and waiting.future is None:
                 if not self.in_thread:
@@ -67,7 +67,7 @@ class WrittenAhead:
                 waiting.future = self._pool.submit(self._write, waiting.first)
 
     def take(self) -> tuple[int, Completions]:
-        """Wait for the first round, and take it out of the queue.
+        """Waits for the first round, and takes it out of the queue.
 
         Returns:
             The place of its first prompt in the stream, and its completions.
@@ -76,18 +76,18 @@ class WrittenAhead:
         return self._rounds.popleft().first, found
 
     def stop(self) -> None:
-        """End the thread after the round under way, without waiting for it; the others stay in the queue."""
+        """Ends the thread after the current round, without waiting for it; the others stay in the queue."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
 
     def clear(self) -> None:
-        """Forget all rounds."""
+        """Forgets all rounds."""
         self.stop()
         self._rounds.clear()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The rounds as plain data."""
+        """Returns the rounds as plain data."""
         state = []
         for found in self._rounds:
             written = found.written or _finished(found.future)
@@ -108,7 +108,7 @@ class WrittenAhead:
 
 
 def _finished(future: "Future[Completions] | None") -> Completions | None:
-    """What a round's thread has written; None where it has not, or has failed."""
+    """Returns the completions of a round's thread; None if it has not finished, or has failed."""
     if future is None or not future.done() or future.cancelled() or future.exception() is not None:
         return None
     return future.result()

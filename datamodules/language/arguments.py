@@ -1,4 +1,4 @@
-"""Which arguments of the language datamodules exclude each other."""
+"""Checks of the language datamodules' arguments, some of which exclude each other."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _LEAST = {"batch_size": 1, "streaming_buffer": 1, "eval_num_generations": 1, "ev
 
 
 def check_arguments(hp: Any) -> None:
-    """Refuses arguments out of range, and those that would do nothing beside the others; whole numbers become ``int``.
+    """Refuses arguments out of range, and those without effect with the others; converts whole numbers to ``int``.
 
     Ranges that all datamodules share are checked by :func:`~rl_modules.common.ranges.check_ranges`.
 
@@ -49,7 +49,7 @@ def check_arguments(hp: Any) -> None:
 
 
 def named_functions(value: Any) -> Any:
-    """Reward functions as a checkpoint may hold them: a function, which is code, by its import path.
+    """Replaces reward functions, which are code, by their import paths, which a checkpoint may hold.
 
     Args:
         value: of ``reward_funcs``.

@@ -163,7 +163,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self._passes = EndlessOrder(self.seed)
         self._encoder: TextEncoder | None = None
         self._warned_of_ends = self._warned_of_texts = False
-        # What the records were encoded with; None: there are none yet.
+        # Settings with which the records were encoded; None: there are no records yet.
         self._encoding: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- records and tokens
@@ -204,7 +204,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self._encoding = None
 
     def open_stream(self) -> RecordStream:
-        """The training records, read as they are needed."""
+        """Returns the training records, read as they are needed."""
         hp: Any = self.hparams
         rows = open_stream(hp.path, self.dataset_object or hp.dataset, hp.dataset_config, hp.dataset_split)
 
@@ -224,12 +224,12 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """Returns how many records :meth:`encode` makes of a streamed row that it does not leave out.
 
         Args:
-            records: those of the source, before they are encoded; they are read when they are asked for.
+            records: those of the source before encoding; an iterator that reads on demand.
         """
         return 1
 
     def load_split(self, split: str, n: int | None) -> list[Record]:
-        """The ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""
+        """Returns the ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""
         hp: Any = self.hparams
         training = split == "train"
         if not training and hp.eval_path is not None:
@@ -258,7 +258,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return encoded
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Bring a row of a file or dataset into the form of a record, before its columns are checked.
+        """Converts a row of a file or dataset to the form of a record, before its columns are checked.
 
         Args:
             row: its columns, renamed as ``columns`` says.
@@ -268,12 +268,12 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def source(self) -> str:
-        """Where the records come from, for messages and names: the task's, file's or dataset's name."""
+        """Name of the records' source, for messages and names: the task, file or dataset."""
         hp: Any = self.hparams
         return next(str(value) for value in (hp.task, hp.path, hp.dataset) if value is not None)
 
     def encode(self, records: list[Record]) -> list[Record]:
-        """Add token ids to records; prompts that the model can't take are refused, or dropped."""
+        """Adds token ids to records; prompts that the model can't take are refused, or dropped."""
         prompts = self.encode_prompts([record["prompt"] for record in records], records)
         for i, ids in enumerate(prompts):
             if not ids:
@@ -286,7 +286,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def encoder(self) -> TextEncoder:
-        """What turns texts and messages into the policy's tokens."""
+        """The encoder of texts and messages to the policy's tokens."""
         hp: Any = self.hparams
         tokenizer = self.policy.tokenizer
         if self._encoder is None or self._encoder.tokenizer is not tokenizer:
@@ -312,7 +312,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def writer(self) -> WritingLearner:
-        """The same module as what writes completions."""
+        """The same module, as a writer of completions."""
         return cast(WritingLearner, self.policy)
 
     @property
@@ -330,7 +330,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return self.trainer.accumulate_grad_batches if self.trainer is not None else 1
 
     def training_loader(self, steps: int, micro_batches: Callable[[], Iterator[Batch]]) -> LazyLoader:
-        """A loader of as many optimizer steps, each in ``trainer.accumulate_grad_batches`` micro-batches.
+        """Returns a loader of as many optimizer steps, each in ``trainer.accumulate_grad_batches`` micro-batches.
 
         Args:
             steps: of an epoch.
@@ -355,7 +355,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return self._passes.at(position, len(self.train_records))
 
     def record(self, position: int) -> Record:
-        """The training record at a position of the endless shuffled stream, the same on every rank."""
+        """Returns the training record at a position of the endless shuffled stream, the same on every rank."""
         return self.train_records[self.record_at(position)] if self.stream is None else self.stream[position]
 
     @property
@@ -367,7 +367,9 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether there are held-out records: a task makes them, a file or dataset needs an argument for them."""
+        """Whether there are held-out records. A task makes them; a file or dataset needs an argument that names
+        them.
+        """
         hp: Any = self.hparams
         return bool(hp.n_eval) and (hp.task is not None or hp.eval_path is not None or bool(hp.eval_steps))
 
@@ -435,7 +437,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         settings = {"temperature": hp.eval_temperature, "top_p": hp.eval_top_p}
         if hp.eval_max_completion_length is not None:
             settings["max_completion_length"] = hp.eval_max_completion_length
-        # A prompt's seeds depend on its number alone: not on the rank, nor on its neighbours.
+        # A prompt's seeds depend only on its number, not on the rank or on its neighbours.
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
         prompts = [record["prompt_ids"] for record in records]
         early = self.early_rewards(records, k)
@@ -448,7 +450,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return {**scored, **texts, "logged": self.rewards.take_logged()}
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
-        """What computes rewards while completions are written; None without ``reward_overlap``."""
+        """Returns the object that computes rewards while completions are written; None without ``reward_overlap``."""
         if not self.hparams["reward_overlap"] or not len(self.rewards):
             return None
         self._ready_rewards()
@@ -456,7 +458,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         return self._scoring
 
     def on_exception(self, exception: BaseException) -> None:
-        # Lightning calls no `teardown` then, and the process would not end before every call that waits has been made.
+        # Lightning does not call `teardown` then, and the process would not end before all waiting calls.
         if self._scoring is not None:
             self._scoring.stop()
             self._scoring = None
@@ -465,7 +467,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None
     ) -> Batch:
-        """Decode completions and score them.
+        """Decodes completions and scores them.
 
         Args:
             records: P, one per prompt.

@@ -1,4 +1,4 @@
-"""Conversations of several turns as records: the messages, and the prompt that stands before the first answer."""
+"""Conversations of several turns as records: the messages, and the prompt before the first answer."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ Record = dict[str, Any]
 
 
 def as_conversation(row: Record, place: str) -> Record:
-    """A row with ``messages``, or with messages as its completion, as a conversation; any other comes back as it is.
+    """Converts a row with ``messages``, or with messages as its completion, to a conversation; returns others
+    unchanged.
 
     Args:
         row: the columns of a file's or dataset's row.

@@ -1,4 +1,4 @@
-"""CSV files, whose cells are read as the texts that they are."""
+"""CSV files, whose cells are read as texts."""
 
 import csv
 import re
@@ -9,10 +9,10 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def options_of_texts(file: str | Path) -> dict[str, Any]:
-    """Settings under which ``datasets`` reads each cell of a csv file as it is written.
+    """Returns settings with which ``datasets`` reads each cell of a csv file as text.
 
-    By itself it takes a column of numbers for numbers, 007 for 7 and 1.50 for 1.5, and an empty cell,
-    NA or null for nothing.
+    By default it converts a column of numbers (007 to 7 and 1.50 to 1.5), and reads an empty cell, NA or null as
+    missing.
 
     Args:
         file: the first of the files, whose header names the columns.
@@ -27,7 +27,7 @@ def options_of_texts(file: str | Path) -> dict[str, Any]:
 
 
 def _header(file: str | Path) -> list[str]:
-    """The names of a csv file's columns.
+    """Returns the names of a csv file's columns.
 
     Raises:
         ValueError: the first row has more cells than names: pandas takes the first cells for an index then, and gives
@@ -60,7 +60,7 @@ def _require_whole_rows(file: Path, names: list[str]) -> None:
 
 
 def options_of_folder(name: str, config: str | None) -> dict[str, Any]:
-    """The same for a directory, where it holds csv files; nothing for another.
+    """Returns the same for a directory of csv files; an empty dictionary for other directories.
 
     Args:
         name: the directory.
@@ -79,7 +79,7 @@ def options_of_folder(name: str, config: str | None) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> Any:
-    """The number or truth value that a text spells, None for an empty one; any other value as it is."""
+    """Returns the number or truth value that a text spells, None for an empty one; any other value as it is."""
     if not isinstance(value, str):
         return value
     text = value.strip()

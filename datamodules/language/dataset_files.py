@@ -1,4 +1,4 @@
-"""Reading of what the library ``datasets`` reads: hub datasets, saved ones, and parquet, arrow, csv and json files."""
+"""Reading of data by the library ``datasets``: hub datasets, saved ones, and parquet, arrow, csv and json files."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ _SLICE = re.compile(r"([^\[\]]+?)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is parquet (by its first bytes: names vary), arrow or csv."""
+    """Returns whether a file is parquet (by its first bytes: names vary), arrow or csv."""
     if path.suffix in (".csv", ".arrow", ".parquet"):
         return True
     with path.open("rb") as file:
@@ -19,7 +19,7 @@ def is_table(path: Path) -> bool:
 
 
 def describe_dataset(dataset: Any) -> str:
-    """A name for a dataset that was given as an object: its kind, rows and fingerprint, which reveals changes.
+    """Returns a name for a dataset that was given as an object: its kind, rows and fingerprint, which reveals changes.
 
     Args:
         dataset: a ``datasets.Dataset`` or ``DatasetDict``, or their iterable kinds, which are streamed.
@@ -42,7 +42,7 @@ def describe_dataset(dataset: Any) -> str:
 
 
 def read_dataset(name: Any, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of a dataset, each with its place, read by ``datasets``; no code of the dataset is run.
+    """Returns the rows of a dataset, each with its place, read by ``datasets``; no code of the dataset is run.
 
     Args:
         name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json; a
@@ -104,12 +104,12 @@ def _listed(name: str, rows: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def as_written(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table as it was before: a table gives every message, tool and variable the keys of all others."""
+    """Removes the null keys that a table adds: it gives every message, tool and variable the keys of all others."""
     return {key: _without_nulls(value) if _is_of_the_template(key, value) else value for key, value in row.items()}
 
 
 def _is_of_the_template(name: str, value: Any) -> bool:
-    """Whether the chat template reads a column: messages, tools or variables."""
+    """Returns whether the chat template reads a column: messages, tools or variables."""
     if name in ("tools", "chat_template_kwargs"):
         return True
     return isinstance(value, list) and bool(value) and all(isinstance(x, dict) and "role" in x for x in value)
@@ -122,7 +122,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
-    """What ``datasets`` makes of a hub name, a directory of ``save_to_disk``, or a file.
+    """Opens a hub name, a directory of ``save_to_disk``, or a file by ``datasets``.
 
     Args:
         name: of the dataset.
@@ -148,7 +148,7 @@ def open_dataset(name: str, config: str | None, streaming: bool = False) -> Any:
 
 
 def unreadable(name: str, error: Exception) -> str:
-    """Why a dataset can't be read, in a sentence."""
+    """Returns a sentence that says why a dataset can't be read."""
     # The cause says more than "An error occurred while generating the dataset".
     cause = error if error.__cause__ is None or not str(error.__cause__).strip() else error.__cause__
     reason = " ".join(str(cause).split())[:300].rstrip(".") or type(cause).__name__
@@ -159,7 +159,7 @@ def unreadable(name: str, error: Exception) -> str:
 
 
 def parse_split(split: str | None) -> tuple[str | None, str | None, str | None]:
-    """A split's name, and the beginning and end of the part of it, where one is named."""
+    """Returns a split's name, and the beginning and end of the part of it, where one is named."""
     if split is None:
         return None, None, None
     match = _SLICE.fullmatch(split)

@@ -15,7 +15,7 @@ from rl_modules.common.seeding import stream_seed
 class Demonstrations:
     """An endless shuffled stream of prompts with completions, in equal parts for every optimizer step.
 
-    Which ones a step gets depends on the seed, the step and the rank alone, so that there is no state to keep.
+    The demonstrations of a step depend only on the seed, the step and the rank, so there is no state to store.
 
     Args:
         prompts: n lists of token ids.
@@ -66,7 +66,7 @@ class Demonstrations:
         ]
 
     def _stretch(self, first: int, count: int) -> Tensor:
-        """Which demonstrations stand at ``count`` places of the stream; each pass over them has its own order."""
+        """Returns the demonstrations at ``count`` places of the stream; each pass over them has its own order."""
         n = len(self.sequences)
         passes = range(first // n, (first + count - 1) // n + 1)
         orders = [
@@ -77,14 +77,14 @@ class Demonstrations:
 
 
 def demonstrated_text(completion: Any, place: str) -> str:
-    """A completion as text: of a list of messages the content of its only one, a number as it is written.
+    """Returns a completion as text: of a list of messages the content of its only one, a number as it is written.
 
     Args:
         completion: of a record.
         place: of the record, for messages.
 
     Raises:
-        UsageError: another value, several messages, or one that is more than its text.
+        UsageError: another value, several messages, or a message with more than text.
     """
     if not isinstance(completion, list):
         return as_text(completion, f"{place}: 'completion'")

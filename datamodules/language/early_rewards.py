@@ -32,7 +32,7 @@ class EarlyRewards:
         self._parts: list[Future[Any]] = []
 
     def on_ended(self, row: int, tokens: list[int], finished: bool) -> None:
-        """Note a completion; the last one of its prompt starts the calls."""
+        """Notes a completion; the last one of its prompt starts the calls."""
         self._ids[row] = tokens
         group = row // self.num_generations
         self._left[group] -= 1
@@ -50,7 +50,7 @@ class EarlyRewards:
             self.on_ended(row, list(ids), ended)
 
     def result(self, records: Sequence[dict[str, Any]], texts: Sequence[str]) -> Tensor:
-        """Wait for all calls.
+        """Waits for all calls.
 
         Args:
             records: B, one per completion.

@@ -16,7 +16,7 @@ from rl_modules.language.tokenizer import tokenizer_to_dict
 Messages = list[dict[str, Any]]
 #: Characters that a message about unknown ones shows.
 _SHOWN = 20
-#: The tag from which on a template marks what the assistant wrote; transformers looks for it by the same expression.
+#: The tag at which a template begins to mark the assistant's text; transformers searches with the same expression.
 _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 
@@ -53,7 +53,7 @@ class TextEncoder:
     def prompts(
         self, prompts: Sequence[str | Messages], records: Sequence[Mapping[str, Any]] | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, up to where the model is to write.
+        """Encodes prompts up to the place where the model continues.
 
         Args:
             prompts: texts or chat messages. Where the last message is the assistant's, the model continues it (a
@@ -93,14 +93,14 @@ class TextEncoder:
         return self._closed(self._tokens([text])[0])
 
     def messages(self, prompt: str | Messages) -> Messages:
-        """A prompt as the messages that the chat template gets, the system prompt included."""
+        """Returns a prompt as the messages that the chat template gets, the system prompt included."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
     def as_read(self, prompt: str | Messages) -> str | Messages:
-        """A prompt as the text, or as the messages that the chat template gets."""
+        """Returns a prompt as text, or as the messages for the chat template."""
         return prompt if isinstance(prompt, str) and not self.chats else self.messages(prompt)
 
     def ends_turns(self) -> bool:
@@ -164,10 +164,10 @@ class TextEncoder:
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation, and which of them the assistant wrote.
 
-        The template's own ``{% generation %}`` blocks mark them. A template without them must render a conversation's
-        beginning as it renders the beginning of the whole: then each assistant turn is what is added to the messages
-        before it, opened for the assistant. An assistant message with ``weight: 0``, as OpenAI's format has it, does
-        not count.
+        The template's own ``{% generation %}`` blocks mark them. A template without them must render the beginning of a
+        conversation equally with and without later messages. Each assistant turn is then the text that is added to the
+        preceding messages with an opened assistant turn. An assistant message with ``weight: 0``, as OpenAI's format
+        has it, does not count.
 
         Args:
             messages: of all turns.
@@ -265,7 +265,7 @@ class TextEncoder:
     # ---------------------------------------------------------------- tokens
 
     def _open(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts that go on: without the EOS token that some tokenizers add."""
+        """Encodes texts that continue, without the EOS token that some tokenizers add."""
         eos, written = self.tokenizer.eos_token_id, str(self.tokenizer.eos_token)
         ids = self._tokens(texts)
         return [row[:-1] if row and row[-1] == eos and not text.endswith(written) else row
@@ -278,7 +278,7 @@ class TextEncoder:
     def _tokens(self, texts: list[Any], add_special_tokens: bool = True, note: bool = True) -> list[list[int]]:
         ids = [list(row) for row in self.tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]
         if add_special_tokens and (bos := self.tokenizer.bos_token):
-            # Before a BOS token that is written out some tokenizers would put another one.
+            # Some tokenizers would add another BOS token before one that is written out.
             ids = [self._tokens([text], False, False)[0] if text.startswith(bos) else row
                    for row, text in zip(ids, texts, strict=True)]  # fmt: skip
         if note:
@@ -292,7 +292,7 @@ class TextEncoder:
         for row, text in zip(ids, texts, strict=True):
             if unknown in row:
                 lacking = self._unknown_pieces(dict.fromkeys(text), unknown)
-                # A tokenizer of words may know every character of a word that it lacks.
+                # A tokenizer of words may know every character of an unknown word.
                 self._unknown |= dict.fromkeys(lacking or self._unknown_pieces(dict.fromkeys(text.split()), unknown))
 
     def _unknown_pieces(self, pieces: Iterable[str], unknown: int) -> list[str]:
@@ -315,8 +315,8 @@ class TextEncoder:
 
 
 def reads_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two modules read texts alike, by what a datamodule's ``encoding`` says of each; each module has a
-    tokenizer object of its own.
+    """Returns whether two modules encode texts equally, by a datamodule's ``encoding`` of each; their tokenizers are
+    separate objects.
     """
     tokenizers = one["tokenizer"], other["tokenizer"]
     alike = tokenizers[0] is tokenizers[1] or tokenizer_to_dict(tokenizers[0]) == tokenizer_to_dict(tokenizers[1])
@@ -324,7 +324,7 @@ def reads_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
-    """A record's tools, a list of JSON schemas or the JSON text of one; None where it has none.
+    """Returns a record's tools, a list of JSON schemas or the JSON text of one; None where it has none.
 
     Raises:
         UsageError: anything else.
@@ -341,7 +341,7 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _counts(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant message is to be learned: where its ``weight`` is not 0.
+    """Returns whether an assistant message counts in the loss: its ``weight`` is not 0.
 
     Raises:
         UsageError: another weight than 0 and 1.
@@ -353,7 +353,7 @@ def _counts(message: Mapping[str, Any]) -> bool:
 
 
 def _why_no_beginning(turn: int, text: str, whole: str) -> str:
-    """Why the tokens of a conversation do not begin with those of its beginning, in a sentence.
+    """Returns a sentence that says why a conversation's tokens do not begin with those of its beginning.
 
     Args:
         turn: number of the assistant's message.
@@ -371,7 +371,7 @@ def _why_no_beginning(turn: int, text: str, whole: str) -> str:
 
 
 def _texts_of_arguments(messages: Messages) -> list[str]:
-    """The arguments of tool calls that are the JSON text of an object, the form of OpenAI's API."""
+    """Returns the arguments of tool calls that are the JSON text of an object, the form of OpenAI's API."""
     calls = [call for m in messages for call in m.get("tool_calls") or () if isinstance(call, dict)]
     functions = [call.get("function", call) for call in calls]
     texts = [function.get("arguments") for function in functions if isinstance(function, dict)]

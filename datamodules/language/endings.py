@@ -1,4 +1,4 @@
-"""Notices of tokens with which a model's completions can't end, and of those that reward functions can't see."""
+"""Messages about tokens with which completions can't end, and about tokens that reward functions do not receive."""
 
 from collections.abc import Collection
 
@@ -7,7 +7,7 @@ from datamodules.language.notices import notice
 
 
 def note_completions(encoder: TextEncoder, source: str, stops: Collection[int], are_scored: bool) -> None:
-    """Says what no completion can end with, and which tags the texts of completions leave out.
+    """Reports an end of turn that does not end completions, and tags that the texts of completions leave out.
 
     Args:
         encoder: of the model's tokenizer.
@@ -27,7 +27,7 @@ def note_completions(encoder: TextEncoder, source: str, stops: Collection[int], 
 
 
 def note_demonstrations(encoder: TextEncoder, source: str) -> bool:
-    """Says where demonstrations end with another token than the chat template's turns, and returns whether they do.
+    """Reports demonstrations that end with another token than the chat template's turns; returns whether there are any.
 
     Args:
         encoder: of the model's tokenizer.

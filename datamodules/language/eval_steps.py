@@ -10,7 +10,7 @@ _OWN_INTERVAL = "_interval_of_eval_steps"
 
 
 def evaluate_every(trainer: L.Trainer, steps: int, on_start: bool) -> None:
-    """Has a fit evaluate after every ``steps`` optimizer steps; Lightning counts micro-batches.
+    """Makes a fit evaluate after every ``steps`` optimizer steps; Lightning itself counts micro-batches.
 
     Args:
         trainer: of the fit, which has not begun.

@@ -1,4 +1,4 @@
-"""Held-out records: which of a source's rows an evaluation may use."""
+"""Checks that an evaluation's records are held out from training."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def check_splits(hparams: Any) -> None:
         hparams: of a language datamodule.
 
     Raises:
-        UsageError: a split beside a task or path, or beside ``eval_path``.
+        UsageError: a split is given together with a task or path, or with ``eval_path``.
     """
     if hparams.eval_path is not None and hparams.eval_split != "test":
         raise UsageError(f"eval_split={hparams.eval_split!r} and eval_path={hparams.eval_path!r} both name the "
@@ -28,7 +28,7 @@ def check_splits(hparams: Any) -> None:
 
 
 def require_held_out(hparams: Any, dataset: Any, fits: bool) -> None:
-    """Refuses to evaluate a run on the rows that it trains on, unless the arguments say so; says that they do where
+    """Refuses to evaluate a run on its training rows, unless the arguments request it; prints a message if
     ``eval_path`` is the file of ``path``.
 
     Args:

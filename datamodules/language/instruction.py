@@ -20,7 +20,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.contract import PackingLearner
 
-#: What records get here: a source's columns of these names would be taken for it.
+#: Columns that are added to records here; a source must not have columns of these names.
 ADDED = ("conversation", "whole", "text_ids", "completion_mask")
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
@@ -153,7 +153,9 @@ class InstructionDataModule(LanguageDataModule):
         return as_conversation(row, place)
 
     def _check_ends(self, records: list[Record]) -> None:
-        """Say so where no conversation's counted tokens hold the EOS token: completions would not learn to end."""
+        """Reports if no conversation's counted tokens include the EOS token: the model would not learn to end
+        completions.
+        """
         eos = self.policy.tokenizer.eos_token_id
         learned = [record for record in records if "conversation" in record]
         if learned and not any(
@@ -166,7 +168,7 @@ class InstructionDataModule(LanguageDataModule):
                    "completions; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
 
     def _encode_conversation(self, record: Record, number: int) -> Record:
-        """Add ``text_ids``, a conversation's tokens, and which of them but the first count."""
+        """Adds ``text_ids``, a conversation's tokens, and which of them but the first count."""
         try:
             if self.completion_only_loss:
                 ids, written = self.encoder.conversation(record["conversation"], record, len(record["prompt"]))
@@ -194,7 +196,7 @@ class InstructionDataModule(LanguageDataModule):
         return whole_steps(len(self.train_records), self.batch_size * self._world_size)
 
     def _micro_batches(self) -> Iterator[Batch]:
-        """One epoch's micro-batches, from where the checkpoint left off."""
+        """Yields one epoch's micro-batches, from the checkpoint's position."""
         n_micro = self._n_micro
         length = self._steps_per_epoch * n_micro
         step: list[Batch] = []
@@ -217,7 +219,7 @@ class InstructionDataModule(LanguageDataModule):
         index = index[sequences.total[index].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = index[self._rank :: self._world_size]
-        # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
+        # Padding is least with equal lengths in a micro-batch; packing is best with short and long ones mixed.
         parts = [own[i::n_micro] for i in range(n_micro)] if self._packs else list(own.tensor_split(n_micro))
         step_tokens = int(sequences.counted[index].sum()) / self._world_size
         num_tokens = int(sequences.total[index].sum())
@@ -232,7 +234,7 @@ class InstructionDataModule(LanguageDataModule):
         ]
 
     def _drawn(self, number: int) -> tuple[Sequences, Tensor]:
-        """The sequences of optimizer step ``number`` over all ranks: all, and which of them are meant."""
+        """Returns all loaded sequences, and the indices of those of optimizer step ``number`` over all ranks."""
         if self.stream is None:
             assert self.sequences is not None
             return self.sequences, self._sequences_of(number)
@@ -246,7 +248,7 @@ class InstructionDataModule(LanguageDataModule):
         size = self.batch_size * self._world_size
         if not self.group_by_length:
             return torch.tensor([self.record_at(number * size + i) for i in range(size)])
-        # A bucket does not hold a record twice, where there are as many: the two would come in the same step.
+        # If there are enough records, a bucket does not hold one twice, because both would be in the same step.
         steps = min(BUCKET_STEPS, self._steps_per_epoch)
         bucket, offset = divmod(number, steps)
         if self._bucket[0] != bucket:

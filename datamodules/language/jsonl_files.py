@@ -48,12 +48,12 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _refuse_constant(text: str) -> Any:
-    """NaN and Infinity are Python's own, no JSON, and would become text or a reward that poisons the loss."""
+    """Refuses NaN and Infinity, which are not JSON and would become text, or a reward that makes the loss NaN."""
     raise ValueError(f"{text}, which is no JSON and no value that a prompt, an answer or a completion can have")
 
 
 def _other_kind(path: str | Path) -> str:
-    """What to do with a file whose name says that it is no JSONL; nothing of another."""
+    """Returns a remedy for a file whose name shows that it is not JSONL; empty for others."""
     packed = ".gz" if str(path).endswith(".gz") else ""
     suffix = Path(str(path).removesuffix(".gz")).suffix
     if suffix in ("", ".json", ".jsonl", ".jsonlines", ".ndjson"):

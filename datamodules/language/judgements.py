@@ -1,4 +1,4 @@
-"""Unpaired preferences: answers judged one by one, each with a label, and the mismatched answers beside them."""
+"""Unpaired preferences: answers judged one by one, each with a label and a mismatched answer."""
 
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 
 class EncodesAnswers(Protocol):
-    """What :func:`encode_judgements` expects of the datamodule."""
+    """The interface of the datamodule that :func:`encode_judgements` uses."""
 
     @property
     def source(self) -> str: ...
@@ -39,7 +39,7 @@ def as_judgement(row: Record, place: str) -> Record:
     """
     completion, label = row.get("completion"), as_number(row.get("label"))
     if label is None and row.get("chosen") is not None and row.get("rejected") is not None:
-        # A table gives each row the columns of all others: what a judgement has is no part of a pair.
+        # A table gives each row the columns of all others, so a judgement may have a pair's columns as null.
         pair = {name: value for name, value in row.items() if name not in ("completion", "label")}
         return as_preference(pair, place)
     if completion is None or label is None:
@@ -72,10 +72,10 @@ def unpair(records: list[Record]) -> list[Record]:
 
 
 def encode_judgements(data: EncodesAnswers, records: list[Record], limit: int) -> list[Record]:
-    """Add token ids: the prompt's, the answer's as ``chosen_ids``, and another record's answer's as ``rejected_ids``.
+    """Adds token ids: the prompt's, the answer's as ``chosen_ids``, and another record's answer's as ``rejected_ids``.
 
     The mismatched answer estimates KL(π || π_ref), from which KTO counts gains and losses. It is that of the first
-    record with another prompt, from half the source away on, for answers to one prompt often stand together. It is
+    record with another prompt, starting half the source away, because answers to one prompt are often adjacent. It is
     fixed, so that reference log-probabilities are computed once; one that does not fit after the prompt is cut.
 
     Args:
@@ -116,7 +116,7 @@ def encode_judgements(data: EncodesAnswers, records: list[Record], limit: int) -
 
 
 def mismatched(prompts: list[list[int]]) -> list[int]:
-    """For each prompt the number of another one: the first that differs, from half the list away on.
+    """Returns for each prompt the number of another one: the first that differs, starting half the list away.
 
     Where all prompts are equal, it is the one half the list away.
 
@@ -126,7 +126,7 @@ def mismatched(prompts: list[list[int]]) -> list[int]:
     n, half = len(prompts), len(prompts) // 2
     if all(prompt == prompts[0] for prompt in prompts):
         return [(i + half) % n for i in range(n)]
-    # Of each place the first after it with another prompt, in one pass: equal prompts may stand together by thousands.
+    # One pass finds for each place the first later one with another prompt: thousands of equal prompts may be adjacent.
     other = [0] * n
     for place in range(2 * n - 1, -1, -1):  # the last ones are known after the first round
         here, after = place % n, (place + 1) % n

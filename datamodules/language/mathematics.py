@@ -1,4 +1,4 @@
-"""Whether a completion's answer and a reference mean the same mathematics, by math-verify.
+"""Compares a completion's answer and a reference mathematically, by math-verify.
 
 math-verify ends long computations by a signal, which only the main thread of a process receives. A model may write
 ``9^{9^{9}}``, which takes hours. A thread can't be stopped, and other threads hardly run while Python multiplies such
@@ -38,7 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_equal(text: str, reference: str) -> float | None:
-    """1.0 where the answer in a text equals a reference, 0.0 where not or where that takes too long to find out.
+    """Returns 1.0 if the answer in a text equals a reference, 0.0 if not or if the comparison takes too long.
 
     Args:
         text: of a completion. The answer is what stands in ``<answer>`` tags; without tags math-verify looks for it.
@@ -63,9 +63,9 @@ def _compare(text: str, reference: str, limit_s: int) -> float | None:
 
 
 def _mathematics(text: str, limit_s: int) -> list[Any]:
-    """What a short text means. LaTeX may come without the dollars that math-verify expects around it; words may not.
+    """Parses a short text. LaTeX may lack the dollars that math-verify expects around it, unless the text has words.
 
-    Without them math-verify reads a piece of it, such as the 2 of 2√3.
+    Without dollars math-verify reads only a part of LaTeX, such as the 2 of 2√3.
     """
     from math_verify import parse
 
@@ -76,7 +76,7 @@ def _mathematics(text: str, limit_s: int) -> list[Any]:
 
 
 def _has_words(text: str) -> bool:
-    """Whether a text has words of prose, apart from units and the like beside its mathematics."""
+    """Returns whether a text has words of prose, apart from units and the like beside its mathematics."""
     mathematics = _TEXT_IN_LATEX.sub("", text)
     words = _COMMAND.sub("", mathematics if re.search(r"\w", mathematics) else text)
     return re.search(r"[A-Za-z]{3}", words) is not None

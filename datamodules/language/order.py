@@ -1,4 +1,4 @@
-"""The order in which training goes through its records."""
+"""The order of training records."""
 
 import torch
 
@@ -6,9 +6,9 @@ from rl_modules.common.seeding import stream_seed
 
 
 class EndlessOrder:
-    """Passes over records without end, each in an order of its own, the same on every rank.
+    """Endless passes over records, each in a different order, which is the same on every rank.
 
-    A pass's order depends on the seed and the pass alone: where a run stands is one number.
+    A pass's order depends only on the seed and the pass, so the state of a run is one number.
 
     Args:
         seed: of the orders.
@@ -25,7 +25,7 @@ class EndlessOrder:
         if order is None or len(order) != n:
             generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", number))
             order = torch.randperm(n, generator=generator).tolist()
-            # Two passes may be in use at once, where a batch goes over the end of one. Rounds that are written ahead
-            # ask in a thread of their own, so the dictionary is replaced and never changed.
+            # Two passes may be in use at once, if a batch crosses the end of one. Rounds that are written ahead call
+            # this in another thread, so the dictionary is replaced and never changed.
             self._passes = {k: v for k, v in self._passes.items() if k == number - 1} | {number: order}
         return order[offset]

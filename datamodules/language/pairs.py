@@ -1,4 +1,4 @@
-"""Tokenized pairs side by side: each answer after a prompt of its own, or both after one, several pairs to a row."""
+"""Batches of tokenized pairs: one row per answer, or both answers after one prompt, with several pairs per row."""
 
 from collections.abc import Sequence
 

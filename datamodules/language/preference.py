@@ -156,7 +156,7 @@ class PreferenceDataModule(LanguageDataModule):
 
     @property
     def _packs(self) -> bool:
-        """Whether rows are packed. Asked for with the first batch, when the model is there."""
+        """Whether rows are packed; decided with the first batch, when the model exists."""
         wanted, can = self.hparams["packing"], self.policy.can_pack
         if wanted and not can:
             raise UsageError("packing=true needs a model that keeps the texts of a row apart by a mask and positions "
@@ -302,7 +302,7 @@ class PreferenceDataModule(LanguageDataModule):
         return self.training_loader(self.steps_per_epoch, self._micro_batches)
 
     def _micro_batches(self) -> Iterator[Batch]:
-        """One pass, from where the checkpoint left off."""
+        """Yields one pass, from the checkpoint's position."""
         n_micro, packs = self._n_micro, self._packs
         length = self.steps_per_epoch * n_micro
         step: list[Batch] = []
@@ -325,12 +325,12 @@ class PreferenceDataModule(LanguageDataModule):
         rows = rows[pairs.longest[rows].argsort(stable=True)]
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = rows[self._rank :: self._world_size]
-        # Padding wants equal lengths in a micro-batch; packing wants short ones beside the long.
+        # Padding is least with equal lengths in a micro-batch; packing is best with short and long ones mixed.
         parts = [own[i::n_micro] for i in range(n_micro)] if packs else list(own.tensor_split(n_micro))
         # As in TRL: the mismatched answers, which estimate KTO's KL, don't count.
         tokens = int(pairs.lengths[rows, :2].sum() if self.unpaired else pairs.total[rows].sum())
         chosen_tokens = int(pairs.lengths[rows, 1].sum()) / self._world_size
-        # A stream's pairs have no number by which a policy could keep what it knows of them.
+        # A stream's pairs have no numbers under which a policy could store their reference log-probabilities.
         left_out = {"index"} if self.stream is not None else set()
         return [
             {
@@ -344,7 +344,9 @@ class PreferenceDataModule(LanguageDataModule):
         ]
 
     def _drawn(self, number: int) -> tuple[Pairs, list[Record], Tensor]:
-        """The pairs of optimizer step ``number`` over all ranks: all that are loaded, and which of them are meant."""
+        """Returns all loaded pairs, their records, and the indices of those of optimizer step ``number`` over all
+        ranks.
+        """
         if self.stream is None:
             return self.train_pairs, self.train_records, self.pairs_of_step(number)
         size = self.batch_size * self._world_size
@@ -362,7 +364,7 @@ class PreferenceDataModule(LanguageDataModule):
         """
         size, n = self.batch_size * self._world_size, len(self.train_records)
         epoch, place = divmod(number, self.steps_per_epoch)
-        # Fewer pairs than a step are gone through endlessly; else each pass begins with its own order.
+        # If there are fewer pairs than in a step, they repeat endlessly; otherwise each pass has its own order.
         start = number * size if size > n else epoch * n + place * size
         return torch.tensor([self.record_at(start + i) for i in range(size)])
 
@@ -440,7 +442,7 @@ class PreferenceDataModule(LanguageDataModule):
 
 
 def as_pairs(records: list[Record]) -> Pairs:
-    """The token ids of encoded records."""
+    """Returns the token ids of encoded records."""
     return Pairs(*([record[name] for record in records] for name in ("prompt_ids", "chosen_ids", "rejected_ids")))
 
 

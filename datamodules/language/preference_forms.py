@@ -1,4 +1,4 @@
-"""The forms that preferences come in, brought into one: a prompt and two texts."""
+"""Converts the forms of preferences to one: a prompt and two texts."""
 
 import math
 from typing import Any
@@ -9,22 +9,22 @@ from rl_modules.common.errors import UsageError
 
 
 def as_preference(row: Record, place: str) -> Record:
-    """A row as ``prompt`` (text or messages), ``chosen`` and ``rejected`` (texts), and perhaps ``margin``.
+    """Converts a row to ``prompt`` (text or messages), ``chosen`` and ``rejected`` (texts), and perhaps ``margin``.
 
     Answers may be lists of chat messages, of which the last one is the answer; the messages before it, which both
-    lists share, belong to the prompt. Where no prompt is given beside texts, it is what both begin with, up to the
-    last white space.
+    lists share, belong to the prompt. If texts have no prompt, the prompt is their common beginning up to its last
+    white space.
 
     Args:
         row: the columns of a file's or dataset's row.
         place: its file and line, or dataset and row, for messages.
 
     Returns:
-        The row with those columns; one in which an answer is missing comes back as it is.
+        The row with those columns; a row in which an answer is missing is returned unchanged.
 
     Raises:
-        UsageError: a margin that is no number, an answer in another form than the other, conversations that part
-            before their last message.
+        UsageError: the margin is not a number, the answers have different forms, or the conversations differ before
+            their last message.
     """
     row = {name: as_number(value) if name in ("margin", "probability") else value for name, value in row.items()}
     margin = row.get("margin")
@@ -50,7 +50,7 @@ def as_preference(row: Record, place: str) -> Record:
 
 
 def end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the beginning that two texts share ends: before its last white space, for there a word begins.
+    """Returns where the common beginning of two texts ends: before its last white space, where a word begins.
 
     Without white space in it, at its last character.
     """

@@ -1,4 +1,4 @@
-"""Experience of a language model: completions of prompts, written anew every epoch, in minibatches."""
+"""Experience of a language model: completions of prompts, generated every epoch, in minibatches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -167,7 +167,7 @@ class PromptDataModule(LanguageDataModule):
         return self.training_loader(self.steps_per_generation * self.num_iterations, self._minibatches)
 
     def _minibatches(self) -> Iterator[Batch]:
-        """One generation's micro-batches, from where the checkpoint left off."""
+        """Yields one generation's micro-batches, from the checkpoint's position."""
         n_micro = self._n_micro
         per_pass = self.steps_per_generation * n_micro
         length = self.num_iterations * per_pass
@@ -189,7 +189,7 @@ class PromptDataModule(LanguageDataModule):
             yield step[position % n_micro]
 
     def _step(self, number: int, n_micro: int) -> list[Batch]:
-        """The micro-batches of one optimizer step, each of rows of similar length."""
+        """Returns the micro-batches of one optimizer step, each of rows of similar length."""
         fields, lengths = self._fields, self._lengths
         if fields is None or lengths is None:
             raise RuntimeError("no generation has been written yet")
@@ -225,7 +225,7 @@ class PromptDataModule(LanguageDataModule):
     # ---------------------------------------------------------------- demonstrations
 
     def _load_demonstrations(self) -> Demonstrations:
-        """Those of ``ptx_path``, or those that the prompts' records bring along."""
+        """Returns the demonstrations of ``ptx_path``, or those of the prompts' records."""
         records = self.train_records
         if self.ptx_path is None and self.hparams["streaming"]:
             raise UsageError(f"ptx_batch_size={self.ptx_batch_size} needs a ptx_path, for streaming=true loads no "
@@ -247,7 +247,7 @@ class PromptDataModule(LanguageDataModule):
         )
 
     def _with_demonstrations(self, step: list[Batch], number: int) -> list[Batch]:
-        """The micro-batches of optimizer step ``number`` with their share of demonstrations."""
+        """Returns the micro-batches of optimizer step ``number`` with their share of demonstrations."""
         assert self.demonstrations is not None
         device = step[0]["tokens"].device
         parts = self.demonstrations.parts(number, self._rank, self._world_size, len(step), self._pad_id, device)
@@ -273,7 +273,7 @@ class PromptDataModule(LanguageDataModule):
         return prepared
 
     def _rollout(self, n_prompts: int) -> dict[str, Any]:
-        """Completions of as many prompts, those without signal replaced where ``dynamic_sampling`` says so."""
+        """Returns completions of ``n_prompts`` prompts; ``dynamic_sampling`` replaces groups without a signal."""
         self._take_notes()  # an evaluation's
         rollout = self._first_round(n_prompts)
         if self.generation == 0:
@@ -282,7 +282,7 @@ class PromptDataModule(LanguageDataModule):
             return {**rollout, **self._take_notes()}
         lacking = n_prompts - sum(self._with_signal(rollout))
         for _ in range(self.dynamic_sampling):
-            # Every rank draws as many, or they would not meet again.
+            # Every rank draws equally many, because otherwise the ranks' collectives would not match.
             wanted = self._most_over_ranks(lacking)
             if wanted == 0:
                 break
@@ -299,11 +299,11 @@ class PromptDataModule(LanguageDataModule):
         return {**rollout, "missing": lacking / n_prompts, **self._take_notes()}
 
     def _require_some_reward(self, rollout: dict[str, Any]) -> None:
-        """Raises where no completion of several prompts has a reward: the functions give none at all.
+        """Raises an error if no completion of several prompts has a reward.
 
-        Called for generation 0 alone, whose number a checkpoint holds: a check of a process's first batch would stop
-        resumed runs that went on uninterrupted. A later generation, or a single prompt, may be of a kind that no
-        function judges.
+        It is called for generation 0 only; a checkpoint holds the generation's number. A check of each process's first
+        batch would stop resumed runs that an uninterrupted run would continue. No function may apply to a later
+        generation or to a single prompt.
 
         Raises:
             UsageError: names the functions.
@@ -311,14 +311,14 @@ class PromptDataModule(LanguageDataModule):
         prompts, names = rollout["prompts"], self.rewards.names
         if not names or (self._world_size == 1 and len(set(prompts)) == 1):
             return
-        # One rank may have prompts alone that no function judges.
+        # One rank may have only prompts to which no function applies.
         is_judged = self.rewards.has_failed or not bool(rollout["rewards"].isnan().all())
         if not self._most_over_ranks(int(is_judged)):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 
     def _take_notes(self) -> dict[str, Any]:
-        """What the reward functions failed on and logged since the last call."""
+        """Returns the reward functions' failures and logged values since the last call."""
         return {"failed": self.rewards.take_failures(), "logged": self.rewards.take_logged()}
 
     def _with_signal(self, rollout: dict[str, Any]) -> list[bool]:
@@ -343,13 +343,13 @@ class PromptDataModule(LanguageDataModule):
         return self._as_rollout(records, written, early)
 
     def _reserve(self, n_prompts: int) -> int:
-        """Take prompts from the stream; returns the place of this rank's first one."""
+        """Takes prompts from the stream; returns the place of this rank's first one."""
         first = self.drawn + self._rank * n_prompts
         self.drawn += n_prompts * self._world_size
         return first
 
     def _asked(self, places: Sequence[int]) -> tuple[list[Record], list[int]]:
-        """The records at places of the stream, and a seed for each of their completions."""
+        """Returns the records at places of the stream, and a seed for each of their completions."""
         n_each = self.num_generations
         seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
         return [self.record(place) for place in places], seeds
@@ -374,7 +374,7 @@ class PromptDataModule(LanguageDataModule):
         return rollout
 
     def _version(self, written: Completions) -> Tensor | None:
-        """The optimizer step of the weights that wrote each row, [B]; None: all rows have the present ones."""
+        """Returns the optimizer step of the weights that wrote each row, [B]; None: all rows have the present ones."""
         if written.version is None and self.async_generations:  # to be joined with rows that were written ahead
             return torch.full_like(written.length, self.learner_trainer.global_step)
         return written.version
@@ -392,7 +392,7 @@ class PromptDataModule(LanguageDataModule):
         self._ahead.in_thread = module.hparams["sampler"] == "vllm_server"
 
     def _first_round(self, n_prompts: int) -> dict[str, Any]:
-        """A generation's first round: written now, or while earlier generations trained."""
+        """Returns a generation's first round, which is written now or was written while earlier generations trained."""
         if not self.async_generations and len(self._ahead) == 0:
             return self._round(n_prompts)
         self.policy.update_sampler()
@@ -408,8 +408,8 @@ class PromptDataModule(LanguageDataModule):
         return self._as_rollout(records, written, early)
 
     def _write_ahead(self, first: int) -> Completions:
-        """Writes a round with the weights that the sampler has: on a server, in a thread beside training, or in this
-        process, which begins to score it.
+        """Writes a round with the sampler's weights: on a server, in a thread during training; or in this process,
+        which then starts to score it.
         """
         records, seeds = self._asked(range(first, first + self.generation_size // self.num_generations))
         prompts = [record["prompt_ids"] for record in records]
@@ -427,7 +427,9 @@ class PromptDataModule(LanguageDataModule):
         return replace(written, version=version)
 
     def _judging(self, first: int, records: list[Record], written: Completions) -> EarlyRewards:
-        """The rewards of a round of this process; begun anew after a resume, with the state of the time of writing."""
+        """Returns the rewards of a round of this process; after a resume, computes them again with the state at its
+        writing.
+        """
         early, state = self._early.pop(first, None), self._states.pop(first, None)
         if early is None:
             self._ready_rewards()
@@ -439,7 +441,7 @@ class PromptDataModule(LanguageDataModule):
         return early
 
     def _without_stale(self, records: list[Record], seeds: list[int], written: Completions) -> Completions:
-        """Write the groups again whose weights are more than ``async_generations`` generations old."""
+        """Writes the groups again whose weights are more than ``async_generations`` generations old."""
         assert written.version is not None
         n_each, module = self.num_generations, self.policy
         behind = self.learner_trainer.global_step - written.version
@@ -463,13 +465,13 @@ class PromptDataModule(LanguageDataModule):
         super().on_exception(exception)
 
     def _stop_ahead(self) -> None:
-        """Ends what is written and scored ahead, but for what is under way."""
+        """Cancels the rounds to write and score ahead, except those that have begun."""
         self._ahead.stop()
         for early in self._early.values():
             early.stop()
 
     def _most_over_ranks(self, number: int) -> int:
-        """The largest number of any rank; all ranks call it together."""
+        """Returns the largest number of any rank; all ranks call it together."""
         if self._world_size == 1:
             return number
         value = torch.tensor(number, dtype=torch.int64, device=self.learner_trainer.strategy.root_device)

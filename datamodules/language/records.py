@@ -1,4 +1,4 @@
-"""From a row of a file or dataset to a record, checked."""
+"""Conversion of a file's or dataset's row to a record, with checks."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ TEXTS = ("answer", "completion", "chosen", "rejected")
 
 
 class NothingUsable(UsageError):
-    """Raised where all records of a source or of a stream's block are left out; a stream then reads its next block."""
+    """Raised if all records of a source or of a stream's block are left out; a stream then reads its next block."""
 
 
 class PlacedRecord(dict[str, Any]):
-    """A record that knows its file and line, for what is found only when it is tokenized; copies are plain dicts.
+    """A record with its file and line, for errors that are found during tokenization; copies are plain dicts.
 
     Args:
         record: its columns.
@@ -29,7 +29,7 @@ class PlacedRecord(dict[str, Any]):
 
 
 def place_of(record: Record, source: str) -> str:
-    """A record's file and line, or dataset and row; where it has none, the name of its source."""
+    """Returns a record's file and line, or dataset and row; where it has none, the name of its source."""
     return record.place if isinstance(record, PlacedRecord) else source
 
 
@@ -42,7 +42,7 @@ def as_record(
     reshape: Callable[[Record, str], Record] | None,
     texts: Sequence[str] = TEXTS,
 ) -> Record:
-    """A row of a file or dataset as a record, checked; see :func:`load_records` for the arguments.
+    """Returns a row of a file or dataset as a record, checked; see :func:`load_records` for the arguments.
 
     Raises:
         UsageError: a column or value that can't be used; names the place.
@@ -79,7 +79,7 @@ def as_record(
 
 
 def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
-    """Refuse by name the dataset formats that nothing here learns from."""
+    """Refuses, by name, dataset formats that no algorithm here supports."""
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
         raise UsageError(f"{place}: 'completions' with 'labels' is stepwise supervision of a process reward model, "
                          "which nothing here learns from; give prompt, completion and label")  # fmt: skip

@@ -13,12 +13,12 @@ _OWN = frozenset({"prompts", "completions", "completion_ids", "trainer_state", *
 _NOT_PASSED = frozenset(
     {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
 )
-#: What is passed that has no value per completion.
+#: Arguments that have no value per completion.
 _SHARED = frozenset({"trainer_state", *LOGGING})
 
 
 def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The records' columns as reward functions get them; None where a record lacks one.
+    """Returns the records' columns as reward functions get them; None where a record lacks one.
 
     Raises:
         UsageError: see :func:`refuse_own_names`.
@@ -40,7 +40,8 @@ def refuse_own_names(columns: Iterable[str]) -> None:
 
 
 def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What of ``given`` a function takes: all that it names, and the columns where it has ``**columns``.
+    """Returns the part of ``given`` that a function accepts: the arguments that it names, and all columns if it has
+    ``**columns``.
 
     Args:
         func: the reward function.
@@ -65,7 +66,7 @@ def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict
 
 
 def _without_logging(given: dict[str, Any]) -> dict[str, Any]:
-    """What is no function to log by; a reward function that wants one names it."""
+    """Removes the logging functions, which a reward function receives only if it names them."""
     return {key: value for key, value in given.items() if key not in LOGGING}
 
 
@@ -76,7 +77,7 @@ def _missing(name: str, parameter: str, given: dict[str, Any]) -> str:
 
 
 def own_part(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The arguments of one call for samples ``start`` to ``stop``.
+    """Returns the arguments of one call for samples ``start`` to ``stop``.
 
     Each sample has lists and dictionaries of its own: the completions of one prompt share a record, which all epochs
     and all reward functions read, and a function may change what it gets.
@@ -89,7 +90,7 @@ def own_part(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]
 
 def _copied(value: Any) -> Any:
     if isinstance(value, list):
-        # Lists of numbers and strings, such as token ids, need no look at each element.
+        # Lists of numbers and strings, such as token ids, are copied without a check of each element.
         return [_copied(x) if isinstance(x, (list, dict)) else x for x in value]
     if isinstance(value, dict):
         return {key: _copied(x) for key, x in value.items()}

@@ -77,7 +77,7 @@ class RewardFunctions:
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Score completions.
+        """Scores completions.
 
         Args:
             records: B, one per completion; their columns are passed on. Where the prompt is a list of chat messages,
@@ -115,7 +115,7 @@ class RewardFunctions:
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState | None = None,
     ) -> list["_Call"]:
-        """Score a part of a batch that is not complete yet; :meth:`join_parts` puts the parts together.
+        """Scores a part of an incomplete batch; :meth:`join_parts` joins the parts.
 
         Args:
             first: place of the part's first sample in the batch.
@@ -139,7 +139,7 @@ class RewardFunctions:
     def join_parts(
         self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], completions: Sequence[str]
     ) -> Tensor:
-        """The rewards of a whole batch from its parts, [B, F]; see :meth:`__call__`.
+        """Returns the rewards of a whole batch from its parts, [B, F]; see :meth:`__call__`.
 
         Args:
             calls: what :meth:`score_part` returned, for all parts.
@@ -171,11 +171,11 @@ class RewardFunctions:
         return given
 
     def _arguments(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each function takes of it."""
+        """Returns each function's arguments."""
         return [accepted(func, name, given) for func, name in zip(self.funcs, self.names, strict=True)]
 
     def _collected(self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], given: dict[str, Any]) -> Tensor:
-        """The rewards of all calls, [B, F]; failures are counted and reported."""
+        """Returns the rewards of all calls, [B, F]; failures are counted and reported."""
         rewards = torch.full((len(records), len(self.funcs)), math.nan, dtype=torch.float32)
         self._lists = {}
         self._last_logged = [log for call in sorted(calls, key=lambda c: (c.function, c.start)) for log in call.logs]
@@ -195,8 +195,8 @@ class RewardFunctions:
         return any(self._failures.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what decides whether a failure ends the run: which functions have returned a value, and the prompts
-        that the others failed on.
+        """Returns the state that decides whether a failure ends the run: the functions that have returned a value, and
+        the prompts on which the others failed.
         """
         return {"scored": sorted(self._scored), "unscored": {name: sorted(x) for name, x in self._unscored.items()}}
 
@@ -216,7 +216,7 @@ class RewardFunctions:
         return reward_logging.means(taken)
 
     def take_extra(self, count: int) -> list[dict[str, Any]]:
-        """What the functions logged about each of the last batch's ``count`` completions, by column."""
+        """Returns the values that functions logged for each of the last batch's ``count`` completions, by column."""
         taken, self._last_logged = self._last_logged, []
         return reward_logging.rows(taken, count)
 
@@ -244,7 +244,7 @@ class RewardFunctions:
         return spread
 
     def _parts(self, records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-        """The batch in up to ``workers`` parts of similar size, cut where another prompt begins."""
+        """Returns the batch in up to ``workers`` parts of similar size, cut where another prompt begins."""
         n = len(records)
         begins = [i for i in range(1, n) if records[i]["prompt"] != records[i - 1]["prompt"]]
         cuts = [0]
@@ -268,7 +268,7 @@ class RewardFunctions:
             if n <= 1:
                 call.failures.extend((i, error) for i in range(start, stop))
                 return [math.nan] * n
-            # A half with a sample that hangs would take the whole limit again.
+            # Each half that contains the hanging sample would take the whole limit again.
             alone = isinstance(error, _TooLong)
             middle = (start + stop) // 2
             pieces = [(i, i + 1) for i in range(start, stop)] if alone else [(start, middle), (middle, stop)]
@@ -281,7 +281,9 @@ class RewardFunctions:
         return [self._value(call, value, start + i, given) for i, value in enumerate(values)]
 
     def _value(self, call: "_Call", value: Any, i: int, given: dict[str, Any]) -> float:
-        """A returned value as a float: of a list with a number per token their sum; the list is noted in the call."""
+        """Converts a returned value to a float: a list with a number per token to its sum; the list is stored in the
+        call.
+        """
         name = self.names[call.function]
         if not _is_list(value):
             return _number(value, name, i, given)
@@ -301,7 +303,7 @@ class RewardFunctions:
         return math.fsum(numbers)
 
     def _warn_of_none(self, rewards: Tensor) -> None:
-        """Says once that a batch has no completion with a reward: nothing is learned from it."""
+        """Warns once if a batch has no completion with a reward, so that nothing is learned from it."""
         if not self._warned_of_none and rewards.numel() and not self.has_failed and rewards.isnan().all():
             self._warned_of_none = True
             notice(f"reward_funcs={', '.join(self.names)}: None or NaN, which is no reward, for all {len(rewards)} "
@@ -318,7 +320,7 @@ class RewardFunctions:
         return len(prompts) > 1
 
     def _report(self, name: str, failures: list[tuple[int, BaseException]], given: dict[str, Any]) -> None:
-        """Count the samples that a function failed on; say so the first time.
+        """Counts the samples that a function failed on; reports the first failure.
 
         Raises:
             UsageError: it failed on all of them, and they have several prompts.
@@ -385,7 +387,7 @@ class _TooLong(Exception):
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """A function's name for metrics and messages."""
+    """Returns a function's name for metrics and messages."""
     func = getattr(func, "func", func) if not hasattr(func, "__name__") else func
     return getattr(func, "__name__", type(func).__name__)
 
@@ -415,12 +417,12 @@ def _is_sequence(values: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is several numbers: a list, a tuple, or an array with one dimension."""
+    """Returns whether a value is several numbers: a list, a tuple, or an array with one dimension."""
     return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
 
 
 def _number(value: Any, name: str, i: int, given: dict[str, Any]) -> float:
-    """A returned value as a float; None becomes NaN."""
+    """Converts a returned value to a float; None becomes NaN."""
     if value is None:
         return math.nan
     number = None
@@ -441,7 +443,7 @@ def _short(value: Any) -> str:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """The same names, where the second "f" is called "f_2"."""
+    """Returns the same names, where the second "f" is called "f_2"."""
     seen: dict[str, int] = {}
     distinct = []
     for name in names:

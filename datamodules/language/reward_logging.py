@@ -1,4 +1,4 @@
-"""What reward functions log beside their rewards, by TRL's ``log_metric`` and ``log_extra``."""
+"""Values that reward functions log in addition to their rewards, by TRL's ``log_metric`` and ``log_extra``."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ LOGGING = ("log_metric", "log_extra")
 
 
 class RewardLog:
-    """What one call of a reward function logs about the completions that it got.
+    """Values that one call of a reward function logs about its completions.
 
     Args:
         start: the first of them.
@@ -48,7 +48,7 @@ class RewardLog:
 
 
 def means(logs: Iterable[RewardLog]) -> dict[str, tuple[float, int]]:
-    """The mean of each metric over completions, and its weight: the completions that it was logged for."""
+    """Returns the mean of each metric over completions, and its weight: the completions that it was logged for."""
     sums: dict[str, tuple[float, int]] = {}
     for log in logs:
         for name, value in log.metrics:
@@ -58,7 +58,7 @@ def means(logs: Iterable[RewardLog]) -> dict[str, tuple[float, int]]:
 
 
 def rows(logs: Iterable[RewardLog], count: int) -> list[dict[str, Any]]:
-    """The logged columns of each of a batch's completions."""
+    """Returns the logged columns of each of a batch's completions."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for log in logs:
         for column, values in log.columns:

@@ -78,7 +78,7 @@ def math_accuracy(
 
 
 def length_reward(target: int) -> RewardFunction:
-    """A reward for completions of a certain length: −|length − target| / target, at least −1.
+    """Returns a reward function for completions of a certain length: −|length − target| / target, at least −1.
 
     Args:
         target: length to aim at, in tokens (in characters where no tokens are given), at least 1.
@@ -96,7 +96,7 @@ def length_reward(target: int) -> RewardFunction:
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> RewardFunction:
-    """A penalty that grows from 0 to −1 over the last ``cache_length`` tokens before the limit.
+    """Returns a reward function that falls from 0 to −1 over the last ``cache_length`` tokens before the limit.
 
     R(y) = 0                                       where |y| ≤ L_max − L_cache
            (L_max − L_cache − |y|) / L_cache       where |y| ≤ L_max
@@ -138,7 +138,7 @@ FACTORIES: dict[str, Callable[..., RewardFunction]] = {
 
 
 def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = None) -> RewardFunction:
-    """A reward function from what a config says.
+    """Loads a reward function from its entry in a config.
 
     Args:
         spec: a built-in name; a name of one of the task's own (``accuracy``, ``utilities``); an import path
@@ -174,7 +174,7 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
 
 
 def _imported(path: str, known: list[str]) -> Any:
-    """What an import path stands for.
+    """Imports the object of an import path.
 
     Raises:
         UsageError: it is the name or directory of a model, or no import path.
@@ -186,7 +186,7 @@ def _imported(path: str, known: list[str]) -> Any:
 
 
 def _adapted(func: Any, spec: str) -> RewardFunction:
-    """A function with a name, that takes completions as strings or as chat messages."""
+    """Returns a function with a name, that takes completions as strings or as chat messages."""
     if isinstance(func, nn.Module) and "completions" not in inspect.signature(func.forward).parameters:
         raise UsageError(
             f"reward function {spec!r} is a model; write it with save_pretrained and give the directory to the module "

@@ -1,4 +1,4 @@
-"""Rows of a rollout: joining, choosing and cutting them, and the one place that knows how wide each field is.
+"""Rows of a rollout: functions that join, select and cut them, and the width of each field.
 
 A rollout's ``tokens`` are as wide as its longest row, what belongs to the completions' tokens (``log_prob``, ``mask``,
 ``advantage`` …) as its longest completion. Every function here returns fields of exactly that width.
@@ -39,7 +39,7 @@ def require_rewards(rewards: Any, n: int, policy: Any) -> Tensor:
 
 
 def has_signal(reward: Tensor, num_generations: int) -> Tensor:
-    """Whether the scored rewards of each group differ, [P] bool; equal ones teach nothing.
+    """Returns whether the scored rewards of each group differ, [P] bool; groups of equal rewards give no gradient.
 
     Args:
         reward: [P · num_generations], NaN where nothing could score.
@@ -110,12 +110,12 @@ class RowLengths:
 
     prompt: list[int]
     completion: list[int]
-    #: Whether a row teaches something and must go through the model.
+    #: Whether a row contributes to the gradient, so that it needs a forward pass.
     keep: list[bool]
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "RowLengths":
-        """Copy them from the device, once.
+        """Copies them from the device, once.
 
         Args:
             fields: ``prompt_length``, ``length`` and, where rows may be left out, ``keep``, [B] each.
@@ -129,7 +129,9 @@ class RowLengths:
         return self.prompt[row] + self.completion[row]
 
     def kept(self, rows: Sequence[int]) -> list[int]:
-        """Those rows that teach something; one row stays in any case, so that every rank makes the same steps."""
+        """Returns the rows that contribute to the gradient; at least one row, so that every rank makes the same
+        steps.
+        """
         return [row for row in rows if self.keep[row]] or list(rows[:1])
 
     def extent(self, rows: Sequence[int]) -> Extent:

@@ -1,4 +1,4 @@
-"""Tokenized texts side by side: padded to the longest, or packed several to a row; prompts before completions."""
+"""Batches of tokenized texts: padded to the longest, or several packed into a row; prompts before completions."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ class Sequences:
             "filled": torch.zeros(rows, dtype=torch.long).index_add_(0, row, total),
         }
         if packing:
-            # Each pad is at 0 too: a sequence of its own, that no other token sees.
+            # Each pad token is at position 0 too: a separate sequence, to which no other token attends.
             position = torch.zeros_like(tokens)
             position[place] = within
             batch["position_ids"] = position.view(rows, width)
@@ -89,7 +89,7 @@ class Sequences:
 
 
 def pack(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Lay sequences into as few rows as best-fit decreasing finds.
+    """Lays sequences into as few rows as best-fit decreasing finds.
 
     Args:
         lengths: n of them, each at most ``width``.

@@ -88,7 +88,7 @@ def load_records(
 
 
 def read_path(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of one file, each with its place: a table that ``datasets`` reads, or else JSONL.
+    """Returns the rows of one file, each with its place: a table that ``datasets`` reads, or else JSONL.
 
     Raises:
         UsageError: see :func:`read_jsonl` and :func:`read_dataset`.
@@ -99,7 +99,7 @@ def read_path(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlong: str = "error") -> list[int]:
-    """Which records have a prompt that the model can take.
+    """Selects the records whose prompts fit into the model's context.
 
     Args:
         lengths: tokens of every prompt.

@@ -25,10 +25,11 @@ Rows = Callable[[int], Iterator[tuple[str, Record]]]
 class RecordStream:
     """The records of a source, pass after pass without end, shuffled in blocks.
 
-    Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. What
-    stands at a position therefore depends on the seed and the source only: a resumed run opens the source at its block.
-    Two blocks are in memory at a time. A block has n · ``per_row`` positions. Where ``encode`` makes fewer records of
-    it, some of them stand at several; where it leaves out all of them, those of the next block take their places.
+    Block b holds rows b·n to (b+1)·n of the endless stream, in an order that depends on the seed and b alone. The
+    record at a position therefore depends only on the seed and the source, and a resumed run opens the source at its
+    block. Two blocks are in memory at a time. A block has n · ``per_row`` positions. If ``encode`` makes fewer records
+    of it, some of them are at several positions; if it leaves out all of them, those of the next block take their
+    places.
 
     Args:
         rows: opens the source at a row.
@@ -62,7 +63,7 @@ class RecordStream:
         return max(1, self._read if self.length is None else self.length) * self._per_row
 
     def __getitem__(self, position: int) -> Record:
-        """The record at a position of the endless stream."""
+        """Returns the record at a position of the endless stream."""
         number, offset = divmod(position, self._size * self._per_row)
         block = self._block(number)
         return block[offset % len(block)]
@@ -97,7 +98,9 @@ class RecordStream:
             usable += 1
 
     def _note_unusable(self, number: int, reason: str) -> None:
-        """Says so at the first, tenth, hundredth … block: a source without an end may have none that can be used."""
+        """Prints a message at the first, tenth, hundredth … unusable block, because an endless source may have no
+        usable one.
+        """
         self._unusable += 1
         if self._unusable == 1:
             notice(f"{self._name}: block {number}, of streaming_buffer={self._size} records, has none that can be used "
@@ -122,7 +125,7 @@ class RecordStream:
                 count += 1
                 yield found
             if count == start and start:
-                # The source ended before this row: count its rows, and begin at the row that it stands for.
+                # The source ended before this row: count its rows, and begin at the row modulo that number.
                 self.length = sum(1 for _ in self._rows(0))
             elif count:
                 self.length = count
@@ -132,7 +135,7 @@ class RecordStream:
 
 
 def open_stream(path: str | None, dataset: Any, dataset_config: str | None, split: str | None) -> Rows:
-    """How the rows of one source are read from a given one on, without loading it whole.
+    """Returns a function that reads the rows of one source from a given row on, without loading all of it.
 
     Args:
         path: JSONL, parquet, arrow or csv file.
@@ -160,7 +163,7 @@ def open_stream(path: str | None, dataset: Any, dataset_config: str | None, spli
 
 
 def _rest(table: Any, start: int) -> Any:
-    """A table's rows from one on; none from its end on, where ``Dataset.skip`` is an IndexError."""
+    """Returns a table's rows from one on; none from its end on, where ``Dataset.skip`` is an IndexError."""
     import datasets
 
     return () if isinstance(table, datasets.Dataset) and start >= len(table) else table.skip(start)

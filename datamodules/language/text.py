@@ -5,19 +5,19 @@ from typing import Any
 
 from rl_modules.common.errors import UsageError
 
-# An answer holds no <answer>: a thought may speak of the tag before.
+# An answer does not contain <answer>, because an earlier thought may mention the tag.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:
-    """The text of a completion, which is a string or a list of chat messages (the last one counts)."""
+    """Returns the text of a completion, which is a string or a list of chat messages (the last one counts)."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt as one text for tables and logs; messages with their roles, a line each."""
+    """Returns a prompt as one text for tables and logs; messages with their roles, a line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt)
 
 
@@ -56,7 +56,7 @@ def _last_box(text: str) -> str | None:
 
 
 def reference_text(reference: Any) -> str:
-    """A reference answer as text, stripped; a number as it is written.
+    """Returns a reference answer as text, stripped; a number as it is written.
 
     Raises:
         UsageError: neither text nor a number.

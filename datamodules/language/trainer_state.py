@@ -1,4 +1,4 @@
-"""The progress of a run, as reward functions written for TRL read it."""
+"""The progress of a run, in the form that TRL's reward functions read."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class TrainerState:
-    """The fields of transformers' ``TrainerState`` that have a meaning here, such as for a reward with a schedule."""
+    """The fields of transformers' ``TrainerState`` that exist here, for example for a reward with a schedule."""
 
     #: Optimizer steps so far.
     global_step: int = 0
@@ -22,7 +22,7 @@ class TrainerState:
 
 
 def trainer_state(trainer: Any, epoch: float) -> TrainerState:
-    """The state of a Lightning trainer; zeros where there is none.
+    """Returns the state of a Lightning trainer; zeros where there is none.
 
     Args:
         trainer: Lightning's, or None.

@@ -1,4 +1,4 @@
-"""How a pass over the records is divided into optimizer steps."""
+"""Division of a pass over the records into optimizer steps."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from datamodules.language.notices import notice
 
 
 def counts_epochs(trainer: Any) -> bool:
-    """Whether ``max_epochs`` ends the run, for which it matters what a pass leaves out."""
+    """Returns whether ``max_epochs`` ends the run; only then the records that a pass leaves out matter."""
     return (getattr(trainer, "max_epochs", None) or -1) > 0
 
 
@@ -21,7 +21,7 @@ def whole_steps(n: int, step: int) -> int:
 
 
 def announce_rest(n: int, step: int, fate: str) -> None:
-    """Says where a tenth of the records or more is in no step of a pass, or records repeat within a step.
+    """Reports if a tenth of the records or more is in no step of a pass, or if records repeat within a step.
 
     Args:
         n: records.

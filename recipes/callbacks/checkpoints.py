@@ -93,7 +93,7 @@ class Checkpoints(ModelCheckpoint):
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> "Checkpoints | None":
-        """Returns a Trainer's callback of this class, beside which there may be a ModelCheckpoint of the user's."""
+        """Returns a Trainer's callback of this class; the user may have added a ModelCheckpoint as well."""
         return next((callback for callback in trainer.checkpoint_callbacks if isinstance(callback, cls)), None)
 
     @property
@@ -123,8 +123,8 @@ class Checkpoints(ModelCheckpoint):
                 trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
     def _forget_run(self) -> None:
-        """Starts with a folder and a best checkpoint of its own, where the callback served another run before. A run
-        that resumes has its best from the checkpoint, which is loaded later.
+        """Resets the folder and the best checkpoint if the callback served another run before. A resumed run takes its
+        best from the checkpoint, which is loaded later.
         """
         self.dirpath = self.last_path = self.best_model_score = self.current_score = None
         self.best_model_path = self.kth_best_model_path = ""
@@ -215,7 +215,7 @@ class Checkpoints(ModelCheckpoint):
         now_s = time.monotonic()
         if self.progress is not None:
             self.progress.tick(trainer, now_s)
-        # What ranks agree on holds for this moment alone: they are asked only where it can be done.
+        # The ranks' agreement is valid only now, so they exchange only where saving is possible.
         if not ends_epoch and not _is_between_steps(trainer):
             return
         is_due = self.writes and now_s >= self._due_s and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -257,7 +257,8 @@ class Checkpoints(ModelCheckpoint):
         last = self._folder / "last.ckpt"
         began_s = time.monotonic()
         error = self._write(trainer)
-        # Only the first rank writes. All must know how that ended, or some would save again without the others.
+        # Only the first rank writes. All must know the result, because otherwise some would save again without the
+        # others.
         failure = trainer.strategy.broadcast(None if error is None else str(error))
         if failure is None:
             self._saved_at, self.last_path = _position(trainer), last
@@ -292,7 +293,7 @@ class Checkpoints(ModelCheckpoint):
         return None
 
     def _rotate(self, trainer: L.Trainer, folder: Path) -> None:
-        """Puts the new checkpoint in the place of the last."""
+        """Replaces the last checkpoint by the new one."""
         rotate(folder, self.keep_previous)
         if self.keep_all:
             keep(folder, trainer.global_step)
@@ -312,7 +313,7 @@ class Checkpoints(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved_settings = state_dict["settings"]
         best = os.path.join(str(self.dirpath), "best.ckpt")
-        # The best by another metric says nothing about this one.
+        # The best checkpoint by another metric is not comparable.
         if (state_dict["monitor"], state_dict.get("mode", self.mode)) != (self.monitor, self.mode):
             return
         # A run's folder may have been moved or be named by another path. A new folder has no best checkpoint yet.
@@ -338,12 +339,12 @@ def _number_if_older(trainer: L.Trainer) -> int | None:
 
 
 def _is_between_steps(trainer: L.Trainer) -> bool:
-    """Whether no gradients are accumulated that an optimizer step is to follow."""
+    """Returns whether no gradients are accumulated that an optimizer step is to follow."""
     return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 def _position(trainer: L.Trainer) -> tuple[int, int, int]:
-    # Tabular agents take no optimizer steps: the epoch and the batch change where `global_step` does not.
+    # Tabular agents take no optimizer steps, so epoch and batch change while `global_step` does not.
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx
 
 

@@ -16,9 +16,9 @@ from recipes.callbacks.log_folder import log_folder
 class ConfigRecord(SaveConfigCallback):
     """Writes the resolved config into the folder of a training run, and into TensorBoard as text.
 
-    A run that writes nothing has no folder to itself, and an evaluation trains nothing: their config is not written,
-    since the file would replace a ``config.yaml`` of the user's. A resumed run has the text already, and replaces the
-    file when it trains: until then its checkpoint may refuse the new settings.
+    The config is not written for evaluations and for runs without a separate folder, because the file would replace a
+    user's ``config.yaml``. A resumed run has the text already; it replaces the file only when training starts, because
+    until then its checkpoint may refuse the new settings.
     """
 
     #: Whether the run has a folder to itself without a logger.

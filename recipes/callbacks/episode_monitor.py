@@ -31,7 +31,7 @@ class EpisodeMonitor(L.Callback):
         info_keywords: entries of the info at an episode's end to write beside them, numbers or texts.
 
     Raises:
-        UsageError: ``info_keywords`` are no names of their own; in training an info lacks one.
+        UsageError: ``info_keywords`` are not distinct names other than the columns'; in training, an info lacks one.
     """
 
     def __init__(self, folder: str | Path | None = None, info_keywords: Sequence[str] = ()) -> None:
@@ -48,7 +48,7 @@ class EpisodeMonitor(L.Callback):
         self._t_start_s = self._last_t_s = 0.0
         # Episodes of a checkpoint that are reported while it is loaded, before the file is open.
         self._early: list[tuple[Any, ...]] = []
-        #: Of a checkpoint: where the file ended then, and when it began.
+        #: Of a checkpoint: the length of the file, and its start time.
         self._saved: dict[str, Any] | None = None
 
     @property
@@ -56,7 +56,7 @@ class EpisodeMonitor(L.Callback):
         return "EpisodeMonitor"
 
     def path(self, trainer: L.Trainer) -> Path:
-        """The file of this rank."""
+        """Returns the file of this rank."""
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         return folder / ("monitor.csv" if trainer.world_size == 1 else f"{trainer.global_rank}.monitor.csv")
 
@@ -82,7 +82,7 @@ class EpisodeMonitor(L.Callback):
         self._file = path.open("a" if continues else "w", encoding="utf-8", newline="\n")
         self._rows = csv.writer(self._file, lineterminator="\n")
         if saved is not None and continues:
-            # What came after the checkpoint comes again.
+            # The resumed run writes the episodes after the checkpoint again.
             self._file.truncate(saved["size"])
             self._t_start_s, self._last_t_s = saved["t_start"], saved["last_t"]
         else:

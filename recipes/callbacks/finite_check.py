@@ -37,7 +37,7 @@ class FiniteCheck(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if not isinstance(loss, Tensor):
             return
-        # In half precision gradients overflow now and then, and the loss scaler skips those steps.
+        # In half precision gradients overflow occasionally, and the loss scaler skips those steps.
         norm = None if trainer.precision == "16-mixed" else getattr(pl_module, "grad_norm", None)
         step = (trainer.global_step, trainer.current_epoch, batch, loss, norm)
         if loss.device.type == "cpu":

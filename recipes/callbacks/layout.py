@@ -59,12 +59,12 @@ CHARTS: dict[str, dict[str, list[str]]] = {
         "length": ["train/completions/mean_length"],
     },
 }
-#: What algorithms of control without charts of their own get.
+#: Charts of control algorithms without specific charts.
 _CONTROL = {**_RETURN, "length of episodes": ["rollout/ep_len_mean"], "speed": ["time/fps"]}
 
 
 def layout_of(module: Any) -> dict[str, dict[str, list[Any]]]:
-    """The layout for ``SummaryWriter.add_custom_scalars``.
+    """Returns the layout for ``SummaryWriter.add_custom_scalars``.
 
     Args:
         module: the algorithm; a subclass gets its base's charts.

@@ -1,4 +1,4 @@
-"""Where a run's files are, asked by one rank alone."""
+"""The folder of a run's files, determined by one rank alone."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 
 def log_folder(trainer: L.Trainer) -> Path:
-    """The run's own folder, in which its checkpoints are, for the first rank.
+    """Returns the run's own folder, in which its checkpoints are, for the first rank.
 
-    ``Trainer.log_dir`` has all ranks communicate, and is the folder of all runs where Weights & Biases logs.
+    ``Trainer.log_dir`` makes all ranks communicate, and with Weights & Biases it is the folder of all runs.
 
     Args:
         trainer: of the run.

@@ -1,6 +1,6 @@
 """Optimizer and scheduler settings of a resumed run that differ from the checkpoint's.
 
-A checkpoint's optimizer state contains the settings, so that loading it would undo what the command line says.
+A checkpoint's optimizer state contains the settings, so loading it would undo settings of the command line.
 """
 
 from typing import Any

@@ -10,8 +10,8 @@ from recipes.callbacks.progress import TransitionProgressBar
 class ProgressLines:
     """Prints a line every half minute where there is no terminal: in the log of SLURM or ``nohup``.
 
-    It is no callback, because Lightning calls each of them about ten times per batch: ``Checkpoints`` calls it between
-    two batches.
+    It is not a callback, because Lightning calls each callback about ten times per batch. ``Checkpoints`` calls it
+    between two batches.
 
     Args:
         bar: counts what is done, as the progress bar does.

@@ -141,7 +141,7 @@ class EpisodeRecorder(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._next = self.every  # a second fit counts from 0; a checkpoint to resume from is loaded after this hook
-            # Found out now, not after the first of the transitions between two recordings.
+            # Checked now, and not at the first recording, which may come much later.
             data: Any = getattr(trainer, "datamodule", None)
             if data is not None:  # the module refuses a Trainer without one
                 env = environment_to_film(data)

@@ -60,8 +60,8 @@ def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
-    """A command line whose short names are this project's classes, although a module of the user's, imported by now,
-    has one of the same name (``my_ppo.PPO``), between which the parser could not choose.
+    """Returns a command line in which short names of this project's classes are written in full if an imported user
+    module has a class of the same name (``my_ppo.PPO``), because the parser could not choose between them.
 
     Args:
         args: the words after the command; each config is the path of a file.
@@ -162,7 +162,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def accepts(class_path: str, name: str) -> bool:
-    """Whether a class or one of its bases takes an argument of that name."""
+    """Returns whether a class or one of its bases takes an argument of that name."""
     module, _, class_name = class_path.rpartition(".")
     bases: tuple[Any, ...] = getattr(import_module(module), class_name).__mro__
     return any(name in signature(base.__init__).parameters for base in bases if "__init__" in vars(base))

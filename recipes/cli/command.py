@@ -42,8 +42,8 @@ def main(args: list[str] | None = None, default_config: str | None = None) -> No
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except SystemExit as exit_:
-        # Where no checkpoint is written, Lightning exits with 1 after Ctrl-C, as if something had failed, and after
-        # SIGTERM with 0, as if nothing had.
+        # Without a checkpoint, Lightning exits with 1 after Ctrl-C, like after an error, and with 0 after SIGTERM, like
+        # after a success.
         if isinstance(exit_.__context__, KeyboardInterrupt):
             raise SystemExit(130) from None
         lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")  # help does without the library

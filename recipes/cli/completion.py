@@ -28,7 +28,7 @@ complete -o default -F _rl rl
 
 
 def script(words: list[str]) -> str:
-    """The completion script of a shell.
+    """Returns the completion script of a shell.
 
     Args:
         words: the shell's name.

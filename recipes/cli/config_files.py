@@ -10,7 +10,7 @@ from rl_modules.common.errors import UsageError
 
 #: Keys of the first level that only ``fit`` reads.
 OF_FIT = ("checkpoint", "record_every", "resume")
-#: What a value is called in a message.
+#: Names of kinds of values in messages.
 _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value", yaml.MappingNode: "a mapping"}
 
 
@@ -58,7 +58,7 @@ def check_order(paths: Sequence[Path]) -> None:
 
 
 def _place_of_class(path: Path, group: str) -> str | None:
-    """Whether a file names a group's class, or gives arguments alone; None: neither."""
+    """Returns whether a file names a group's class or only gives arguments; None: neither."""
     node = next((value for key, value in _tree(path).value if key.value == group), None)
     if not isinstance(node, yaml.MappingNode):
         return None if node is None else "class"
@@ -66,7 +66,7 @@ def _place_of_class(path: Path, group: str) -> str | None:
 
 
 def for_evaluation(args: Sequence[str], folder: Path) -> list[str]:
-    """A command line whose config files have no keys that only ``fit`` reads.
+    """Returns a command line whose config files have no keys that only ``fit`` reads.
 
     A training run records its whole config (``config.yaml`` in its folder), and evaluations of it take that file.
 
@@ -91,7 +91,7 @@ def for_evaluation(args: Sequence[str], folder: Path) -> list[str]:
 
 
 def _without(path: Path, keys: Sequence[str]) -> str | None:
-    """The text of a YAML mapping without keys of its first level; None where it has none of them."""
+    """Returns the text of a YAML mapping without keys of its first level; None where it has none of them."""
     root = _tree(path)
     pairs = root.value
     if not any(key.value in keys for key, _ in pairs):
@@ -149,7 +149,7 @@ def _check_keys(path: Path, node: Any) -> None:
 
 
 def _check_class(path: Path, group: str, node: Any) -> None:
-    """Raises where an argument of a class stands beside ``class_path`` instead of in ``init_args``."""
+    """Raises an error if an argument of a class is next to ``class_path`` instead of in ``init_args``."""
     if not isinstance(node, yaml.MappingNode):
         return
     keys = {key.value: (key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}

@@ -1,4 +1,4 @@
-"""``rl list``, ``rl --version`` and ``rl doctor``: what is there, in which version, and what is missing."""
+"""``rl list``, ``rl --version`` and ``rl doctor``: installed configs, versions, and missing extras."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from rl_modules.common.extras import install
 
 #: Packages that every run needs.
 NEEDED = ("torch", "lightning", "jsonargparse", "gymnasium", "numpy", "tensorboard", "rich", "pillow")
-#: Modules of each extra by what they bring, to look for without importing them.
+#: Modules of each extra by feature; they are looked up without being imported.
 OPTIONAL = {
     "box2d": ("LunarLander, BipedalWalker", ("Box2D",)),
     "mujoco": ("HalfCheetah, Hopper, Walker2d", ("mujoco",)),
@@ -77,7 +77,7 @@ def _version(package: str) -> str | None:
 
 
 def _of_checkout() -> str | None:
-    """The version in a checkout's pyproject.toml, whatever is installed beside it; None in a wheel."""
+    """Returns the version in a checkout's pyproject.toml, whatever is installed beside it; None in a wheel."""
     file = Path(__file__).resolve().parents[2] / "pyproject.toml"
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
     return next((line.partition('"')[2].rstrip('"') for line in lines if line.startswith("version = ")), None)

@@ -117,7 +117,7 @@ class RLCLI(LightningCLI):
         self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
 
     def _require_weights(self, config: Any) -> None:
-        """Raises where a command would evaluate random weights."""
+        """Raises an error if a command would evaluate random weights."""
         settings = config["model"].get("init_args") or {}
         given = [settings.get(name) for name in ("model_name_or_path", "init_from")]
         if self.command != "fit" and config.get("ckpt_path") is None and not any(given):
@@ -203,7 +203,7 @@ class RLCLI(LightningCLI):
             if not self._controls and config.get("devices") == "auto":
                 config["devices"] = 1
         if writes_nothing := config.get("enable_checkpointing") is False:
-            # Lightning refuses any checkpoint callback then; the project's has other tasks, too.
+            # Lightning then refuses any checkpoint callback, but the project's callback has other tasks too.
             config["enable_checkpointing"] = None
         trainer = super()._instantiate_trainer(config, callbacks)
         if self.command == "predict" and not self._controls and trainer.world_size > 1:
@@ -272,7 +272,7 @@ class RLCLI(LightningCLI):
             return
         checkpoint = self._get(self.config, "ckpt_path")
         self._require_own_networks()
-        # The command's, whatever the checkpoint says.
+        # The command's values take precedence over the checkpoint's.
         own = {name: self.model.hparams[name] for name in ControlModule.own_networks if name in self.model.hparams}
         policy = type(self.model).load_from_checkpoint(checkpoint, weights_only=True, map_location="cpu", **own)
         folder, episodes = Path(self._get(self.config, "output")), self._get(self.config, "episodes")
@@ -280,7 +280,9 @@ class RLCLI(LightningCLI):
             print(file)
 
     def _require_own_networks(self) -> None:
-        """Raises where the checkpoint names a class for its network that the command does not: it would be run."""
+        """Raises an error if the checkpoint names a class for its network that the command does not, because it would
+        be run.
+        """
         saved = (self.checkpoint or {}).get("hyper_parameters") or {}
         for name in ControlModule.own_networks:
             if saved.get(name) not in (None, self.model.hparams.get(name)):
@@ -305,8 +307,8 @@ class RLCLI(LightningCLI):
 
 
 def _gather_init_args(model: Any) -> None:
-    """Moves arguments of a user's network into its ``init_args``: the parser, which does not know the class, writes
-    those of ``--model.network.init_args.width 3`` beside them.
+    """Moves arguments of a user's network into its ``init_args``: the parser does not know the class, and puts those of
+    ``--model.network.init_args.width 3`` outside.
     """
     settings = model.get("init_args") or {}
     for name in ControlModule.own_networks:
@@ -319,7 +321,7 @@ def _gather_init_args(model: Any) -> None:
 
 
 def _is_lightnings(error: BaseException) -> bool:
-    """Whether Lightning raised an error, which then is about the Trainer's arguments, and no code of a run did."""
+    """Returns whether Lightning itself raised an error, which is then about the Trainer's arguments."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

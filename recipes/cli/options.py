@@ -22,12 +22,12 @@ COMMON = (
     "--data.env_id", "--data.n_envs", "--data.total_timesteps", "--trainer.accelerator", "--trainer.devices",
     "--trainer.logger", "--trainer.max_steps", "--trainer.precision",
 )  # fmt: skip
-#: Options of other algorithms, and what does the same here.
+#: Options of other programs, and their equivalents here.
 ELSEWHERE = {"total_timesteps": "trainer.max_steps", "max_steps": "data.total_timesteps"}
 
 
 def refuse_word(word: str) -> str:
-    """The sentence for a word that is no option and belongs to none."""
+    """Returns the sentence for a word that is no option and belongs to none."""
     import rl_modules
 
     if word in rl_modules.__all__:
@@ -39,7 +39,7 @@ def refuse_word(word: str) -> str:
 
 
 def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
-    """The sentence for an option that does not exist.
+    """Returns the sentence for an option that does not exist.
 
     Args:
         name: as given, without dashes: ``lr``, ``model.gama``.
@@ -71,13 +71,13 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
 
 
 def _exists(place: str, chosen: dict[str, Any] | None) -> bool:
-    """Whether the run's classes have an option, where they are known."""
+    """Returns whether the run's classes have an option, where they are known."""
     group, _, rest = place.partition(".")
     return not rest or (chosen or {}).get(group) is None or rest in of_group(group, chosen)
 
 
 def _meant(name: str, chosen: dict[str, Any] | None = None) -> str:
-    """The clause that says what an option without a group was probably meant to be."""
+    """Returns a clause with the option that a name without a group probably means."""
     if name in INSTEAD:
         return f"; {INSTEAD[name]}"
     is_of_language = name in CONTROL and (chosen or {}).get("model") is not None
@@ -90,7 +90,7 @@ def _meant(name: str, chosen: dict[str, Any] | None = None) -> str:
 
 
 def places_of(name: str, chosen: dict[str, Any] | None = None) -> list[str]:
-    """The full names of the options whose last part is ``name``."""
+    """Returns the full names of the options whose last part is ``name``."""
     return [f"{group}.{name}" for group in GROUPS if name in of_group(group, chosen)]
 
 
@@ -131,7 +131,7 @@ def arguments_of(cls: type) -> set[str]:
 
 
 def refuse_keys(path: Path, keys: set[str]) -> None:
-    """Refuses keys of a config file's first level that mean nothing there.
+    """Refuses unknown keys at the first level of a config file.
 
     Raises:
         UsageError: names the file, the key, and where it belongs.

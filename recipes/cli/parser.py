@@ -28,7 +28,7 @@ class RLParser(LightningArgumentParser):
 
     #: The run's classes, ``model`` and ``data``, whose options a misspelled one is compared with.
     chosen: ClassVar[dict[str, type]] = {}
-    #: What ``--ckpt_path`` gives.
+    #: Value of ``--ckpt_path``.
     checkpoint: ClassVar[str | None] = None
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]

@@ -18,7 +18,7 @@ from rl_modules.common.finished_epoch import epoch_to_reopen
 
 
 class StopsWithinEpochs(Protocol):
-    """What every module of this project knows of its run."""
+    """The interface of this project's modules that the recomputation uses."""
 
     @property
     def is_cut_off(self) -> bool:
@@ -26,7 +26,7 @@ class StopsWithinEpochs(Protocol):
 
 
 class Reached(Exception):
-    """The recomputation has reached what it was started for."""
+    """The recomputation has reached its target."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Saved:
     path: Path
     #: Optimizer steps before it.
     step: int
-    #: Batches of all epochs before it, and the epochs begun and finished: two checkpoints at one moment agree in both.
+    #: Batches of all epochs before it, and the epochs begun and finished; equal for checkpoints of the same moment.
     position: tuple[int, int, int]
 
     @property
@@ -53,7 +53,7 @@ def position_in(loops: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def position_of(trainer: L.Trainer) -> tuple[int, int, int]:
-    """Returns the same of a running Trainer, as a checkpoint that it writes now would say."""
+    """Returns the same for a running Trainer, as in a checkpoint written now."""
     loop, module = trainer.fit_loop, cast(StopsWithinEpochs, trainer.lightning_module)
     epochs: Any = loop.epoch_progress.current
     started, processed = epochs.started, epochs.processed
@@ -107,7 +107,7 @@ class Recomputation(RLCLI):
         self.checkpoint = None  # its tensors are mapped from the file
 
     def after_fit(self) -> None:
-        """Nothing: the run has its summary already."""
+        """Does nothing, because the run has its summary already."""
 
 
 @contextmanager

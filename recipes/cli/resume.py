@@ -42,7 +42,7 @@ def newest_run(parent: Path) -> Path | None:
 
 
 def changed_at(run: Path) -> float:
-    """When a run's folder or its checkpoints last changed, in seconds since the epoch."""
+    """Returns the time of the last change of a run's folder or checkpoints, in seconds since the epoch."""
     return max(folder.stat().st_mtime for folder in (run, run / "checkpoints") if folder.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""One process per run: a second one that resumed it would write the same checkpoints and cut its curves."""
+"""Lock of a run's folder: a second process that resumed the run would write the same checkpoints and cut its curves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ NAME = "run.lock"
 def held(folder: Path) -> Iterator[None]:
     """Holds a run's folder for this process.
 
-    The lock is a POSIX one, which forked processes do not inherit: environments' processes that outlive a killed run do
-    not keep it. Where the platform or the file system knows no such locks, nothing is held.
+    The lock is a POSIX lock, which forked processes do not inherit, so environments' processes that outlive a killed
+    run do not keep it. If the platform or the file system does not support such locks, nothing is locked.
 
     Args:
         folder: of the run; made where it is missing.

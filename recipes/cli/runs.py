@@ -1,4 +1,4 @@
-"""Folders of runs: where a new run writes, and which run and checkpoint a resumed one continues."""
+"""Folders of runs: the folder of a new run, and the run and checkpoint that a resumed run continues."""
 
 import os
 import re
@@ -29,15 +29,15 @@ LOGGER = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
     "init_args": {"save_dir": LOGS, "name": None, "default_hp_metric": False},
 }
-#: Files of a run that another in its folder would overwrite or continue.
+#: Files of a run that another run in its folder would overwrite or continue.
 _OF_A_RUN = ("checkpoints/last.ckpt", curves.PATTERN, "metrics.csv")
 
 
 def set_folder(config: Any) -> None:
-    """Fills in where the logger writes: ``<default_root_dir>/logs/<algorithm>-<task>``, where nothing else is given.
+    """Sets the logger's folder to ``<default_root_dir>/logs/<algorithm>-<task>`` unless another is given.
 
-    A logger of null or true, of which Lightning would make one in ``lightning_logs``, is the usual one. ``~`` and
-    ``$NAME`` are replaced: Lightning does so for curves, and not for checkpoints.
+    A logger of null or true, for which Lightning would write to ``lightning_logs``, is replaced by the default logger.
+    ``~`` and ``$NAME`` are expanded, which Lightning does for curves but not for checkpoints.
     """
     if config["trainer"]["logger"] in (None, True):
         config["trainer"]["logger"] = dict_to_namespace(LOGGER)
@@ -57,7 +57,7 @@ def set_folder(config: Any) -> None:
 
 
 def configured_name(config: Any) -> str:
-    """What :func:`run_name` returns, before there are objects."""
+    """Returns the same as :func:`run_name` before the objects exist."""
     algorithm = config["model"]["class_path"].rpartition(".")[2]
     settings = config["data"]["init_args"]
     task = settings.get("env_id") or language.task_name(settings) or config["data"]["class_path"].rpartition(".")[2]
@@ -65,19 +65,19 @@ def configured_name(config: Any) -> str:
 
 
 def _logger(config: Any) -> Any:
-    """The logger whose folder is the run's: the first of several, as in Lightning."""
+    """Returns the logger whose folder is the run's: the first of several, as in Lightning."""
     given = config["trainer"]["logger"]
     return (given[0] if given else False) if isinstance(given, list) else given
 
 
 def run_name(algorithm: str, data: Any) -> str:
-    """The name of a run's folder, ``<algorithm>-<task>``."""
+    """Returns the name of a run's folder, ``<algorithm>-<task>``."""
     task = data.hparams.get("env_id") or language.task_name(data.hparams) or type(data).__name__
     return re.sub(r"[^\w.-]+", "_", f"{algorithm}-{task}")
 
 
 def drawn_seed() -> int:
-    """A seed by chance, the same on all ranks: those that the Trainer starts find it in ``PL_GLOBAL_SEED``.
+    """Draws a random seed, the same on all ranks: ranks that the Trainer starts read it from ``PL_GLOBAL_SEED``.
 
     Raises:
         UsageError: other ranks, which torchrun or SLURM started, would draw another.
@@ -138,7 +138,7 @@ def is_found_again(config: Any) -> bool:
 
 
 def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
-    """Refuses a new run in the folder of another, in which a logger of the user's puts all.
+    """Refuses a new run in the folder of another run, which a user's logger may use for all runs.
 
     Args:
         trainer: of the new run.
@@ -340,8 +340,8 @@ def _new_folder(parent: Path) -> Path:
 
 
 def open_csv_files(trainer: Any) -> None:
-    """Has CSV loggers begin their files while the folder of a new run is empty: Lightning takes whatever is there, such
-    as the run's own config, for an older run's, and warns that it deletes it.
+    """Makes CSV loggers open their files while the folder of a new run is empty. Lightning would treat files in it,
+    such as the run's own config, as an older run's, and warn that it deletes them.
     """
     for logger in trainer.loggers if trainer.is_global_zero else []:
         if isinstance(logger, CSVLogger):
@@ -349,7 +349,7 @@ def open_csv_files(trainer: Any) -> None:
 
 
 def local_folder(trainer: Any) -> Path | None:
-    """The run's own folder on this machine's disk; None where nothing is logged there."""
+    """Returns the run's own folder on this machine's disk; None where nothing is logged there."""
     logger = trainer.loggers[0] if trainer.loggers else None
     if not isinstance(logger, TensorBoardLogger | CSVLogger) or "://" in str(logger.log_dir):
         return None
@@ -369,6 +369,6 @@ def _claimed(parent: Path, number: int) -> int:
 
 
 def _unnumbered(trainer: Any) -> list[Any]:
-    """The loggers that number their folders and have none yet."""
+    """Returns the loggers that number their folders and have none yet."""
     kinds = (TensorBoardLogger, CSVLogger)
     return [logger for logger in trainer.loggers if isinstance(logger, kinds) and logger._version is None]

@@ -8,7 +8,7 @@ from typing import Any
 from recipes.cli.options import GROUPS, refuse_word, unknown_option
 from rl_modules.common.errors import did_you_mean
 
-#: Types as a person calls them.
+#: Plain names of types.
 _TYPES = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null",
     "list": "a list", "dict": "a mapping such as {name: value}",
@@ -92,7 +92,8 @@ def which_class(what: str, checkpoint: str | None = None) -> str:
         what: ``model`` or ``data``.
         checkpoint: its path, if one is given: the run's own config may be there.
     """
-    # Only named, not taken: a config names classes to import, which a checkpoint from elsewhere must not do by itself.
+    # The config is only named, not loaded: it names classes to import, and an untrusted checkpoint must not import
+    # code.
     own = None if checkpoint is None else Path(checkpoint).parent.parent / "config.yaml"
     if own is not None and own.is_file():
         return f"no {what} is given; the settings of the checkpoint's run are in its config: add --config {own}"
@@ -100,7 +101,7 @@ def which_class(what: str, checkpoint: str | None = None) -> str:
 
 
 def _key_and_value(text: str) -> tuple[str | None, Any]:
-    """The innermost argument that a message is about, as ``model.gamma``, and its value."""
+    """Returns the innermost argument that a message is about, as ``model.gamma``, and its value."""
     keys = re.findall(r'Parser key "([\w.]+)"', text)
     if not keys:
         return None, None
@@ -113,7 +114,7 @@ def _key_and_value(text: str) -> tuple[str | None, Any]:
 
 
 def _unknown(text: str, key: str | None, chosen: dict[str, type]) -> str | None:
-    """The sentence for an option that does not exist; None where the message is about something else."""
+    """Returns the sentence for an option that does not exist; None where the message is about something else."""
     unknown = (
         re.search(r"Option '([\w.-]+)' is not accepted", text)
         or re.search(r"[Uu]nrecognized arguments: (-{0,2}[\w./:-]+)", text)
@@ -162,20 +163,20 @@ def _class_names(key: str) -> list[str]:
 
 
 def _given_class(text: str, value: Any) -> str:
-    """The class that a message is about."""
+    """Returns the class that a message is about."""
     path = re.search(r"class_path'?[:=]? ?'?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
     return (path.group(1) if path else str(value)).strip("'\"[]{} ")
 
 
 def _class_sentence(key: str, given: str, known: list[str]) -> str:
-    """The sentence for a name that is none of the classes that fit."""
+    """Returns the sentence for a name that is not among the classes that fit."""
     name = given.rpartition(".")[2]
     near = did_you_mean(name, known)
     return f"{key}={given!r} names no class that fits{near or '; known are ' + ', '.join(known)}"
 
 
 def _wanted(text: str) -> str:
-    """The types that an argument takes, in words."""
+    """Returns the types that an argument takes, in words."""
     found = re.findall(r"[Ee]xpected (?:an? )?(?:<class '([\w.]+)'>|(?:type )?(typing\.\w+\[[^\]]*\]|\w+))", text)
     names = [first or second for first, second in found]
     words = [f"{_TYPES[name]} (type {name})" for name in names if name in _TYPES]

@@ -10,9 +10,9 @@ USAGE = "serve takes --engine vllm|native, --host, --port, --gpu_memory_utilizat
 
 
 def serve(args: Sequence[str]) -> None:
-    """Listen until the process is stopped.
+    """Serves requests until the process is stopped.
 
-    The model comes from the run, its weights too, so that the server needs no path.
+    The run sends the model's description and weights, so the server needs no path.
 
     Args:
         args: the words after ``rl serve``.
@@ -44,7 +44,7 @@ def serve(args: Sequence[str]) -> None:
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:
-    """The options of ``rl serve``.
+    """Returns the options of ``rl serve``.
 
     Raises:
         UsageError: one that is unknown, or a value that is not of its kind.
@@ -72,7 +72,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
 
 
 def require_vllm() -> None:
-    """Refuse to start without vLLM.
+    """Refuses to start without vLLM.
 
     Raises:
         UsageError: it is not installed.

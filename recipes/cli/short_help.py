@@ -19,7 +19,7 @@ _TRAINER = {
 
 
 def short_help(command: str, chosen: Mapping[str, type]) -> str:
-    """The arguments of the run's classes, one line each, and the most used ones of the Trainer.
+    """Returns the arguments of the run's classes, one line each, and the most used ones of the Trainer.
 
     Args:
         command: of ``rl``.
@@ -38,7 +38,7 @@ def short_help(command: str, chosen: Mapping[str, type]) -> str:
 
 
 def _section(group: str, cls: type, lines: int) -> list[str]:
-    """The arguments of a class, its own first; those for which there is no line are named."""
+    """Returns the arguments of a class, its own first; those for which there is no line are named."""
     rows = [(name, default, text) for name, (default, text) in arguments(cls).items()]
     summary = (inspect.getdoc(cls) or cls.__name__).partition("\n")[0]
     title = ["", f"{group}: {cls.__name__}, {summary}"[:WIDTH]]
@@ -74,7 +74,7 @@ def arguments(cls: type) -> dict[str, tuple[str, str]]:
 
 
 def _descriptions(cls: Any) -> dict[str, str]:
-    """What the ``Args`` of the class's and its bases' docstrings say, by name."""
+    """Returns the ``Args`` entries in the docstrings of a class and its bases, by name."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         section = re.search(r"\n *Args:\n(.*?)(?:\n\n|\Z)", vars(base).get("__doc__") or "", re.DOTALL)

@@ -55,7 +55,7 @@ def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
 def reached(trainer: Trainer, model: Any, data: Any) -> tuple[int, dict[str, float]]:
     """Returns the step at which the curves end, and the metrics of a control datamodule."""
     if launches(trainer):
-        # The counters of this process have not moved: those of the ranks have, which ended with `fit`.
+        # The counters of this process did not change; only those of the ranks did, which ended with `fit`.
         measured = model.reached["metrics"]
         return int(measured.get("time/total_timesteps", model.reached["global_step"])), measured
     return (data.num_timesteps, data.metrics()) if isinstance(data, ControlDataModule) else (trainer.global_step, {})
@@ -133,7 +133,9 @@ def exact_row(model: Any, data: Any) -> dict[str, str]:
 
 
 def limit_of(trainer: Trainer) -> dict[str, str]:
-    """The row that says that ``trainer.max_time`` ended the training; Lightning's own sentence is among its advice."""
+    """Returns a row that says that ``trainer.max_time`` ended training; Lightning's own message is hidden with its
+    advice.
+    """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     left = [timer.time_remaining() for timer in callbacks if isinstance(timer, Timer)]
     is_reached = any(seconds is not None and seconds <= 0 for seconds in left)
@@ -161,7 +163,7 @@ def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float
 
 
 def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: bool) -> str:
-    """Prints what the run did, and where its checkpoints and curves are.
+    """Prints the results of the run and the locations of its checkpoints and curves.
 
     Args:
         trainer: of the run.

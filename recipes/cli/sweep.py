@@ -66,7 +66,7 @@ def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) ->
 
     for unfinished in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
         with locked(folder / f"trial_{unfinished.number:04}.lock", wait) as is_ours:
-            # While this process ran the trials before, or waited, another may have finished this one.
+            # Another process may have finished this trial while this one ran earlier trials or waited.
             if is_ours and study.get_trials(deepcopy=False)[unfinished.number].state == unfinished.state:
                 print(f"trial {unfinished.number}: resumed", flush=True)
                 run_trial(sweep, study, optuna.trial.Trial(study, unfinished._trial_id), folder)
@@ -122,7 +122,7 @@ def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, ind
 
 
 def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) -> list[str]:
-    """The lines that end a sweep: the best trials, and the command that trains with the best settings.
+    """Returns the lines that end a sweep: the best trials, and the command that trains with the best settings.
 
     Args:
         sweep: the settings.

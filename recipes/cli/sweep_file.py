@@ -52,7 +52,7 @@ class Range:
 
 
 def as_word(value: Any) -> str:
-    """A value of a YAML file as a word of the command line, which is read as YAML again."""
+    """Returns a value of a YAML file as a word of the command line, which is read as YAML again."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -14,7 +14,7 @@ from recipes.cli.sweep_storage import best_trials, locked, write_hparams
 
 
 def run_finals(sweep: Sweep, study: Any, folder: Path) -> dict[int, float]:
-    """Runs what is left of the second round, together with other processes of the same sweep.
+    """Runs the rest of the second round, together with other processes of the same sweep.
 
     Args:
         sweep: the settings.

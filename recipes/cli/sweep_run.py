@@ -16,7 +16,7 @@ from recipes.cli.lightning_cli import RLCLI
 from recipes.cli.sweep_file import Sweep
 from rl_modules.common.errors import UsageError
 
-#: How settings fail: they contradict each other, the weights diverge, or the batch is too large for the GPU.
+#: Errors that count as a failed trial: contradictory settings, diverged weights, or a batch too large for the GPU.
 FAILURES = (UsageError, FloatingPointError, torch.cuda.OutOfMemoryError)
 
 
@@ -121,7 +121,8 @@ def run_once(sweep: Sweep, chosen: dict[str, str], seed: int, folder: Path, judg
         words.append("--resume")
     elif run.exists():
         shutil.rmtree(run)  # killed before its first checkpoint
-    # Lightning's objects refer to one another: the last run's model and buffer would stay in memory beside this one's.
+    # Lightning's objects form reference cycles, so the last run's model and buffer would stay in memory during this
+    # run.
     gc.collect()
     TrialRun(words, judge)
     found = curves.points(run)

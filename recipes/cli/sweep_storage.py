@@ -1,4 +1,4 @@
-"""Where a sweep keeps its trials: Optuna's SQLite storage, and TensorBoard's HParams view."""
+"""Storage of a sweep's trials: Optuna's SQLite file, and TensorBoard's HParams view."""
 
 import fcntl
 import shutil
@@ -53,7 +53,7 @@ class SeededSampler(BaseSampler):
 
 
 def open_study(sweep: Sweep, folder: Path) -> Any:
-    """The study of a sweep, new or as its last process left it.
+    """Opens the study of a sweep, or creates it.
 
     Raises:
         UsageError: the folder has a sweep with other settings.
@@ -97,7 +97,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def best_trials(sweep: Sweep, study: Any, most: int) -> list[FrozenTrial]:
-    """The complete trials with the best results, the best first, ``most`` at most."""
+    """Returns the complete trials with the best results, the best first, ``most`` at most."""
     done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
     return sorted(done, key=lambda trial: trial.value, reverse=sweep.mode == "max")[:most]
 

@@ -31,7 +31,7 @@ def quiet() -> None:
         ours.setLevel(logging.INFO)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # The report of a profiler that the user requested, and why EarlyStopping with `verbose` ended a run.
+    # The report of a requested profiler, and the reason for which EarlyStopping with `verbose` ended a run.
     for name in ("lightning.pytorch.profilers", "lightning.pytorch.callbacks.early_stopping"):
         logging.getLogger(name).setLevel(logging.INFO)
     for message in _HIDDEN:
@@ -39,7 +39,7 @@ def quiet() -> None:
 
 
 def show(text: str) -> None:
-    """Prints a text. A reader that has left, as in ``rl list | head``, is no error."""
+    """Prints a text. A closed pipe, as in ``rl list | head``, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -21,7 +21,7 @@ LEAST = {
     "accumulate_grad_batches": 1, "num_nodes": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0,
     "gradient_clip_val": 0, "max_steps": -1, "max_epochs": -1,
 }  # fmt: skip
-#: Environment variables that programs set which start a process per machine or device.
+#: Environment variables of programs that start a process per machine or device.
 LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
 
@@ -57,7 +57,7 @@ def settings_for_evaluation(trainer: Any) -> None:
 
 
 def stop_writing(trainer: Any) -> None:
-    """Has the run write no checkpoint.
+    """Makes the run write no checkpoint.
 
     Args:
         trainer: of the run.
@@ -137,7 +137,7 @@ def require_writable(trainer: Any) -> None:
 
 
 def sentence(error: BaseException, config: Any) -> str:
-    """What Lightning says about the Trainer's arguments, with the argument's name and the remedy."""
+    """Returns Lightning's error about the Trainer's arguments, with the argument's name and the remedy."""
     text = one_sentence(str(error))
     trainer = config["trainer"]
     if "backend found" in text or "No supported gpu" in text:

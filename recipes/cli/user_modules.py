@@ -1,4 +1,4 @@
-"""The user's own classes, which lie in the folder where ``rl`` is run: their import paths, and what they raise."""
+"""User classes in the folder in which ``rl`` is run: their import paths and the errors in their code."""
 
 import os
 import sys
@@ -35,8 +35,8 @@ def add_working_directory() -> None:
 
 
 def place_in_users_code(error: BaseException | None) -> str | None:
-    """Returns ``file:line: what was raised`` where code that is neither this project's nor a library's raised an error
-    or called what did; None elsewhere.
+    """Returns ``file:line: error`` if user code (neither this project's nor a library's) raised an error or called the
+    code that did; None otherwise.
     """
     while error is not None:
         for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -14,7 +14,7 @@ from recipes.cli import resume
 from recipes.cli.recomputation import Reached, Recomputation, Saved, checkpoints_of, position_of, settings
 from rl_modules.common.errors import UsageError
 
-#: Parts of a checkpoint that no two runs share: versions, paths and files of the run itself.
+#: Parts of a checkpoint that differ between runs: versions, paths and files of the run itself.
 NOT_COMPARED = ("pytorch-lightning_version", "loops", "callbacks")
 #: Curves of the clock.
 CLOCKS = ("time/fps", "time/time_elapsed", "time/sampling_tokens_per_second", "time/training_tokens_per_second")
@@ -35,7 +35,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Comparison:
-    """What differs between two states."""
+    """The differences between two states."""
 
     compared: int = 0
     #: Path of each value that differs, with the largest absolute difference (infinite where shapes or kinds differ).

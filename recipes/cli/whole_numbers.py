@@ -13,7 +13,7 @@ from datamodules.base import EnvironmentArguments
 
 
 def accept_whole_floats(args: Sequence[str], classes: Iterable[type]) -> list[str]:
-    """Has ``1e6`` and ``1000.0`` read as ints, on the command line and in configs, where an argument is one.
+    """Makes ``1e6`` and ``1000.0`` valid ints, on the command line and in configs, for arguments that are ints.
 
     Args:
         args: the words after the command.
@@ -55,7 +55,7 @@ def _converted(value: Any, names: set[str], name: str = "") -> Any:
 
 
 def _integer_arguments(classes: Iterable[type]) -> set[str]:
-    """Names of the arguments that are ints and no floats."""
+    """Returns the names of the arguments that accept ints but not floats."""
     found: dict[str, Any] = {}
     for base in {base for cls in classes for base in cls.__mro__ if "__init__" in vars(base)}:
         parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""What algorithms and experience share: the contract between them, errors, spaces, schedules, seeds."""
+"""Code shared by algorithms and datamodules: the contract between them, errors, spaces, schedules, seeds."""

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer step of which some micro-batches are missing, for a checkpoint in the middle of it."""
+"""Accumulated gradients of an unfinished optimizer step, for a checkpoint between two of its micro-batches."""
 
 from typing import Any
 

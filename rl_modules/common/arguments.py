@@ -1,5 +1,5 @@
 """The arguments of a module or datamodule: those that this project's constructors received, and those that a user's
-subclass did, whose constructor may choose some and pass on others changed.
+subclass received. The subclass's constructor may choose arguments and change them before it passes them on.
 """
 
 import inspect
@@ -26,7 +26,7 @@ def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
 
     Args:
         made: module or datamodule.
-        ignore: names that are no hyperparameters.
+        ignore: names that are not hyperparameters.
     """
     frame: Any = inspect.currentframe()
     made.save_hyperparameters(ignore=list(ignore), frame=frame.f_back, logger=False)
@@ -36,7 +36,7 @@ def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
     if is_ours(type(made).__init__):
         return
     ours = _passed_on(frame.f_back)
-    # Lightning's command line knows nothing of arguments that the subclass chooses.
+    # Lightning's command line does not know the arguments that the subclass chooses.
     for name in ours.keys() - made._hparams.keys() - {*ignore}:
         made._passed_on[name] = plain(ours[name])
     for name, value in {**default_arguments(type(made)), **given}.items():
@@ -55,7 +55,7 @@ def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
 
 
 def _passed_on(frame: FrameType | None) -> dict[str, Any]:
-    """What the outermost of this project's constructors received, and the inner ones beside it."""
+    """Returns the arguments that this project's constructors received; the outermost constructor's take precedence."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         cls = frame.f_locals.get("__class__")
@@ -66,8 +66,8 @@ def _passed_on(frame: FrameType | None) -> dict[str, Any]:
 
 
 def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what a checkpoint holds of the arguments of a module or datamodule: those with which its class makes it
-    again, and the settings of the run that differ from them, because a constructor of the user's chose them.
+    """Returns the arguments of a module or datamodule for a checkpoint: those from which its class is constructed
+    again, and the run's settings that differ from them because a user's constructor chose them.
 
     Args:
         made: module or datamodule.
@@ -78,7 +78,7 @@ def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, A
     chosen = set_by_subclass(made)
     parameters: Any = made
     now, then = parameters._hparams, parameters._hparams_initial
-    # A setting that was assigned since has no such value.
+    # A setting that was assigned after construction has no such value.
     changed = {name for name in then if repr(now.get(name)) != repr(then[name])}
     received = {name: value for name, value in made._received.items() if name not in changed}
     stored = {name: x for name, x in settings.items() if name not in chosen}
@@ -90,9 +90,10 @@ def make_loadable(checkpoint: dict[str, Any], module: Any, datamodule: Any) -> N
     """Makes a checkpoint loadable whatever arguments a subclass has, right before it is written.
 
     Args:
-        checkpoint: its module's arguments lose what it can't hold; in those of its datamodule, which whoever resumes
-            builds again, names stand for objects. Callbacks' NumPy numbers become Python's.
-        module: whose checkpoint it is; without its arguments that were objects, ``load_from_checkpoint`` refuses.
+        checkpoint: changed in place. The module's arguments that a checkpoint can't hold are removed; in the
+            datamodule's, which a resuming program constructs itself, names replace objects. Callbacks' NumPy numbers
+            become Python's.
+        module: whose checkpoint it is; ``load_from_checkpoint`` then requires its arguments that were objects.
         datamodule: of the run; None: there is none.
     """
     parameters, chosen = arguments_to_store(module, checkpoint.get("hyper_parameters", {}))
@@ -115,7 +116,7 @@ def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> di
         key: ``hyper_parameters`` of the module, or ``datamodule_hyper_parameters``.
 
     Raises:
-        UsageError: they are no settings by name.
+        UsageError: they are not a dictionary of settings.
     """
     chosen = checkpoint.get("chosen", {})
     parts = [checkpoint.get(key) or {}, chosen.get(key, {}) if isinstance(chosen, dict) else chosen]

@@ -5,7 +5,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 
 def copy_for_averages(module: L.LightningModule) -> None:
-    """Has ``StochasticWeightAveraging`` copy a module again: its own ``setup`` came before the networks were built.
+    """Makes ``StochasticWeightAveraging`` copy a module again, because its ``setup`` ran before the networks were
+    built.
 
     Args:
         module: just built, in a fit.

@@ -1,4 +1,4 @@
-"""How a class is called: the names of its arguments, and which of them are a user's own."""
+"""The names of a class's arguments, and which of them a user's subclass declares."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -21,9 +21,9 @@ class CheckedCall:
     which ``**arguments`` were passed on. A subclass's hooks come after this project's (:func:`keep_hooks`).
     """
 
-    #: Arguments of a subclass's own that no checkpoint can hold, with the names of the objects given.
+    #: Arguments of a subclass that a checkpoint can't hold, with the names of the objects given.
     given_objects: dict[str, str]
-    #: Those of them that are networks, which are no hyperparameters: Lightning would copy their weights.
+    #: Those of them that are networks. They are not hyperparameters, because Lightning would copy their weights.
     given_networks: list[str]
     #: Names of all arguments that the caller gave.
     given_names: list[str]
@@ -45,13 +45,13 @@ class CheckedCall:
         return made
 
     def save_hyperparameters(self, *args: Any, frame: FrameType | None = None, **kwargs: Any) -> None:
-        """Saves arguments as Lightning's does, but for those that a subclass has passed on with another value."""
+        """Saves arguments as Lightning's method does, except those that a subclass has passed on with another value."""
         caller: Any = inspect.currentframe()
         super().save_hyperparameters(*args, frame=frame or caller.f_back, **kwargs)  # type: ignore[misc]
         self.restore_passed_on()
 
     def restore_passed_on(self) -> None:
-        """Has ``hparams`` hold what this project's constructors received, where a subclass received other values."""
+        """Sets ``hparams`` to the values that this project's constructors received, if a subclass received others."""
         parameters: Any = self
         for name, value in self.__dict__.get("_passed_on", {}).items():
             parameters._hparams[name] = value
@@ -132,7 +132,7 @@ def set_by_subclass(module: Any) -> set[str]:
         return set()
     taken = {*inspect.signature(init).parameters, *module.given_names}
     chosen = _declared(base for base in cls.__mro__ if issubclass(base, CheckedCall)) - taken
-    # What was filled in since, such as the spaces, only a checkpoint knows.
+    # Values that were filled in later, such as the spaces, are in the checkpoint only.
     now, then = module._hparams, module._hparams_initial
     return {name for name in chosen if repr(now.get(name)) == repr(then.get(name))}
 

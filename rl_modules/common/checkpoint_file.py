@@ -1,4 +1,4 @@
-"""Reads checkpoint files that may be of another program, cut off, or no checkpoints at all."""
+"""Reads checkpoint files, and refuses truncated files, those of other programs, and files that are no checkpoints."""
 
 import pickle
 import zipfile
@@ -27,7 +27,7 @@ _building: ContextVar[tuple[type, frozenset[str], dict[str, Any] | None] | None]
 
 @contextmanager
 def building(cls: type, given: Collection[str], settings: dict[str, Any] | None = None) -> Iterator[None]:
-    """Within it, arguments of new objects of a class come from a checkpoint.
+    """Marks the arguments of objects of a class that are constructed within the context as those of a checkpoint.
 
     Args:
         cls: of the module or datamodule.
@@ -64,7 +64,7 @@ def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_parts(checkpoint: Any, path: Any, what: str, parts: Collection[str] = PARTS) -> None:
-    """Refuses what torch has read and is no checkpoint, such as a state dict alone.
+    """Refuses a file that torch has read but that is not a checkpoint, such as a bare state dict.
 
     Args:
         checkpoint: the file's content.
@@ -108,7 +108,7 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
         raise UsageError(f"{what}={str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
     require_parts(checkpoint, path, what)
     for key in CHECKPOINT_PAST_HPARAMS_KEYS:
-        # Lightning would take arguments from there, too, which no check of `hyper_parameters` sees.
+        # Lightning would also read arguments from there, past the checks of `hyper_parameters`.
         if key in checkpoint:
             raise UsageError(f"{what}={str(path)!r} has the key {key!r}, which only checkpoints of Lightning before "
                              "0.8 have, and none of this project; give one that `rl fit` or Trainer.save_checkpoint "
@@ -119,7 +119,7 @@ def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
 class LoadsCheckpoints(ReturnsFromRanks):
     """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
 
-    # As Lightning's: called on a module it would leave that module as it is.
+    # As in Lightning: a call on a module would leave that module unchanged.
     @_restricted_classmethod
     def load_from_checkpoint(
         cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any

@@ -20,7 +20,7 @@ Statistics = Any
 
 @dataclass(frozen=True)
 class Experience:
-    """How an algorithm wants its experience; a datamodule's defaults follow from it.
+    """The kind of experience that an algorithm learns from; it sets the datamodule's defaults.
 
     Args:
         kind: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.
@@ -90,7 +90,7 @@ class Rollout(TypedDict, total=False):
 
 
 class Minibatch(TypedDict, total=False):
-    """What ``training_step`` reads: what ``prepare`` returned, flat over time and environments, B rows."""
+    """The input of ``training_step``: fields returned by ``prepare``, flat over time and environments, B rows."""
 
     observation: Any
     """[B, *obs]."""
@@ -128,7 +128,7 @@ class Replayed(TypedDict, total=False):
 
 
 class Learner(Protocol):
-    """What a datamodule asks of its algorithm."""
+    """The interface of an algorithm that a datamodule uses."""
 
     experience: Experience
     #: Statistics that the observations given to ``act`` are normalised with; the datamodule sets them.
@@ -138,36 +138,36 @@ class Learner(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
 
     @property
     def discount(self) -> float | None:
         """γ; None: the algorithm has none."""
 
     def modules(self) -> Any:
-        """The network's parts, as :class:`torch.nn.Module` gives them."""
+        """Returns the network's parts, as :class:`torch.nn.Module` gives them."""
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
-        """``action`` [N, *act] for observations [N, *obs], and whatever else is to be stored with the transition."""
+        """Returns ``action`` [N, *act] for observations [N, *obs], and other values to store with the transition."""
 
     def prepare(self, rollout: Any) -> dict[str, Any]:
-        """What the loss needs of a rollout; called once per rollout."""
+        """Computes the inputs of the loss from a rollout; called once per rollout."""
 
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[np.ndarray, Any]:
-        """Actions in NumPy for raw observations: Stable-Baselines3's signature."""
+        """Returns actions in NumPy for raw observations, with Stable-Baselines3's signature."""
 
 
 class ReplayLearner(Learner, Protocol):
-    """What a datamodule with prioritised replay asks besides."""
+    """The additional interface that a datamodule with prioritised replay uses."""
 
     #: |δ| of the last minibatch, [B]; None before the first.
     td_error: Tensor | None
 
 
 class ExperienceSource(Protocol):
-    """What an algorithm asks of its datamodule."""
+    """The interface of a datamodule that an algorithm uses."""
 
     #: The run's seed, from which weights are drawn.
     seed: int
@@ -200,21 +200,21 @@ class ExperienceSource(Protocol):
 
     @property
     def partial_return(self) -> float:
-        """Mean return so far of the running episodes: stands in for the mean return before the first has ended."""
+        """Mean return so far of the running episodes, which replaces the mean return until an episode has ended."""
 
     def transition_model(self) -> Any:
-        """The environment's own transition table (:mod:`datamodules.envs.model`); None where it has none."""
+        """Returns the environment's transition table (:mod:`datamodules.envs.model`); None if it has none."""
 
 
 class RolloutSource(ExperienceSource, Protocol):
-    """What an on-policy algorithm asks besides."""
+    """The additional interface that an on-policy algorithm uses."""
 
     #: Transitions per minibatch.
     batch_size: int
 
     @property
     def rollout(self) -> dict[str, Any]:
-        """The prepared rollout whose minibatches are being handed out, flat over its valid rows."""
+        """The prepared rollout whose minibatches are being yielded, flat over its valid rows."""
 
     @property
     def rollout_is_used_up(self) -> bool:

@@ -20,7 +20,7 @@ Early = Mapping[str, Callable[[], Any]]
 
 
 class DeferredModule(ModuleType):
-    """A module whose code runs at the first access to a name that ``early`` has not.
+    """A module whose code runs at the first access to a name that is not in ``early``.
 
     ``importlib.util.LazyLoader`` would run it at the access to any name.
     """
@@ -117,7 +117,7 @@ class OptimizedModule(metaclass=_CompiledOrNot):
     """Stands for ``torch._dynamo.OptimizedModule`` in ``isinstance`` before anything is compiled."""
 
 
-#: Functions that were disabled before Dynamo was loaded: nothing traced them, so they are called as they are.
+#: Functions that were disabled before Dynamo was loaded; since nothing could trace them, they are not wrapped.
 _disabled: list[Any] = []
 
 
@@ -141,7 +141,7 @@ def _graph_break(msg: str = "") -> None:
 
 
 def _metric(name: str, file: str) -> Callable[[], Any]:
-    """Returns what imports a class of torchmetrics from its own file."""
+    """Returns a function that imports a class of torchmetrics from its file."""
 
     def get() -> Any:
         try:

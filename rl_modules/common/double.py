@@ -9,7 +9,7 @@ from rl_modules.common.spaces import tree_map
 
 
 def is_double(module: Any) -> bool:
-    """Whether a module's weights are float64."""
+    """Returns whether a module's weights are float64."""
     first: Tensor | None = next(iter(module.parameters()), None)
     return first is not None and first.dtype is torch.float64
 

@@ -17,13 +17,13 @@ def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:
     """Returns the known words nearest to ``word``, as a clause to append to an error ("" when none is near).
 
     Args:
-        word: what came; of a class or an enum's member its name, as of ``torch.nn.ReLU`` for ``relu``.
+        word: the given value; a class or an enum's member is compared by name, as ``torch.nn.ReLU`` with ``relu``.
         known: the words that would be right.
         most: how many are named.
     """
     word = str(getattr(word, "__name__", getattr(word, "name", word)))
     known = list(known)
-    # Case is the commonest slip, so names are compared without it.
+    # Names are compared without case, because case is the most common mistake.
     by_folded = {name.casefold(): name for name in known}
     near = [by_folded[match] for match in difflib.get_close_matches(word.casefold(), by_folded, n=most, cutoff=0.6)]
     return f"; did you mean {' or '.join(near)}?" if near else ""

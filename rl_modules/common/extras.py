@@ -1,4 +1,4 @@
-"""What the optional parts of the project need, as a command that installs it."""
+"""Commands that install the packages of the project's optional extras."""
 
 import shlex
 
@@ -15,5 +15,5 @@ PACKAGES = {
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra's packages."""
+    """Returns the command that installs an extra's packages."""
     return f"pip install {shlex.join(PACKAGES[extra])}"

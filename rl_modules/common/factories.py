@@ -1,4 +1,4 @@
-"""Callables that make optimizers and schedulers: a checkpoint holds no code, so that they are named in it alone."""
+"""Callables that make optimizers and schedulers; a checkpoint holds only their names, because it holds no code."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ _ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_fact
 
 
 def factory_names(module: Any) -> dict[str, str]:
-    """The names of the factories that a module has, by argument."""
+    """Returns the names of a module's factories by argument."""
     made_by = {name: getattr(module, attribute, None) for name, attribute in _ATTRIBUTES.items()}
-    # Of a partial, the class is of interest.
+    # A partial is named by its class.
     return {
         name: name_of(getattr(factory, "func", factory)) for name, factory in made_by.items() if factory is not None
     }
 
 
 def missing_factories(module: Any, checkpoint: dict[str, Any]) -> dict[str, str]:
-    """The names of the factories that a checkpoint's module had and this one has not."""
+    """Returns the names of the factories that the checkpoint's module had and this one lacks."""
     here = factory_names(module)
     return {name: given for name, given in checkpoint.get("factories", {}).items() if name not in here}
 

@@ -17,14 +17,14 @@ def is_cut_off(trainer: Any) -> bool:
 
 
 def epoch_to_reopen(trainer: Any) -> int | None:
-    """Number, from 1, of the epoch that a stop has cut off and Lightning counts as done; None while it is not counted:
-    before an epoch's end and after the first batch of the next.
+    """Returns the number, from 1, of the epoch that a stop has cut off and that Lightning counts as done. Returns None
+    while Lightning does not count it: before an epoch's end and after the first batch of the next.
 
     Args:
         trainer: of a run that :func:`is_cut_off` has found cut off.
     """
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
-    # A run that has resumed at an epoch's end counts fewer as started.
+    # A run that resumed at an epoch's end counts fewer epochs as started.
     return int(epochs.processed) if batches.completed and epochs.processed >= epochs.started else None
 
 
@@ -36,7 +36,7 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint: about to be written, changed in place.
     """
     number = epoch_to_reopen(trainer)
-    # What a rank returns to the process that started it says nothing of loops: it is not resumed from.
+    # The state that a rank returns to the process that started it has no loops, because no run resumes from it.
     if "loops" not in checkpoint or number is None:
         return
     for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
@@ -45,15 +45,14 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def finish_batch(trainer: Any) -> None:
-    """Does what was due after the batch at whose end the checkpoint was written, as by
-    ``ModelCheckpoint(every_n_train_steps=…)``: an evaluation, and the end of the epoch if it was the last. Lightning
-    counts both as done.
+    """Completes the batch at whose end the checkpoint was written, as by ``ModelCheckpoint(every_n_train_steps=…)``:
+    runs a due evaluation, and ends the epoch if the batch was its last. Lightning counts both as done.
 
     Args:
         trainer: whose training is about to start.
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    # Else schedulers that wait for a metric would miss the end of the first epoch.
+    # Otherwise schedulers that wait for a metric would miss the end of the first epoch.
     epochs._restarting = False
     if not batches.restarted_on_train_batch_end:
         return

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for every NaN and infinite number, in nested dictionaries and lists too.
+    """Replaces NaN and infinite numbers by None, in nested dictionaries and lists too.
 
     JSON has no such numbers: Python writes ``NaN`` and ``Infinity``, which other readers refuse.
     """

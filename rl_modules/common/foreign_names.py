@@ -1,8 +1,8 @@
-"""Names by which other programs and libraries call an option, and what it is called here."""
+"""Options' names in other programs and libraries, and their names here."""
 
 from collections.abc import Iterable
 
-#: What many programs call an option.
+#: Names that are common to many programs.
 GENERAL = {
     "lr": "model.learning_rate", "env": "data.env_id", "env_name": "data.env_id", "environment": "data.env_id",
     "timesteps": "data.total_timesteps", "steps": "data.total_timesteps", "num_envs": "data.n_envs",
@@ -84,7 +84,7 @@ _OWNERS = {"data": "the datamodule's", "trainer": "the Trainer's"}
 
 
 def in_python(name: str, known: Iterable[str]) -> str:
-    """The clause that says what a foreign argument of a module is called in Python; "" where none is known.
+    """Returns a clause with the name here of another library's argument, in Python; "" if there is none.
 
     Args:
         name: as given.
@@ -101,5 +101,5 @@ def in_python(name: str, known: Iterable[str]) -> str:
 
 
 def difference(name: str) -> str:
-    """What is different about the option that a foreign name stands for, in brackets; "" for nothing."""
+    """Returns, in brackets, how the option here differs from the one with the foreign name; "" if it does not."""
     return f" ({DIFFERENT[name]})" if name in DIFFERENT else ""

@@ -12,7 +12,7 @@ from rl_modules.common.spaces import tree_leaves, tree_map
 class GlobalGenerators:
     """The states of Python's, NumPy's and torch's global generators, for the checkpoints of a run that draws from them.
 
-    A run that does not draw stores none: its checkpoint says nothing of what a process did before it.
+    A run that does not draw stores no states, so its checkpoint does not depend on earlier code of the process.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class GlobalGenerators:
         self._resumed = False
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Takes what :meth:`state` returned, for :meth:`start`."""
+        """Keeps what :meth:`state` returned until :meth:`start`."""
         self._loaded = state
 
     def start(self, device: torch.device) -> None:

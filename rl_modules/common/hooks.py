@@ -1,6 +1,7 @@
-"""Lightning's hooks in a subclass come after this project's own, and before the point of the curves that these write.
+"""Order of Lightning's hooks: a subclass's hook runs after this project's, but before that writes a point of the
+curves.
 
-In a plain LightningModule a hook does nothing, so that hardly anybody calls ``super()`` in one. Here hooks write curves
+A hook of a plain LightningModule does nothing, so users rarely call ``super()`` in their hooks. Here hooks write curves
 and checkpoints.
 """
 
@@ -16,12 +17,13 @@ from weakref import WeakSet
 #: Wrapped hooks that run this project's first, and those that have its points of the curves written last.
 _RUN_OURS: WeakSet[Callable] = WeakSet()
 _HOLD_POINTS: WeakSet[Callable] = WeakSet()
-#: Hooks of this project that write the curves: a point has what a user's hook of the same name records, too.
+#: Hooks of this project that write the curves. The point includes values that a user's hook of the same name
+#: records.
 WRITE_CURVES = ("on_train_epoch_end", "on_train_batch_end")
 
 
 def is_ours(defined: Any) -> bool:
-    """Whether a class or function is this project's."""
+    """Returns whether a class or function is this project's."""
     return defined.__module__.partition(".")[0] in ("rl_modules", "datamodules")
 
 
@@ -31,7 +33,7 @@ class HeldPoints:
     A class attribute of each module; the state is in the module's ``__dict__``.
     """
 
-    #: What is written when the user's hook has ended; None: no such hook runs.
+    #: Functions that write when the user's hook has ended; None: no such hook runs.
     _held: list[Callable[[], None]] | None = None
 
     @property
@@ -75,7 +77,7 @@ def keep_hooks(cls: type) -> None:
 
 
 def _is_last_call(hooks: list[Any], name: str, cls: type) -> bool:
-    """Whether a chain of hooks, in which each may call the next by ``super()``, ends before this project's.
+    """Returns whether a chain of hooks, in which each may call the next by ``super()``, ends before this project's.
 
     Args:
         hooks: in the order of the classes.
@@ -130,9 +132,9 @@ def _is_hook(name: str) -> bool:
 
 
 def _calls_next(function: FunctionType, name: str, cls: type) -> bool:
-    """Whether a hook calls the next class's, as ``super().on_fit_start()`` and ``PPO.on_fit_start(self)`` do.
+    """Returns whether a hook calls the next class's, as ``super().on_fit_start()`` and ``PPO.on_fit_start(self)`` do.
 
-    The same name of another object, as in ``tracker.on_fit_start()``, is none.
+    A call of the same name on another object, as in ``tracker.on_fit_start()``, does not count.
 
     Args:
         function: the hook.
@@ -171,7 +173,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _reaches_ours(function: FunctionType, word: Any, name: str, cls: type) -> bool:
-    """Whether a word in a hook is a base of its class whose hook is this project's, or calls that.
+    """Returns whether a word in a hook is a base of its class whose hook is this project's, or calls that.
 
     Args:
         function: the hook.

@@ -1,4 +1,4 @@
-"""Arguments that nothing reads, beside others that turn them off."""
+"""Arguments that have no effect, because other arguments turn them off."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ from rl_modules.common.calls import declared_elsewhere, declared_here, default_o
 
 
 def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
-    """Names the arguments that were given and that nothing reads in this run.
+    """Warns of arguments that were given and that have no effect in this run.
 
-    A warning and no error, because a config or a sweep may keep an argument beside the one that turns it off.
+    This is a warning and not an error, because a config or a sweep may contain both an argument and the one that turns
+    it off.
 
     Args:
         module: whose ``hparams`` they are.

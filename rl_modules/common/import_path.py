@@ -1,4 +1,4 @@
-"""Arguments that name a class or function of the user's own, with its arguments."""
+"""Arguments that name a user's class or function, with its arguments."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ Custom = str | dict[str, Any] | Any
 
 
 def to_plain(name: str, given: Custom | None) -> str | dict[str, Any] | None:
-    """A class or callable as its import path with arguments: what a checkpoint may hold.
+    """Converts a class or callable to its import path with arguments, which a checkpoint may hold.
 
     Args:
         name: of the argument, for messages.
@@ -83,7 +83,7 @@ def make(name: str, given: Custom, *arguments: Any) -> nn.Module:
 
 
 def require_class(name: str, saved: Any) -> None:
-    """Refuses a function that a checkpoint names: it would be called, whatever it does.
+    """Refuses a function that a checkpoint names, because loading would call arbitrary code.
 
     Args:
         name: of the argument.
@@ -121,7 +121,7 @@ def _imported(name: str, path: str) -> Callable[..., Any]:
 
 
 def what_happened(error: Exception) -> str:
-    """An exception of the user's code with its file and line, for a message."""
+    """Describes an exception of the user's code with its file and line, for a message."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"

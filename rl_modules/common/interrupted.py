@@ -7,8 +7,8 @@ from typing import Any
 def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
     """Raises the exception that ended a fit before its training, instead of writing a checkpoint of it.
 
-    ``OnExceptionCheckpoint`` writes over the checkpoint of an earlier exception, from which its next fit resumes: a
-    wrong argument would destroy that run's checkpoint.
+    ``OnExceptionCheckpoint`` overwrites the checkpoint of an earlier exception, from which its next fit resumes. A
+    wrong argument would therefore destroy that run's checkpoint.
 
     Args:
         trainer: of the module that is to be saved; None: there is none.

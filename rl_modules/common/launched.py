@@ -1,7 +1,7 @@
 """Training in ranks that a running process started: ``ddp_notebook``, ``ddp_fork`` and ``ddp_spawn``.
 
-Lightning returns a rank's state dict to that process, and loads of it what fits. The process has built no network yet,
-and has no statistics of a normaliser: without them it would silently evaluate new weights.
+Lightning returns a rank's state dict to that process, which loads the parts that fit. The process has not built a
+network and has no normaliser statistics, so it would silently evaluate new weights.
 """
 
 import multiprocessing
@@ -16,12 +16,12 @@ CHECKPOINT = "checkpoint_of_rank"
 
 
 def launches(trainer: Trainer) -> bool:
-    """Whether this process starts the ranks of each ``fit``, which end with it."""
+    """Returns whether this process starts the ranks of each ``fit``, which end with it."""
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def is_returning(trainer: Trainer | None) -> bool:
-    """Whether this process is a rank that another process started, and its ``fit`` has ended."""
+    """Returns whether this process is a rank that another process started, and its ``fit`` has ended."""
     return (
         trainer is not None
         and trainer.state.fn == TrainerFn.FITTING
@@ -64,12 +64,12 @@ class ReturnsFromRanks:
         checkpoint = state_dict[CHECKPOINT]
         self.reached = reached = checkpoint["reached"]
         self.began_at = reached.get("began_at", (0, 0))
-        # Own networks are as they were given here: weights of a file, which may have this key, must choose none.
+        # Custom networks are those given here: a file of weights, which may have this key, must not select one.
         kept = getattr(module, "own_networks", ())
         for name, value in checkpoint["hyper_parameters"].items():
             if module.hparams.get(name) is None and name not in kept:  # spaces, or a language model's description
                 module.hparams[name] = value
-        # As `load_from_checkpoint` does, without a Trainer: this is no `fit` of this process.
+        # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
         trainer, self._trainer = self._trainer, None
         try:
             module.configure_model()

@@ -9,12 +9,12 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 
 def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:
-    """What ``package.module:name`` or ``package.module.name`` stands for.
+    """Imports the object named by ``package.module:name`` or ``package.module.name``.
 
     Args:
         path: the import path.
         what: what it should be, for the message.
-        known: names that would have done without a path.
+        known: names that are valid without a path.
 
     Raises:
         UsageError: no such module or name.
@@ -31,7 +31,7 @@ def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:
 
 
 def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what: str) -> None:
-    """Check names of settings against what ``factory`` takes.
+    """Checks that ``factory`` accepts the named settings, and that none is missing.
 
     Raises:
         UsageError: one that it does not take, or one that it needs and that is missing.

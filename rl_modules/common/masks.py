@@ -1,7 +1,7 @@
 """Action masks: which actions a state allows, as a part of its observation.
 
-A masked environment's observation is a dictionary with the key ``action_mask``. So a mask is stored, replayed, cut into
-minibatches, evaluated and saved with the observation it belongs to, and an environment without masks pays nothing.
+A masked environment's observation is a dictionary with the key ``action_mask``. A mask is therefore stored, replayed,
+cut into minibatches, evaluated and saved with its observation, and an environment without masks has no overhead.
 """
 
 from typing import Any
@@ -14,14 +14,15 @@ from rl_modules.common.errors import UsageError
 
 #: Key of the mask in an observation.
 MASK = "action_mask"
-#: Key of what was observed, where that is no dictionary itself.
+#: Key of the observation proper, if that is not a dictionary itself.
 OBSERVED = "observation"
-#: Value of what is not allowed. Finite: ``0 · -inf`` in an entropy or a KL would be NaN.
+#: Logit of a forbidden action. It is finite, because ``0 · -inf`` in an entropy or a KL would be NaN.
 FORBIDDEN = -1e8
 
 
 def mask_size(action_space: spaces.Space) -> int | None:
-    """Numbers in a mask, in sb3-contrib's layout: every option of every choice; None where the space has no masks.
+    """Returns the length of a mask in sb3-contrib's layout, every option of every choice; None if the space has no
+    masks.
 
     Discrete(n): n. MultiDiscrete(nvec): sum(nvec), the choices side by side. MultiBinary(k): 2k, "off" and "on" of
     each switch.
@@ -34,7 +35,7 @@ def mask_size(action_space: spaces.Space) -> int | None:
 
 
 def choices(action_space: spaces.Space) -> list[int]:
-    """Sizes of the parts of a mask, each of which must allow something."""
+    """Returns the sizes of the parts of a mask, each of which must allow at least one option."""
     if isinstance(action_space, spaces.MultiDiscrete):
         return [int(n) for n in action_space.nvec.reshape(-1)]
     size = mask_size(action_space) or 0
@@ -42,10 +43,10 @@ def choices(action_space: spaces.Space) -> list[int]:
 
 
 def split_space(observation_space: spaces.Space, action_space: spaces.Space) -> tuple[spaces.Space, bool]:
-    """The space without its mask, and whether there is one.
+    """Returns the space without its mask, and whether there is one.
 
     Raises:
-        UsageError: a part with the name of a mask that is none.
+        UsageError: a part has the name of a mask, but is not a mask.
     """
     if not isinstance(observation_space, spaces.Dict) or MASK not in observation_space.spaces:
         return observation_space, False
@@ -59,7 +60,7 @@ def split_space(observation_space: spaces.Space, action_space: spaces.Space) -> 
 
 
 def split_mask(observation: Any) -> tuple[Any, Any]:
-    """What was observed, and the mask, [..., size]; None where there is none."""
+    """Splits an observation into the observation proper and the mask, [..., size], or None if there is none."""
     if not isinstance(observation, dict) or MASK not in observation:
         return observation, None
     rest = {key: part for key, part in observation.items() if key != MASK}
@@ -72,9 +73,9 @@ def join_mask(observation: Any, mask: Any) -> dict[str, Any]:
 
 
 def mask_logits(logits: Tensor, mask: Tensor) -> Tensor:
-    """The logits of what is allowed; :data:`FORBIDDEN` for the rest.
+    """Replaces the logits of forbidden options by :data:`FORBIDDEN`.
 
-    A final observation may allow nothing, since nobody acts in it: there everything counts as allowed.
+    A final observation, in which no action is taken, may allow nothing; then all options count as allowed.
 
     Args:
         logits: one per option, [..., A].

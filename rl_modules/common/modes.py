@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode inside; then each module is as it was.
+    """Sets modules to evaluation mode within the context, and restores each module's mode afterwards.
 
     ``Module.eval`` and ``Module.train`` go through torch's bookkeeping of attributes for every part, which takes longer
     than a small network's action.

@@ -1,4 +1,4 @@
-"""Which datamodule goes with which algorithm."""
+"""Checks that a datamodule fits its algorithm."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ DATAMODULES = {
 }
 
 
-#: What an algorithm reads of its datamodule.
+#: Attributes of a datamodule that an algorithm reads.
 SOURCE_PARTS = tuple(
     sorted({*ExperienceSource.__annotations__, *(name for name in vars(ExperienceSource) if not name.startswith("_"))})
 )
 
 
 def check_pairing(module: Any, data: Any) -> None:
-    """Refuses a module and a datamodule that don't belong together. Classes that state no kind are not judged.
+    """Refuses a datamodule that does not fit the module. Classes that state no kind are not checked.
 
     Args:
         module: ``experience.kind`` or ``learns_from`` states what it learns from.
@@ -51,7 +51,7 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
     Raises:
         UsageError: names what is missing, and the datamodule to subclass.
     """
-    # A property is not asked for its value, which may not be there yet.
+    # The values of properties are not read, because they may not exist yet.
     parts = SOURCE_PARTS if fitting else ("observation_space", "action_space")
     missing = [name for name in parts if not hasattr(type(source), name) and not hasattr(source, name)]
     if missing:
@@ -63,11 +63,11 @@ def check_source(module: Any, source: Any, fitting: bool) -> None:
 def check_batch(module: Any, batch: Any, step: str) -> None:
     """Refuses a batch that a language algorithm can't read, such as one of a ``DataLoader`` of token ids.
 
-    A step of the user's own reads what it likes.
+    Batches of a user-defined step are not checked.
 
     Args:
         module: ``learns_from`` states which datamodule fits.
-        batch: what the step would get.
+        batch: argument of the step.
         step: name of the method, such as ``training_step``.
 
     Raises:

@@ -47,12 +47,13 @@ WORDS = {"ent_coef": ("",), "batch_size": ("auto",)}
 
 
 def check_ranges(settings: MutableMapping[str, Any], owner: type) -> None:
-    """Refuses numbers out of their range, and what is no number; a whole number given as float becomes an int.
+    """Refuses numbers out of their range and values that are not numbers; converts a whole number given as float to
+    int.
 
     Args:
         settings: hyperparameters by name; names that no table has are skipped.
-        owner: the module or datamodule whose they are. A name that only a user's subclass declares has the subclass's
-            own meaning, and is skipped too.
+        owner: class of the module or datamodule. Names that only a user's subclass declares are skipped too, because
+            their meaning is the subclass's.
 
     Raises:
         UsageError: names the argument, its value and the range.

@@ -1,4 +1,4 @@
-"""Values that change with the share of training that is left."""
+"""Values that change with the remaining share of training."""
 
 import math
 from itertools import pairwise
@@ -21,7 +21,7 @@ class Schedule(NamedTuple):
 
 
 def parse_schedule(value: float | str, name: str) -> Schedule:
-    """Read a constant, or one of the notations for values that change over ``total_timesteps``.
+    """Parses a constant, or one of the notations for values that change over ``total_timesteps``.
 
     Args:
         value: a number ≥ 0; ``lin_<number>`` (rl-baselines3-zoo's): from that number down to 0 in a straight line;
@@ -59,7 +59,7 @@ def _number(text: str) -> float:
 
 
 def schedule_value(schedule: Schedule, progress_remaining: float) -> float:
-    """The schedule's value when ``progress_remaining`` (1 at the start, 0 at the end) of training is left."""
+    """Returns the schedule's value when ``progress_remaining`` (1 at the start, 0 at the end) of training is left."""
     if not schedule.decays:
         return schedule.initial
     left = max(progress_remaining, 0.0)

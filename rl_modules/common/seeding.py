@@ -6,7 +6,7 @@ import numpy as np
 
 
 def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:
-    """A 32-bit seed that depends on all four arguments, and on nothing else.
+    """Returns a 32-bit seed that depends on all four arguments, and on nothing else.
 
     Args:
         seed: the run's seed.

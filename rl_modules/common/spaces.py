@@ -9,7 +9,7 @@ from rl_modules.common.errors import UsageError
 
 
 def space_to_dict(space: spaces.Space) -> dict[str, Any]:
-    """Describe a space with strings, numbers and lists only.
+    """Describes a space with strings, numbers and lists only.
 
     Args:
         space: Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
@@ -65,18 +65,18 @@ def space_from_dict(data: dict[str, Any]) -> spaces.Space:
 
 
 def _integers_of(space: spaces.Discrete | spaces.MultiDiscrete) -> dict[str, str]:
-    """The dtype of a space's integers, where it is not the usual one."""
+    """Returns the dtype of a space's integers, if it is not the default."""
     return {} if space.dtype == np.int64 else {"dtype": str(space.dtype)}
 
 
 def space_brief(space: spaces.Space | dict[str, Any]) -> str:
-    """A space, or its description, without its bounds and the dtypes of choices, for one line."""
+    """Returns a one-line description of a space, without its bounds and the dtypes of choices."""
     data = _without_integers(space if isinstance(space, dict) else space_to_dict(space))
     return f"Box{tuple(data['shape'])} {data['dtype']}" if data["type"] == "Box" else str(space_from_dict(data))
 
 
 def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose: str, env_name: str) -> None:
-    """Refuse to use weights in another space than they were made for.
+    """Refuses to use weights in another space than the one that they were trained in.
 
     The bounds of an observation may differ, those of an action may not: actions are clipped to them.
 
@@ -84,7 +84,7 @@ def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose
         name: ``observation_space`` or ``action_space``.
         trained: the space of the weights.
         here: the environment's.
-        whose: what has the weights, for the message.
+        whose: owner of the weights, for the message.
         env_name: the environment's name, for the message.
 
     Raises:
@@ -100,7 +100,7 @@ def check_same_space(name: str, trained: spaces.Space, here: spaces.Space, whose
 
 
 def _without_integers(data: Any) -> Any:
-    """A description without the dtypes of choices, which no weight depends on."""
+    """Returns a description without the dtypes of choices, which no weight depends on."""
     if isinstance(data, list):
         return [_without_integers(part) for part in data]
     if not isinstance(data, dict):
@@ -116,7 +116,7 @@ def _without_bounds(data: Any) -> Any:
 
 
 def require_observation(space: spaces.Space, arrays: Any) -> bool:
-    """Whether this is one observation (true) or a batch (false).
+    """Returns whether this is one observation (true) or a batch (false).
 
     Args:
         space: the space of one observation.
@@ -167,7 +167,7 @@ def image_shape(space: spaces.Box) -> tuple[int, int, int]:
 
 
 def image_brief(space: spaces.Space) -> str | None:
-    """What a convolutional encoder sees in a space, for one line; None where it is no image."""
+    """Describes the image that a convolutional encoder reads, in one line; None if the space is not an image."""
     if not isinstance(space, spaces.Box) or not is_image(space):
         return None
     channels, height, width = image_shape(space)
@@ -177,13 +177,13 @@ def image_brief(space: spaces.Space) -> str | None:
 
 
 def pixel_scale(space: spaces.Box) -> float | None:
-    """The bound that pixels are divided by: 255 or 1; None where the bounds are no image's."""
+    """Returns the divisor of pixels, 255 or 1; None if the bounds are not those of an image."""
     low, high = float(space.low.min()), float(space.high.max())
     return high if low == 0 and high in (1.0, 255.0) else None
 
 
 def is_image(space: spaces.Space) -> bool:
-    """Whether a convolutional encoder reads the space; see :func:`image_channels`."""
+    """Returns whether a convolutional encoder reads the space; see :func:`image_channels`."""
     return image_channels(space) is not None
 
 
@@ -213,12 +213,13 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     array = np.asarray(observation)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         choice = array.astype(np.int64) - space.start
-        # Without a sign, numbers below 0 are above every bound. A table would read them from its end.
+        # As unsigned numbers, negative ones exceed every bound. A table would index them from its end.
         if (choice.view(np.uint64) >= (space.n if isinstance(space, spaces.Discrete) else space.nvec)).any():
             raise UsageError(f"an observation is {array.tolist()}, which is outside of its space {space}; the "
                              "environment's observation_space must hold what it returns")  # fmt: skip
         return choice
-    # Whole numbers of a space of reals, such as the zeros after a reset, are reals: what follows them has fractions.
+    # Integers in a space of floats, such as the zeros after a reset, are converted, because later values have
+    # fractions.
     whole = isinstance(space, spaces.Box) and space.dtype.kind == "f" and array.dtype.kind in "biu"
     if np.issubdtype(array.dtype, np.floating) or whole:
         return array.astype(np.float32, copy=False)
@@ -241,14 +242,14 @@ def example_arrays(space: spaces.Space) -> Any:
 
 
 def tree_map(function: Any, tree: Any, *others: Any) -> Any:
-    """Apply ``function`` to the leaves of equally nested dictionaries."""
+    """Applies ``function`` to the leaves of equally nested dictionaries."""
     if isinstance(tree, dict):
         return {key: tree_map(function, tree[key], *(other[key] for other in others)) for key in tree}
     return function(tree, *others)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of nested dictionaries, in order."""
+    """Returns the leaves of nested dictionaries, in order."""
     if isinstance(tree, dict):
         return [leaf for part in tree.values() for leaf in tree_leaves(part)]
     return [tree]

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: plain data, which loads with ``weights_only=True``."""
+"""Conversion to plain data that a checkpoint may hold, and that loads with ``weights_only=True``."""
 
 import io
 from pathlib import PurePath
@@ -12,8 +12,8 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def plain(value: Any) -> Any:
-    """The same value in Python's own types: NumPy's and torch's numbers become numbers, arrays lists, paths strings, in
-    nested dictionaries, lists and tuples too; a tensor with dimensions stays one.
+    """Converts a value to Python's types: NumPy's and torch's numbers to numbers, arrays to lists, paths to strings, in
+    nested dictionaries, lists and tuples too. A tensor with dimensions stays a tensor.
     """
     if isinstance(value, np.generic | np.ndarray) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         return value.tolist()
@@ -25,14 +25,14 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(module: Any) -> None:
-    """Convert the hyperparameters of a module or datamodule by :func:`plain`, right after ``save_hyperparameters``."""
+    """Converts the hyperparameters of a module or datamodule by :func:`plain`, right after ``save_hyperparameters``."""
     for parameters in (module._hparams, module._hparams_initial):
         for name, value in parameters.items():
             parameters[name] = plain(value)
 
 
 def is_storable(value: Any) -> bool:
-    """Whether a value loads again from a checkpoint without running code; what :func:`plain` converts does."""
+    """Returns whether a value loads again from a checkpoint without running code; what :func:`plain` converts does."""
     if type(value) in _SCALARS or isinstance(value, np.generic | np.ndarray | torch.Tensor | PurePath):
         return True
     if type(value) is dict:
@@ -52,7 +52,7 @@ def is_storable(value: Any) -> bool:
 
 
 def described(value: Any) -> Any:
-    """The value, with the names of objects in place of those that a checkpoint can't hold."""
+    """Replaces the objects in a value that a checkpoint can't hold by their names."""
     if type(value) is dict:
         return {key: described(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def markdown_table(columns: Mapping[str, Sequence[Any]], rows: int = 8, width: int = 500) -> str:
-    """A Markdown table that no text can break out of.
+    """Formats a Markdown table, with escapes so that no text can break its layout.
 
     Args:
         columns: values by heading, all of one length.

@@ -17,13 +17,13 @@ from rl_modules.distributions.categorical import Categorical, MultiCategorical
 
 
 class Distribution(Protocol):
-    """What the algorithms ask of a policy's action distribution."""
+    """The interface of a policy's action distribution that the algorithms use."""
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """One action per batch element, without gradient."""
 
     def mode(self) -> Tensor:
-        """The most likely action, shape as :meth:`sample`."""
+        """Returns the most likely action, shape as :meth:`sample`."""
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Log π(a|s) in nats, shape S."""
@@ -35,22 +35,24 @@ class Distribution(Protocol):
         """KL(self || other) in nats, shape S; ``other`` is of the same class."""
 
     def detach(self) -> "Distribution":
-        """The same distribution without gradient."""
+        """Returns the same distribution without gradient."""
 
     def rows(self, rows: Tensor) -> "Distribution":
-        """The distribution of some batch elements, chosen by a mask of shape S."""
+        """Returns the distribution of some batch elements, chosen by a mask of shape S."""
 
     def masked(self, mask: Tensor) -> "Distribution":
-        """The same distribution, given that only what the mask allows can happen; layout as in
+        """Returns the distribution conditioned on the actions that the mask allows; layout as in
         :func:`rl_modules.common.masks.mask_size`, [*S, size].
         """
 
     def parameters(self) -> Tensor:
-        """What :func:`distribution_from` makes it from again, shape [*S, P], without gradient."""
+        """Returns the parameters from which :func:`distribution_from` makes it again, shape [*S, P], without
+        gradient.
+        """
 
 
 def as_distribution(policy: Any) -> Distribution:
-    """What a network returned as policy: a :class:`Distribution`, or a wrapped ``torch.distributions`` object."""
+    """Returns a network's policy as a :class:`Distribution`; wraps a ``torch.distributions`` object."""
     if not isinstance(policy, torch.distributions.Distribution):
         return policy
     from rl_modules.distributions.torch_distribution import TorchDistribution
@@ -79,7 +81,7 @@ def parameter_count(space: spaces.Space) -> int:
 
 
 def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None) -> Distribution:
-    """The distribution over ``space`` with a policy's outputs as its parameters.
+    """Returns the distribution over ``space`` with a policy's outputs as its parameters.
 
     Args:
         space: the action space.
@@ -102,7 +104,7 @@ def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor |
 
 
 def distribution_from(space: spaces.Space, parameters: Tensor) -> Distribution:
-    """The distribution over ``space`` whose :meth:`Distribution.parameters` these are, [*S, P]."""
+    """Returns the distribution over ``space`` whose :meth:`Distribution.parameters` these are, [*S, P]."""
     if isinstance(space, spaces.Box):
         mean, log_std = parameters.chunk(2, dim=-1)
         return make_distribution(space, mean, log_std)

@@ -1,4 +1,4 @@
-"""Distributions of torch, for networks that return one."""
+"""Wrapper of ``torch.distributions`` objects, for networks that return one."""
 
 import copy
 import threading
@@ -81,7 +81,7 @@ class TorchDistribution:
 
 
 def _accelerators(parts: Iterable[Any]) -> set[torch.device]:
-    """The devices beside the CPU that distributions draw on: those of the tensors that they hold.
+    """Returns the devices other than the CPU on which distributions draw: those of the tensors that they hold.
 
     Args:
         parts: distributions, tensors, collections of these; what is none of them has no device.
@@ -105,8 +105,8 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def in_full_precision(distribution: torch.distributions.Distribution) -> torch.distributions.Distribution:
-    """The distribution with parameters in float32 where they have 16 bits, as mixed precision returns them: actions and
-    log-probabilities have their dtype.
+    """Converts 16-bit parameters of a distribution, which mixed precision returns, to float32, because actions and
+    log-probabilities have the parameters' dtype.
 
     Args:
         distribution: of torch; returned itself where nothing has 16 bits.

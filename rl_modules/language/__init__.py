@@ -1,1 +1,1 @@
-"""The algorithms that train language models, and what they share: models, tokenizers, the sampler."""
+"""The algorithms that train language models, and their models, tokenizers and samplers."""

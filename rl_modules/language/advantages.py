@@ -1,6 +1,6 @@
 """Advantages of groups of completions: functions from rewards [P, G] to advantages [P, G], by name or import path.
 
-Rewards are those of all ranks, a row for each prompt; NaN was not scored and gets 0.
+Rewards are those of all ranks, one row per prompt. A NaN marks a completion without a score; its advantage is 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,29 +19,29 @@ GroupScores = Callable[[Tensor], Tensor]
 
 
 def grpo(rewards: Tensor) -> Tensor:
-    """The group's standardised rewards (arXiv:2402.03300)."""
+    """Returns the group's standardised rewards (arXiv:2402.03300)."""
     return F.group_advantages(rewards.flatten(), rewards.shape[1], "group").view_as(rewards)
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
-    """Rewards less the group's mean, in units of reward (arXiv:2503.20783)."""
+    """Returns rewards minus the group's mean, in units of reward (arXiv:2503.20783)."""
     return F.group_advantages(rewards.flatten(), rewards.shape[1], "none").view_as(rewards)
 
 
 def rloo(rewards: Tensor) -> Tensor:
-    """Rewards less the mean of the others of the group (arXiv:2402.14740)."""
+    """Returns rewards minus the mean of the group's other rewards (arXiv:2402.14740)."""
     return F.rloo_advantages(rewards.flatten(), rewards.shape[1]).view_as(rewards)
 
 
 def reinforce_plus_plus(rewards: Tensor) -> Tensor:
-    """Rewards standardised over the batch, without a baseline per prompt (arXiv:2501.03262)."""
+    """Returns rewards standardised over the batch, without a baseline per prompt (arXiv:2501.03262)."""
     return F.batch_advantages(rewards.flatten()).view_as(rewards)
 
 
 ADVANTAGES: dict[str, GroupScores] = {
     function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_plus_plus)
 }
-#: Those whose baseline is the group's: a group of one completion has none.
+#: Functions whose baseline is that of the group, which a group of one completion lacks.
 IN_GROUPS = (grpo, dr_grpo, rloo)
 
 #: Whether import paths are those of a checkpoint that is being loaded.
@@ -50,9 +50,9 @@ _loads_checkpoint: ContextVar[bool] = ContextVar("loads_checkpoint", default=Fal
 
 @contextmanager
 def imported_at_use() -> Iterator[None]:
-    """Within it :func:`load_advantages` leaves import paths to the function's first call: a training step's.
+    """Makes :func:`load_advantages` import paths only at the function's first call, in a training step.
 
-    A checkpoint is untrusted data: to load it must import no module that it names.
+    A checkpoint is untrusted data, so loading it must not import modules that it names.
     """
     token = _loads_checkpoint.set(True)
     try:
@@ -62,13 +62,13 @@ def imported_at_use() -> Iterator[None]:
 
 
 def path_of(given: str | GroupScores | None) -> str | None:
-    """A function by its import path, which a checkpoint may hold; names and paths are returned as they are.
+    """Converts a function to its import path, which a checkpoint may hold; names and paths are returned unchanged.
 
     Args:
         given: the argument ``advantages``.
 
     Raises:
-        UsageError: a function that no path leads to, or neither function nor text.
+        UsageError: the function has no import path, or the argument is neither a function nor a text.
     """
     if given is None or isinstance(given, str):
         return given
@@ -80,7 +80,7 @@ def path_of(given: str | GroupScores | None) -> str | None:
 
 
 def load_advantages(name: str) -> GroupScores:
-    """An advantage function by name or import path.
+    """Loads an advantage function by name or import path.
 
     Args:
         name: one of :data:`ADVANTAGES`, ``package.module:function`` or ``package.module.function``.

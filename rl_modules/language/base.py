@@ -89,7 +89,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         weight_decay: of AdamW, on matrices (not on biases and norms).
         max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
             no clipping.
-        optimizer: callable from parameters to an optimizer, which has a rate of its own; None: AdamW with the settings
+        optimizer: callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings
             above.
         lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
         logging_steps: optimizer steps between two points of the training curves; ≥ 1.
@@ -106,15 +106,15 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         "reward functions, prompts and generations belong to the datamodule, such as PromptDataModule; the model is "
         "named by model_name_or_path"
     )
-    #: Whether the loss of a mixture of experts is added to the algorithm's own.
+    #: Whether the balance loss of a mixture of experts is added to the algorithm's loss.
     balances_experts = False
-    #: Reinforcement learning compares the policy with itself: dropout would make the ratio differ from 1.
+    #: Off in reinforcement learning, because dropout would make the policy's ratio to itself differ from 1.
     dropout = False
-    #: What the best checkpoint is the best in, and whether more is better: ``max`` or ``min``.
+    #: Metric that selects the best checkpoint, and its mode, ``max`` or ``min``.
     best_metric: tuple[str, str] = ("eval/loss", "min")
-    #: The training metric that says first whether the algorithm learns.
+    #: The training metric that shows first whether the algorithm learns.
     learning_curve = "train/loss"
-    #: What the default optimizer adds to the root of the second moment.
+    #: The default optimizer's eps, which is added to the root of the second moment.
     adam_eps = 1e-8
 
     def __init__(
@@ -159,7 +159,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         if lr_scheduler is not None and lr_scheduler_kwargs:
             raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "
                              "replaces; give one of them")  # fmt: skip
-        # An optimizer of the user's brings a rate of its own; a checkpoint, which has a description, does not hold it.
+        # A user's optimizer has its own rate. A checkpoint, which has a description, does not hold the optimizer.
         rate = learning_rate if optimizer is None and description is None else 1.0
         check_schedule(lr_scheduler_type, hp.lr_scheduler_kwargs, warmup_steps, rate)
         self.learning_rate: float = hp.learning_rate
@@ -191,7 +191,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self._generators = GlobalGenerators()
         self._has_begun = False
         self._throughput = Throughput()
-        # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
+        # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
         self._sources: Sources = {}
         self._left_out: set[str] = set()
 
@@ -211,7 +211,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self._has_begun = False
 
     def __getattr__(self, name: str) -> Any:
-        # Python comes here when a property raised AttributeError; torch would call the property itself missing.
+        # Python calls this when a property raised AttributeError; torch would report the property itself as missing.
         found = getattr(type(self), name, None)
         return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)
 
@@ -241,7 +241,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
 
     @property
     def _source(self) -> Any:
-        """Where the weights come from: a directory, hub name or model; None: new ones."""
+        """Source of the weights: a directory, hub name or model; None: new weights."""
         return self._given_model[0] if self._given_model else self.hparams["model_name_or_path"]
 
     def configure_model(self) -> None:
@@ -284,8 +284,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         source = self.frozen_source("model.") if described else self._source
         fields = hp.description["config"] if described else hp.model_config
         config = make_config(None if described else source, fields, self.tokenizer, self.dropout)
-        # New weights come from the datamodule's seed and leave the global generators as they were: the CPU's, and that
-        # of the device on which Lightning has tensors made.
+        # New weights are drawn from the datamodule's seed. The global generators keep their state: the CPU's, and that
+        # of the device on which Lightning creates tensors.
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         forked = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
         with torch.random.fork_rng(**(forked or {"devices": []})):
@@ -305,10 +305,11 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         self.hparams["description"] = {**description, "frozen": {} if hp.save_frozen_weights else sources}
 
     def _description(self, config: Any) -> tuple[dict[str, Any], Sources]:
-        """The models as plain data, and where frozen weights come from."""
+        """Returns the models as plain data, and the sources of frozen weights."""
         hp: Any = self.hparams
         if hp.description is None:
-            # Adapters that take a part of the weights over leave others behind than the directory has.
+            # Adapters that take over a part of the weights change those that remain, which then differ from the
+            # directory's.
             arguments = {prefix: argument for prefix, argument in self.frozen_arguments().items()
                          if begins_unchanged(getattr(self, prefix.removesuffix(".")))}  # fmt: skip
             return self.describe(config), describe_sources(self, arguments, hp)
@@ -437,8 +438,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def idle_arguments(self) -> dict[str, str]:
-        """Returns the arguments that nothing reads beside the others: of each, beside what, and what would be right. A
-        warning names those that were given.
+        """Returns the arguments that have no effect with the other arguments. The values give the reason and the
+        remedy. A warning names the arguments that were given.
         """
         idle: dict[str, str] = {}
         if self.optimizer_factory is not None:
@@ -476,7 +477,8 @@ def plain_config(config: PretrainedConfig | GenerationConfig) -> dict[str, Any]:
 
 
 def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    # A model that also takes images has a config of its language model inside, in which not all is plain either.
+    # The config of a model that also takes images contains its language model's config, which also has non-plain
+    # values.
     parts = {key: _plain_fields(value) if _has_names(value) else value for key, value in fields.items()}
     return {key: value for key, value in parts.items() if _is_plain(value)}
 
@@ -486,7 +488,7 @@ def _has_names(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a checkpoint may hold it: numbers, strings, and lists and dictionaries of them."""
+    """Returns whether a checkpoint may hold it: numbers, strings, and lists and dictionaries of them."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -20,13 +20,13 @@ from rl_modules.ranks import of_other_ranks, of_this_rank
 
 
 class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
-    """What a checkpoint holds besides weights and optimizer, and the checks before one is loaded."""
+    """Saves and restores a run's state besides weights and optimizer, and checks a checkpoint before loading."""
 
     #: The model that is trained.
     model: Any
     given_objects: dict[str, str]
     began_at: tuple[int, int]
-    # Where frozen weights came from, and those that the loaded checkpoint has a digest of in their place.
+    # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
     _sources: Sources
     _left_out: set[str]
     # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
@@ -58,7 +58,8 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
-        # `WeightAveraging`, whose hook came before, has put averages there and the module's own weights beside them.
+        # `WeightAveraging`, whose hook ran before, has stored averages there and the module's weights under another
+        # key.
         states = [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
         for prefix in self.hparams["description"]["frozen"]:
             for name in frozen_parameters(self, prefix):
@@ -80,13 +81,15 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         checkpoint["other_ranks"] = of_other_ranks(own, self._trainer)
 
     def _gradients_so_far(self) -> dict[str, Tensor]:
-        """What an unfinished optimizer step's micro-batches have added up, as means over ranks; empty between steps."""
+        """Returns the accumulated gradients of an unfinished optimizer step, as means over ranks; empty between
+        steps.
+        """
         if self._trainer is None or not self._fitting:
             return {}
         gradients = accumulated_gradients(self)
         if is_sharded(self.model):  # and averaged already
             return whole(gradients)
-        # After a fit the module is on the CPU, the ranks' collectives still work on the strategy's device.
+        # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
         strategy = self.trainer.strategy
         there = {name: g.detach().to(strategy.root_device, copy=True) for name, g in gradients.items()}
         return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
@@ -108,7 +111,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self._has_begun = True
         if self._trainer is not None:
             begin_next_epoch(self.trainer)
-        # Not earlier: what makes a run ready may draw from them.
+        # Not earlier, because the preparation of a run may draw from them.
         self._generators.start(self.device)
         if self._trainer is not None:
             finish_batch(self.trainer)
@@ -124,7 +127,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         description = parameters.get("description") or {}
         saved = description.get("frozen", {})
         require_same_weights(self._sources, saved, self.hparams)
-        # What the checkpoint holds may differ from what the path has by now, and is written on.
+        # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
         own = self.hparams["description"]
         kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
         self.hparams["description"] = {**own, "frozen": kept}

@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How many numbers are no NaN, their mean, and their standard deviation (0 of a single one); scalars."""
+    """Returns the number of elements that are not NaN, their mean, and their standard deviation (0 for one);
+    scalars.
+    """
     counts = ~x.isnan()
     n = counts.sum()
     mean = torch.where(counts, x, 0.0).sum() / n.clamp(min=1)

@@ -1,8 +1,9 @@
 """What a language algorithm and its data expect of each other: Protocols, and the fields of batches.
 
-A module is a :class:`TextLearner` to its datamodule, and more of these where it writes completions or compares pairs.
-Neither imports the other: both import this file, and mypy checks both sides. Of the datamodule a module reads ``seed``,
-from which new weights are drawn, and ``rewards``, whose number decides what the best checkpoint is.
+A module is a :class:`TextLearner` to its datamodule; modules that write completions or compare pairs implement further
+Protocols. Neither imports the other: both import this file, and mypy checks both sides. A module reads the datamodule's
+``seed``, from which new weights are drawn, and ``rewards``, whose number decides which metric selects the best
+checkpoint.
 """
 
 from collections.abc import Sequence
@@ -71,9 +72,9 @@ class PairBatch(TypedDict, total=False):
 
 
 class JudgedCompletions(TypedDict, total=False):
-    """Completions of P prompts, K each, with what reward functions say of them; row p · K + k is prompt p's k-th.
+    """Completions of P prompts, K each, with the results of reward functions; row p · K + k is prompt p's k-th.
 
-    What evaluations and ``predict`` get, and a part of :class:`Generation`.
+    Evaluations and ``predict`` receive it, and :class:`Generation` extends it.
     """
 
     tokens: Tensor
@@ -104,7 +105,7 @@ class JudgedCompletions(TypedDict, total=False):
 
 
 class Generation(JudgedCompletions, total=False):
-    """What ``rewards`` and ``prepare`` get: a generation of B = P·K completions to learn from."""
+    """The argument of ``rewards`` and ``prepare``: a generation of B = P·K completions to learn from."""
 
     log_prob: Tensor
     """log π of each token under the sampler, [B, L] float32; 0 in padding."""
@@ -156,7 +157,7 @@ class CompletionBatch(TypedDict, total=False):
 
 
 class TextLearner(Protocol):
-    """What every language datamodule asks of its module."""
+    """The interface of a module that every language datamodule uses."""
 
     @property
     def tokenizer(self) -> Any:
@@ -164,11 +165,11 @@ class TextLearner(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model takes, prompt and completion together."""
+        """Maximum number of tokens of prompt and completion together."""
 
 
 class PackingLearner(TextLearner, Protocol):
-    """What a datamodule asks of its module to pack several texts into a row."""
+    """The interface of a module whose datamodule packs several texts into a row."""
 
     @property
     def can_pack(self) -> bool:
@@ -176,11 +177,11 @@ class PackingLearner(TextLearner, Protocol):
 
 
 class PairLearner(PackingLearner, Protocol):
-    """What a datamodule of preferences asks of its module.
+    """The interface of a module that a datamodule of preferences uses.
 
-    ``unpaired`` and ``scores_demonstrations`` are read where a module has them: whether it learns from answers judged
-    one by one, in place of pairs (without it: no), and whether it measures its rewards from those of demonstrations,
-    which are then loaded (without it: yes). So is what :class:`PredictsAnswers` states.
+    Three members are optional. ``unpaired``: whether the module learns from answers judged one by one instead of pairs
+    (by default false). ``scores_demonstrations``: whether it measures its rewards from those of demonstrations, which
+    are then loaded (by default true). The third is the method of :class:`PredictsAnswers`.
     """
 
 
@@ -193,7 +194,7 @@ class PredictsAnswers(Protocol):
 
 
 class WritingLearner(TextLearner, Protocol):
-    """What a datamodule asks of its module to generate completions, as in every evaluation on prompts."""
+    """The interface of a module that generates completions, as in every evaluation on prompts."""
 
     def act(
         self,
@@ -203,22 +204,22 @@ class WritingLearner(TextLearner, Protocol):
         on_ended: RowListener | None = None,
         **sampling: Any,
     ) -> Completions:
-        """Completions of prompts with the present weights, one seed each."""
+        """Generates completions of prompts with the current weights, one seed each."""
 
     def settings(self) -> SamplingSettings:
-        """How they are drawn."""
+        """Returns the sampling settings."""
 
 
 class CompletionLearner(WritingLearner, Protocol):
-    """What a datamodule asks of its module to train it on generated completions.
+    """The interface of a module that trains on generated completions.
 
-    ``takes_token_rewards``, ``rescores``, ``reads_demonstrations`` and ``correction`` are read where a module has them:
-    whether rewards may be [B, L], whether ``prepare`` computes log-probabilities anew, whether the loss has a part of
-    demonstrations, and how it allows for older weights.
+    Four attributes are optional: ``takes_token_rewards`` (rewards may be [B, L]), ``rescores`` (``prepare`` computes
+    log-probabilities again), ``reads_demonstrations`` (the loss has a term of demonstrations) and ``correction`` (the
+    mode of the correction for older weights).
     """
 
     training: bool
-    #: Whether completions are written ahead, with older weights; the datamodule sets it.
+    #: Whether completions are written ahead of training, with older weights; the datamodule sets it.
     samples_ahead: bool
 
     @property
@@ -227,10 +228,10 @@ class CompletionLearner(WritingLearner, Protocol):
 
     @property
     def sampler(self) -> Sampler:
-        """What writes completions."""
+        """The engine that generates completions."""
 
     def update_sampler(self) -> None:
-        """Sends the present weights to the sampler."""
+        """Sends the current weights to the sampler."""
 
     def eval(self) -> Any:
         """Evaluation mode, as of :class:`torch.nn.Module`."""
@@ -239,10 +240,10 @@ class CompletionLearner(WritingLearner, Protocol):
         """Training mode, or with false evaluation mode."""
 
     def rewards(self, rollout: Any) -> Tensor:
-        """The reward of each completion of a :class:`Generation`, [B]."""
+        """Returns the reward of each completion of a :class:`Generation`, [B]."""
 
     def prepare(self, rollout: Any) -> dict[str, Tensor]:
-        """What the loss reads of a :class:`Generation`, [B, …] each; see :class:`CompletionBatch`."""
+        """Computes the inputs of the loss from a :class:`Generation`, [B, …] each; see :class:`CompletionBatch`."""
 
     def record(self, weight: Any = 1.0, /, **metrics: Any) -> None:
         """Adds to the curves."""

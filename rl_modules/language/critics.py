@@ -1,4 +1,4 @@
-"""The models beside a policy in training: frozen judges, and a value model that starts from one of them."""
+"""Models that are used together with a policy in training: frozen models, and a value model initialised from one."""
 
 import copy
 from typing import Any
@@ -17,19 +17,19 @@ from rl_modules.language.sharding import Splitter
 
 
 def frozen(model: Any) -> Any:
-    """The same model, without gradient and in evaluation mode."""
+    """Freezes a model and sets it to evaluation mode; returns it."""
     return model.requires_grad_(False).eval()
 
 
 def with_weights_in(model: Any, dtype: torch.dtype) -> Any:
-    """The same model with its parameters in a dtype; buffers such as rotary frequencies keep theirs."""
+    """Converts a model's parameters to a dtype and returns it; buffers such as rotary frequencies keep theirs."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def without_dropout(config: Any) -> Any:
-    """A copy of a transformers config with every dropout rate at 0."""
+    """Returns a copy of a transformers config with every dropout rate at 0."""
     config = copy.deepcopy(config)
     remove_dropout(config)
     return config
@@ -38,7 +38,7 @@ def without_dropout(config: Any) -> Any:
 def value_model_from(
     reward_model: Any, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
 ) -> Any:
-    """A trainable copy of a reward model, to become the value of a text that is not finished yet.
+    """Copies a reward model to a trainable value model, which will estimate the value of unfinished texts.
 
     Args:
         reward_model: model with a ``score`` head of one output.
@@ -56,11 +56,11 @@ def value_model_from(
 def value_model_from_policy(
     policy: Any, gradient_checkpointing: bool | str = False, lora: dict[str, Any] | None = None
 ) -> Any:
-    """A trainable copy of a policy's body with a head of one output, whose value is 0 to begin with.
+    """Copies a policy's body to a trainable value model with a head of one output, which is 0 at first.
 
     Args:
-        policy: causal language model, adapters of ``peft`` included; these are new, and are merged where they do not
-            begin at 0.
+        policy: causal language model, with or without new adapters of ``peft``, which are merged if they do not begin
+            at 0.
         gradient_checkpointing: recompute activations in the backward pass, see :func:`make_model`.
         lora: arguments of ``peft.LoraConfig``; the copy's own weights are then frozen, but for the head's.
 
@@ -89,7 +89,7 @@ def value_model_from_policy(
 
 
 class HeadOnPolicy(nn.Module):
-    """A value head on the policy's last hidden states: V = w·h + b, with V = 0 to begin with.
+    """A value head on the policy's last hidden states: V = w·h + b, initialised to V = 0.
 
     The head does not start from the reward model's head, because that head reads the states of another network.
 
@@ -104,14 +104,14 @@ class HeadOnPolicy(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def shard(self, split: Splitter) -> None:
-        """Split the weights over ranks."""
+        """Splits the weights over ranks."""
         split(self.linear)
 
     def forward(
         self, model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, temperature: float,
         entropy: bool = False, extent: Extent | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        """One forward pass of the policy for everything that it and its head say about completions.
+        """Computes log-probabilities, entropies and values of completions by one forward pass of the policy.
 
         Args:
             model: the policy.
@@ -134,7 +134,7 @@ class HeadOnPolicy(nn.Module):
         finally:
             hook.remove()
         place = (completion_positions(prompt_length, length, extent[2]) - 1).unsqueeze(-1)
-        # A self-check's own passes come before.
+        # The passes of a self-check come before this one.
         before = states[-1].gather(1, place.expand(-1, -1, states[-1].shape[-1]))
         with torch.autocast(before.device.type, enabled=False):  # values are not rounded to 16 bits
             value = self.linear(before.to(self.linear.weight.dtype)).squeeze(-1).float()
@@ -142,7 +142,7 @@ class HeadOnPolicy(nn.Module):
 
 
 def check_same_tokens(argument: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that reads other tokens than the policy writes.
+    """Refuses a model whose tokens differ from those that the policy writes.
 
     Args:
         argument: the argument that named the model, with its value, for the message.

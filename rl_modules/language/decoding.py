@@ -1,4 +1,4 @@
-"""The names of :mod:`rl_modules.language.sampling.decode` under the path that they are imported from elsewhere."""
+"""Aliases of :mod:`rl_modules.language.sampling.decode`, kept for code that imports them from here."""
 
 from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.rows import Prompts, Record

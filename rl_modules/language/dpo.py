@@ -98,7 +98,7 @@ class DPO(PreferencePolicy):
         if "answers" in batch:
             return batch
         sums = pair_log_probs(self.model, batch)[0].sum(-1).chunk(2)
-        # Not kept: the numbers of these pairs are those of another order.
+        # Not stored, because these pairs are numbered in another order.
         reference = self.reference_log_probs({k: v for k, v in batch.items() if k != "index"}, "eval")
         chosen, rejected = (self.beta * (ours - theirs) for ours, theirs in zip(sums, reference, strict=True))
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
@@ -143,7 +143,7 @@ class DPO(PreferencePolicy):
             rejected_length: tokens of y_r, [b].
         """
         if self.loss_type == "ipo":
-            # Its authors' own results are those of means over tokens.
+            # IPO's authors report results with means over tokens.
             chosen, ref_chosen = chosen / chosen_length, ref_chosen / chosen_length
             rejected, ref_rejected = rejected / rejected_length, ref_rejected / rejected_length
         return F.dpo_loss(

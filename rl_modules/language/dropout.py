@@ -10,7 +10,9 @@ REMOVED = "removed_dropout"
 
 
 def remove_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout rate of a config, and of the language model's in it, to 0; each keeps its own rates aside."""
+    """Sets every dropout rate of a config, and of the language model's config in it, to 0; each stores its original
+    rates.
+    """
     for part in _parts(config):
         rates = {name: value for name, value in part.to_dict().items()
                  if is_rate(name, part) and isinstance(value, float) and value}  # fmt: skip
@@ -21,20 +23,20 @@ def remove_dropout(config: PretrainedConfig) -> None:
 
 
 def is_rate(name: str, config: PretrainedConfig) -> bool:
-    """Whether a field of a config is the rate of something that only training draws: dropout of units or whole layers,
-    noise on what a router reads.
+    """Returns whether a field of a config is the rate of a random operation of training: dropout of units or layers, or
+    noise on a router's input.
 
     Args:
         name: of the field.
         config: that has it.
     """
-    # PhiMoE's says, in evaluation too, which experts come close enough to the best.
+    # PhiMoE's decides, in evaluation too, which experts are close enough to the best.
     is_noise = name == "input_jitter_noise" or (name == "router_jitter_noise" and config.model_type != "phimoe")
     return "dropout" in name or name.endswith(("_pdrop", "layerdrop")) or is_noise
 
 
 def restore_dropout(config: PretrainedConfig) -> bool:
-    """Give a config the rates back that :func:`remove_dropout` took; returns whether there were any."""
+    """Restores the rates that :func:`remove_dropout` set to 0; returns whether there were any."""
     removed = [(part, part.__dict__.pop(REMOVED, {})) for part in _parts(config)]
     for part, rates in removed:
         for name, rate in rates.items():
@@ -44,7 +46,7 @@ def restore_dropout(config: PretrainedConfig) -> bool:
 
 @contextmanager
 def original_dropout(config: PretrainedConfig) -> Iterator[None]:
-    """Within it a config has its model's own rates, as an export writes them."""
+    """Gives a config the model's original rates within the context, as an export writes them."""
     was_removed = restore_dropout(config)
     try:
         yield

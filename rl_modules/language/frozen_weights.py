@@ -1,4 +1,4 @@
-"""Frozen weights in checkpoints: left out where a path names them, with a digest that shows whether they changed."""
+"""Frozen weights in checkpoints: weights from a path are left out, and a digest shows whether they changed."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from rl_modules.common.errors import UsageError
 
-#: Per part of a module, by the prefix of its parameters' names: where its frozen weights came from, and their digest.
+#: Source and digest of the frozen weights of each part of a module, by the prefix of its parameters' names.
 Sources = dict[str, dict[str, str]]
 
 
 def describe_sources(module: nn.Module, arguments: dict[str, str], given: Any) -> Sources:
-    """What a checkpoint keeps in place of frozen weights.
+    """Describes frozen weights by path and digest, which a checkpoint stores instead of them.
 
     Args:
         module: with all weights as they were read.
@@ -38,7 +38,8 @@ def describe_sources(module: nn.Module, arguments: dict[str, str], given: Any) -
 
 
 def source_path(source: dict[str, str], given: Any) -> str:
-    """Where frozen weights are read from again: the argument's value where it is a new one, else the recorded path.
+    """Returns the path from which frozen weights are read again: the argument's value if it is new, else the recorded
+    path.
 
     Args:
         source: one of :data:`Sources`.
@@ -58,7 +59,7 @@ def source_path(source: dict[str, str], given: Any) -> str:
 
 
 def check_sources(module: nn.Module, sources: Sources, given: Any) -> None:
-    """Compare weights that were read again with the digests of those the run began with.
+    """Compares weights that were read again with the digests of those with which the run began.
 
     Raises:
         UsageError: they differ; names the directory.
@@ -68,7 +69,7 @@ def check_sources(module: nn.Module, sources: Sources, given: Any) -> None:
 
 
 def require_same_weights(own: Sources, saved: Sources, given: Any) -> None:
-    """Compare a module's frozen weights with the digests in a checkpoint that lacks the weights.
+    """Compares a module's frozen weights with the digests in a checkpoint that lacks the weights.
 
     Args:
         own: digests of the weights that the module was built with.
@@ -102,8 +103,8 @@ def frozen_parameters(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return {
         name: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        # peft keeps the first weights of a head that is trained whole, which may have been drawn, not read; adapters
-        # of parts that no text goes through were drawn too.
+        # peft keeps the initial weights of a head that is trained whole, which may be random instead of read from
+        # files. Adapters of parts that do not process text are random too.
         if name.startswith(prefix)
         and not parameter.requires_grad
         and not any(part in name for part in ("original_module", "lora_"))

@@ -1,4 +1,4 @@
-"""What GRPO's curves show of a generation and of its minibatches."""
+"""Metrics of GRPO's generations and minibatches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def generation_metrics(
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """The ``q``-quantile of the numbers among ``values``, interpolated linearly; NaN where there are none.
+    """Returns the ``q``-quantile of the numbers among ``values``, interpolated linearly; NaN where there are none.
 
     ``torch.nanquantile``, which this equals, takes 16 million values at most: a micro-batch of 64 completions of 32,000
     tokens on eight ranks has more.
 
     Args:
-        values: of any shape, with NaN for what does not count.
+        values: of any shape; NaN elements are ignored.
         q: in [0, 1].
     """
     ordered = values.flatten().sort().values  # NaN comes last
@@ -60,7 +60,7 @@ def terminated_lengths(length: Tensor, ended: Tensor) -> dict[str, Tensor]:
 
 
 def importance_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """The ratio that the loss clips, and which of its elements count.
+    """Returns the ratio that the loss clips, and a mask of the elements that count.
 
     Args:
         log_prob: [b, L].
@@ -83,11 +83,11 @@ def importance_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, level
 def clip_metrics(
     low: Tensor, high: Tensor, counts: Tensor, share: Tensor, rows_left_out: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How often the clip of the ratio is active on either side: means, and extremes over completions.
+    """Returns the fraction of ratios that are clipped on either side: means, and extremes over completions.
 
     Args:
-        low: where it is from below, [b, L] or [b, 1] bool.
-        high: where it is from above, likewise.
+        low: true where the ratio is clipped from below, [b, L] or [b, 1] bool.
+        high: true where it is clipped from above, likewise.
         counts: true where a ratio counts, likewise.
         share: 1 / the number of ratios in the whole micro-batch.
         rows_left_out: the micro-batch also has skipped rows, whose ratios are not clipped.

@@ -336,7 +336,9 @@ class GRPO(PolicyWithReference):
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether the sampler's log-probabilities would meet those of a forward pass: in a second update's ratio."""
+        """Whether the ratio compares the sampler's log-probabilities with a forward pass's, as from the second update
+        on.
+        """
         return bool(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches > 1)
 
     # ---------------------------------------------------------------- optimization
@@ -345,7 +347,7 @@ class GRPO(PolicyWithReference):
         chooses = self.top_entropy_quantile < 1
         log_prob, entropy = self.log_probs(batch, entropy=chooses or self.entropy_coef > 0)
         if batch["on_policy"]:
-            # The same weights: all that could differ from the stored ones is the rounding of another batch size.
+            # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
         uncertain = batch["mask"]
         if chooses and entropy is not None:
@@ -470,7 +472,7 @@ class GRPO(PolicyWithReference):
 
     @torch.no_grad()
     def sync_reference(self) -> None:
-        """Every ``ref_model_sync_steps`` optimizer steps, π_ref ← α π + (1 - α) π_ref."""
+        """Updates the reference, π_ref ← α π + (1 - α) π_ref, every ``ref_model_sync_steps`` optimizer steps."""
         step = self.trainer.global_step
         if not self.hparams["sync_ref_model"] or step == self._synced_at or step % self.hparams["ref_model_sync_steps"]:
             return
@@ -484,7 +486,8 @@ class GRPO(PolicyWithReference):
         """Records rewards and lengths of a generation, over all ranks.
 
         Args:
-            rollout: with ``reward``, and ``earned`` where a penalty was subtracted from it, which the curves leave out.
+            rollout: with ``reward`` and, if a penalty was subtracted from it, ``earned``, the reward without the
+                penalty, which the curves show.
             fields: what :meth:`prepare` returns.
             entropy: of every token, [B, L]; None: estimated from the sampled tokens' log-probabilities.
         """

@@ -1,4 +1,4 @@
-"""Which arguments of GRPO exclude each other."""
+"""Checks of GRPO's arguments, some of which exclude each other."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _CHOICES = {
 
 
 def check_arguments(hp: Any) -> None:
-    """Refuse unknown choices, and arguments that would do nothing beside the others.
+    """Refuses unknown choices, and arguments that would have no effect with the others.
 
     Ranges that all modules share are checked by :func:`~rl_modules.common.ranges.check_ranges`.
 

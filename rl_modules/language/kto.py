@@ -70,7 +70,7 @@ class KTO(PreferencePolicy):
 
     @property
     def held_out_labels(self) -> set[bool]:
-        """Which labels the held-out answers have; both where the datamodule does not say."""
+        """Returns the labels of the held-out answers; both if the datamodule does not state them."""
         records = getattr(getattr(self._trainer, "datamodule", None), "eval_records", ())
         return {bool(record["label"]) for record in records if "label" in record} or {True, False}
 
@@ -153,7 +153,7 @@ class KTO(PreferencePolicy):
         log_prob, reference, kl = self.log_probs_and_kl(batch, "eval")
         loss = self.loss(log_prob, reference, batch["label"], kl)
         self.log_evaluation({"eval/loss": loss, "eval/kl": kl}, len(log_prob))
-        # Those of one kind have no mean where none is held out, on any rank.
+        # Answers of one kind have no mean if none is held out on any rank.
         sides = zip((True, False), self.rewards(log_prob, reference, batch["label"]), strict=True)
         for count, metrics in (side for label, side in sides if label in self.held_out_labels):
             self.log_evaluation({f"eval/{name}": value for name, value in metrics.items()}, int(count))
@@ -162,6 +162,6 @@ class KTO(PreferencePolicy):
         """Returns implicit rewards of the judged answers, [b], with their ``texts``; completions unchanged."""
         if "answers" in batch:
             return batch
-        # Not kept: the numbers of these answers are those of another order.
+        # Not stored, because these answers are numbered in another order.
         log_prob, reference, _ = self.log_probs_and_kl({k: v for k, v in batch.items() if k != "index"}, "eval")
         return {"texts": batch["texts"], "reward": self.beta * (log_prob - reference)}

@@ -1,4 +1,4 @@
-"""Logits where they are needed, and nowhere else."""
+"""Forward passes that compute logits only at the places that need them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,14 +13,14 @@ from rl_modules.language.shallow import blocks_of, body_of
 from rl_modules.language.sharding import is_sharded
 from rl_modules.language.tiled_head import TokenStatistics, find_tail, is_large, statistics, tiled_statistics
 
-#: What a block's feed-forward part is called in transformers' models.
+#: Names of a block's feed-forward part in transformers' models.
 _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 #: Tokens of a batch so large that every model with a large vocabulary tiles it.
 _LARGE_BATCH = 2**16
 
 
 def logits_at(model: Any, place: Tensor, **inputs: Any) -> Tensor:
-    """A forward pass that computes at its end what chosen places need.
+    """Runs a forward pass that computes logits at chosen places only.
 
     Args:
         model: causal language model of transformers, adapters of ``peft`` included.
@@ -45,7 +45,7 @@ def log_probs_at(
     equal_weights: bool = False,
     **inputs: Any,
 ) -> TokenStatistics:
-    """Log π of tokens that are predicted at chosen places; where their logits would be large, by tiles.
+    """Computes log π of tokens that are predicted at chosen places; by tiles if their logits would be large.
 
     Args:
         model: causal language model of transformers, adapters of ``peft`` included.
@@ -54,7 +54,7 @@ def log_probs_at(
         temperature: T, the one that the tokens were sampled with.
         entropy: also the entropies.
         accuracy: also whether each token is the likeliest.
-        source: which of the places predicts each token, [m] in [0, n); None: each the one of its own number.
+        source: index of the place that predicts each token, [m] in [0, n); None: token i is predicted at place i.
         equal_weights: the loss will be a multiple of the sum of all log-probabilities, which saves a second pass
             over the tiles.
         inputs: of the model, see :func:`logits_at`.
@@ -94,11 +94,12 @@ def _tiled_at(
 def _within_forward(
     model: Any, place: Tensor, mlp: nn.Module | None, compute: Callable[[Tensor], TokenStatistics], **inputs: Any
 ) -> TokenStatistics:
-    """What ``compute`` makes of the output layer's inputs, while that layer's weights are put together.
+    """Applies ``compute`` to the output layer's inputs while that layer's weights are gathered.
 
     A sharded model gathers the weights of its output layer for its own forward pass, and again for the backward pass
-    once a gradient reaches its output. So the output is made to depend on the result, and the result on the output, by
-    a product with 0: the gradient passes the output, and the weights are there, before the tiles need them.
+    once a gradient reaches its output. Therefore the output is made to depend on the result, and the result on the
+    output, by a product with 0. The gradient then reaches the output, and the weights are gathered, before the tiles
+    need them.
 
     Args:
         model: causal language model with sharded weights.
@@ -132,10 +133,10 @@ def _within_forward(
 def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
     """Inside, the model's forward pass returns logits [1, m, V] of chosen places of the flattened batch.
 
-    With a vocabulary of 150,000 words the output layer is most of a small model, and its logits by far the largest
-    tensor of a training step. Where completions are short, the last block's feed-forward part is a good share of the
-    rest, and its output at other places is not used. The states are chosen inside of the model's own forward pass, so
-    that wrappers (adapters, sharded weights) take part.
+    With a vocabulary of 150,000 tokens the output layer is most of a small model, and its logits are by far the largest
+    tensor of a training step. If completions are short, the last block's feed-forward part takes a large share of the
+    remaining time, and its output at other places is not used. The states are chosen within the model's forward pass,
+    so that wrappers (adapters, sharded weights) work as usual.
 
     Args:
         model: causal language model of transformers, adapters of ``peft`` included.
@@ -146,7 +147,7 @@ def chosen_places(model: Any, place: Tensor) -> Iterator[None]:
 
 
 def _states_at(model: Any, place: Tensor, mlp: nn.Module | None, **inputs: Any) -> Tensor:
-    """What the output layer would read for chosen places, [1, m, D]."""
+    """Returns the output layer's inputs at chosen places, [1, m, D]."""
     states: list[Tensor] = []
 
     def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -183,7 +184,7 @@ def _hooked(model: Any, place: Tensor, mlp: nn.Module | None) -> Iterator[None]:
 
 
 def prepare_head(model: Any) -> None:
-    """Run the self-checks of this module now, not with the first batch.
+    """Runs the self-checks of this module now, not with the first batch.
 
     Args:
         model: causal language model.
@@ -194,7 +195,7 @@ def prepare_head(model: Any) -> None:
 
 
 def _can_tile(model: Any) -> bool:
-    """Whether the output layer can be run by itself, and what the model does to its numbers is known."""
+    """Returns whether the output layer can be run by itself and the model's processing of its output is known."""
     return agrees(
         model, "computing the output layer in tiles", lambda: _compare_tiles(model), "all logits are computed at once"
     )
@@ -217,7 +218,9 @@ def _compare_tiles(model: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _last_mlp(model: Any) -> nn.Module | None:
-    """The last block's feed-forward part, if it reads one token at a time; else, or where recomputed, None."""
+    """Returns the last block's feed-forward part if it reads one token at a time; None if not, or if it is
+    recomputed.
+    """
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     # Newer versions of transformers warn of the old name.
     old, new = "is_gradient_checkpointing", "is_activation_checkpointing"

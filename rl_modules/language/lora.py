@@ -1,4 +1,6 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adding adapters, merging them, and what their start means."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adding adapters, merging them, and checks of their
+initialisation.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -14,14 +16,14 @@ from transformers import PreTrainedModel
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
 
-#: Fields of a LoraConfig that do not say what the adapters are; the model's head decides the task type.
+#: Fields of a LoraConfig that do not define the adapters; the model's head decides the task type.
 _LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path")
-#: Parts of the names of parameters that take no part while adapters are switched off.
+#: Parts of the names of parameters that are not used while adapters are switched off.
 _SWITCHED = ("lora_", ".modules_to_save.", ".token_adapter.")
 
 
 def plain_lora(lora: Any) -> dict[str, Any] | None:
-    """The argument ``lora`` as a checkpoint can hold it.
+    """Converts the argument ``lora`` to plain data, which a checkpoint can hold.
 
     Args:
         lora: arguments of ``peft.LoraConfig``, an object of that class, or None.
@@ -91,7 +93,7 @@ def require_same_adapters(given: dict[str, Any] | None, saved: dict[str, Any] | 
 
 
 def add_lora(model: PreTrainedModel, lora: dict[str, Any], task_type: str, gradient_checkpointing: bool | str) -> Any:
-    """Freeze the model and add low-rank adapters.
+    """Freezes the model and adds low-rank adapters.
 
     Args:
         model: of transformers.
@@ -138,7 +140,7 @@ def refuse_biases_of_16_bits(lora: dict[str, Any], torch_dtype: str, precision: 
 
 
 def train_in_float32(module: nn.Module) -> None:
-    """Keep what is trained beside a frozen base in float32, and let it work with a base of 16 bits.
+    """Keeps layers that are trained on a frozen base in float32, and makes them work with a base of 16 bits.
 
     peft takes over the base's dtype for the layers that it trains whole (``modules_to_save``, a score head), and casts
     between dtypes for adapters only.
@@ -162,13 +164,13 @@ def train_in_float32(module: nn.Module) -> None:
 
 
 def _take_own_dtype(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs in the dtype of the layer's weights; autocast does that by itself."""
+    """Converts the inputs to the dtype of the layer's weights; autocast does this by itself."""
     dtype = next(layer.parameters()).dtype
     return tuple(x.to(dtype) if _needs_cast(x) else x for x in arguments)
 
 
 def _give_dtype_of(original: nn.Module, layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-    """The output in the dtype of the base around the layer."""
+    """Converts the output to the dtype of the base model."""
     return output.to(next(original.parameters()).dtype) if _needs_cast(output) else output
 
 
@@ -177,7 +179,7 @@ def _needs_cast(x: Any) -> bool:
 
 
 def freeze_unread_parts(model: PreTrainedModel) -> None:
-    """Freeze what a text does not go through: the image and sound encoders of a composite model.
+    """Freezes the parts of a composite model that do not process text: image and sound encoders.
 
     Their weights would get no gradient, which data-parallel strategies refuse and weight decay would still shrink.
 
@@ -197,10 +199,10 @@ def freeze_unread_parts(model: PreTrainedModel) -> None:
 
 
 def merged(model: Any) -> PreTrainedModel:
-    """A copy of a model with its adapters merged in; the model itself stays as it is.
+    """Returns a copy of a model with its adapters merged in; the model itself stays as it is.
 
-    An output layer that is tied to the embedding, but computes something else because one of the two has an adapter,
-    gets a weight of its own in the copy.
+    An output layer that is tied to the embedding gets a separate weight in the copy if only one of the two has an
+    adapter.
 
     Args:
         model: of peft.
@@ -216,7 +218,7 @@ def merged(model: Any) -> PreTrainedModel:
 
 
 def adapts_tied_weight(network: PreTrainedModel) -> bool:
-    """Whether the output layer and the embedding share a weight that adapters change for one of them only.
+    """Returns whether the output layer and the embedding share a weight that adapters change for one of them only.
 
     Args:
         network: of transformers, with the layers of peft or without.
@@ -225,7 +227,7 @@ def adapts_tied_weight(network: PreTrainedModel) -> bool:
     if any(layer is None for layer in layers):
         return False
     weights = [getattr(_base_layer(layer), "weight", None) for layer in layers]
-    # peft trains tokens of both layers together where their lists are the same.
+    # peft trains tokens of both layers together if their lists are equal.
     tokens = getattr(layers[0], "token_adapter", None)
     is_parted = any(_has_delta(layer) for layer in layers) or (tokens is not None and not tokens.tied_adapter)
     return weights[0] is not None and weights[0] is weights[1] and is_parted
@@ -245,7 +247,7 @@ def _has_delta(layer: Any) -> bool:
 
 @torch.no_grad()
 def begins_unchanged(model: Any) -> bool:
-    """Whether new adapters leave the model's function as it was: every change of a weight is 0, up to rounding.
+    """Returns whether new adapters leave the model's function as it was: every change of a weight is 0, up to rounding.
 
     Initialisations that move a part of the weights into the adapters (``pissa``, ``olora`` …) also change the weights
     that remain in the base model.
@@ -260,7 +262,7 @@ def begins_unchanged(model: Any) -> bool:
 
 
 def _changes(model: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the adapters add to each weight, and the weight."""
+    """Yields the change that adapters add to each weight, and the weight."""
     for layer in model.modules():
         if _has_delta(layer):
             weight = layer.get_param() if hasattr(layer, "get_param") else layer.weight

@@ -25,7 +25,7 @@ def monitors(trainer: Any) -> dict[str, str]:
 
 
 def refuse_bare_monitor(monitor: str, callback: str, known: Collection[str]) -> None:
-    """Refuse a training metric that is monitored without the prefix of its group.
+    """Refuses a training metric that is monitored without the prefix of its group.
 
     Args:
         monitor: the metric's name.

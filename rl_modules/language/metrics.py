@@ -15,7 +15,7 @@ from rl_modules.loggers import adapters
 
 
 class LanguageMetrics(HeldPoints, L.LightningModule):
-    """What a language algorithm records and logs; the x-axis is the optimizer step."""
+    """Records and logs a language algorithm's metrics; the x-axis is the optimizer step."""
 
     #: Optimizer steps between two points of the curves.
     logging_steps: int
@@ -23,7 +23,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
     learning_curve: str
     #: The last point of every curve, by displayed name.
     latest_metrics: dict[str, float]
-    #: The same without speeds and without the point that ends a run between two others.
+    #: The same without speeds, and without the extra point at the end of a run.
     regular_metrics: dict[str, float]
     #: Tokens of training so far, over all ranks.
     num_tokens: int
@@ -56,7 +56,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         self._add(weight, metrics)
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
-        """Adds what reward functions logged.
+        """Adds the values that reward functions logged.
 
         Args:
             logged: mean and weight by name.
@@ -72,7 +72,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         """Makes a curve that of a reward function.
 
         Args:
-            name: what the function calls it.
+            name: the function's name of the metric.
             curve: displayed name.
 
         Raises:
@@ -103,9 +103,9 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             self._weights[name] = self._weights[name] + w if name in self._weights else w
 
     def _scalar(self, name: str, value: Tensor | float) -> Tensor:
-        """A float32 scalar on the module's device, without a wait for either device."""
+        """Returns a float32 scalar on the module's device, without a wait for either device."""
         if not isinstance(value, Tensor):
-            # A fill, for a copy of a number from the host would wait.
+            # A fill, because a copy of a number from the host would synchronise.
             try:
                 return torch.full((), float(value), dtype=torch.float32, device=self.device)
             except (TypeError, ValueError) as error:
@@ -137,7 +137,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             return
         unfinished = self._sums, self._weights, self.regular_metrics
         self.write_metrics()
-        # A run that resumes this one has its next point whole.
+        # A run that resumes from here still writes a complete next point.
         self._sums, self._weights, self.regular_metrics = unfinished
 
     def write_metrics(self) -> None:
@@ -174,18 +174,18 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             table = self.trainer.strategy.reduce(table, reduce_op="sum")
         sums, weights = table.unbind(-1)
         found = zip(names, *torch.stack([weights, sums / weights]).tolist(), strict=True)
-        # What has a weight is shown as it is: callbacks such as `EarlyStopping` ask whether it is finite.
+        # Non-finite means are logged too, because callbacks such as `EarlyStopping` check whether values are finite.
         return {displayed_name(name): mean for name, weight, mean in found if weight > 0}
 
     def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
-        """Make metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
+        """Makes metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
         # `log_dict` would do the same in 0.3 ms per name.
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float32) for name, value in metrics.items()}
         )
 
     def _answer_monitors(self) -> None:
-        """Give callbacks the running means of what they monitor, where there is no point of the curves yet.
+        """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves.
 
         Raises:
             UsageError: a callback monitors a metric of training without the prefix.
@@ -215,7 +215,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         self._throughput.resume()
 
     def _names_over_ranks(self, own: Iterable[str]) -> list[str]:
-        """The names that any rank has, in one order on all of them."""
+        """Returns the names that any rank has, in one order on all of them."""
         if self.trainer.world_size == 1:
             return list(own)
         ranks: list[Any] = [None] * self.trainer.world_size
@@ -261,7 +261,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
     def _write_evaluation(self) -> None:
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
-        # The last evaluation's derived ones are among the means by now.
+        # The means include the derived metrics of the last evaluation.
         if derived := {name: value for name, value in metrics.items() if means.get(name) != value}:
             self.log_dict(derived, logger=not self._fitting)
         if self._fitting:

@@ -13,18 +13,19 @@ from transformers.models.auto.modeling_auto import (
 
 from rl_modules.common.errors import UsageError
 
-#: What an export's ``tokenizer_config.json`` says where ``AutoTokenizer`` would take a class that splits otherwise.
+#: Entry of an export's ``tokenizer_config.json`` if ``AutoTokenizer`` would choose a class that splits texts
+#: differently.
 PLAIN_AUTO_MAP = {"AutoTokenizer": [None, "plain_tokenizer.PlainTokenizer"]}
 #: The classes with a head, by the config's class.
 CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
 
 
 def check_model_object(model: Any, model_config: dict[str, Any] | None) -> None:
-    """Refuse what is not a whole transformers model, and fields that would contradict it.
+    """Refuses objects that are not complete transformers models, and fields that would contradict the model.
 
     Args:
-        model: what was given as ``model_name_or_path``, not a name.
-        model_config: given beside it.
+        model: object given as ``model_name_or_path``.
+        model_config: the argument ``model_config``.
 
     Raises:
         UsageError: names the argument and what to give instead.
@@ -43,7 +44,7 @@ def check_model_object(model: Any, model_config: dict[str, Any] | None) -> None:
 
 
 def refuse_objects(hparams: Mapping[str, Any]) -> None:
-    """Refuse a module where a directory or hub name belongs: no checkpoint could hold it.
+    """Refuses a module in place of a directory or hub name, because no checkpoint could hold it.
 
     Raises:
         UsageError: names the argument and what to do.
@@ -57,7 +58,7 @@ def refuse_objects(hparams: Mapping[str, Any]) -> None:
 
 
 def copy_of(model: PreTrainedModel, config: Any, head: str, **options: Any) -> PreTrainedModel:
-    """A model with the weights of another, which stays as it is.
+    """Returns a copy of a model with its weights; the original stays unchanged.
 
     Args:
         model: the other.
@@ -74,10 +75,10 @@ def copy_of(model: PreTrainedModel, config: Any, head: str, **options: Any) -> P
 
 
 def tokenizer_name(model: PreTrainedModel) -> str:
-    """The directory or hub name that a model was loaded from, where its tokenizer is too.
+    """Returns the directory or hub name from which a model was loaded, which also has its tokenizer.
 
     Raises:
-        UsageError: it was loaded from nowhere.
+        UsageError: the model was not loaded from a directory or hub name.
     """
     if not model.name_or_path:
         raise UsageError("model_name_or_path is a model that was loaded from no directory, so that its tokenizer is "
@@ -86,7 +87,7 @@ def tokenizer_name(model: PreTrainedModel) -> str:
 
 
 def prepared(tokenizer: Any, name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer that can end completions and pad; one without a pad token pads with its EOS token.
+    """Returns a tokenizer that can end completions and pad; one without a pad token pads with its EOS token.
 
     Args:
         tokenizer: of transformers.
@@ -109,5 +110,5 @@ def prepared(tokenizer: Any, name: str) -> PreTrainedTokenizerBase:
 
 
 def is_name(value: Any) -> bool:
-    """Whether an argument is a directory or hub name, or left out."""
+    """Returns whether an argument is a directory or hub name, or left out."""
     return value is None or isinstance(value, str) or hasattr(value, "__fspath__")

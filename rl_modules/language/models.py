@@ -27,7 +27,7 @@ from rl_modules.language.sharding import is_sharded, whole
 from rl_modules.language.tokenizer import export_tokenizer, needs_own_code
 from rl_modules.language.weight_files import read_model, require_all_weights
 
-#: The model that is built where none is named: a Qwen2 of 1.06 million parameters over the character tokenizer.
+#: The default model: a Qwen2 of 1.06 million parameters with the character tokenizer.
 SMALL = {
     "model_type": "qwen2",
     "hidden_size": 128,
@@ -38,7 +38,7 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: What selective checkpointing keeps.
+#: Operations whose results selective checkpointing keeps.
 _PRODUCTS = [
     getattr(torch.ops.aten, name).default
     for name in (
@@ -56,7 +56,7 @@ def make_config(
     tokenizer: PreTrainedTokenizerBase,
     dropout: bool,
 ) -> PretrainedConfig:
-    """The architecture: that of a directory or hub name, or :data:`SMALL` with ``model_config``'s changes.
+    """Returns the architecture of a directory or hub name, or :data:`SMALL`, with ``model_config``'s changes.
 
     Args:
         model_name_or_path: directory, hub name, or a model that has it; None: from scratch.
@@ -107,10 +107,9 @@ def make_config(
 
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    """Refuse misspelled fields, which transformers would keep and nobody would read.
+    """Refuses misspelled fields, which transformers would keep and ignore.
 
-    A field that resembles none of the architecture's may be one that its code reads where it is there, such as
-    ``head_dim``.
+    A field that resembles none of the architecture's fields may be an optional one, such as ``head_dim``.
 
     Raises:
         UsageError: names the field, or widths that do not fit together.
@@ -134,12 +133,14 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
 
 
 def text_config(config: PretrainedConfig) -> Any:
-    """The config of the language model: a part of the config of a model that also takes images or sound."""
+    """Returns the config of the language model: a part of the config of a model that also takes images or sound."""
     return config.get_text_config(decoder=True)
 
 
 def _complete_text_config(config: PretrainedConfig, fields: dict[str, Any], special: dict[str, Any]) -> None:
-    """Give a composite config's language model the tokenizer's numbers, except where ``fields`` has them."""
+    """Sets the tokenizer's vocabulary size and token ids in a composite config's language model, except those in
+    ``fields``.
+    """
     text = text_config(config)
     nested = {name for part in fields.values() if isinstance(part, dict) for name in part}
     if text is not config:
@@ -156,7 +157,7 @@ def make_model(
     gradient_checkpointing: bool | str = False,
     lora: dict[str, Any] | None = None,
 ) -> Any:
-    """The network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator).
+    """Returns the network, with weights of ``model_name_or_path`` or drawn anew (from torch's global generator).
 
     Args:
         config: the architecture.
@@ -207,7 +208,7 @@ def make_model(
 
 
 def require_head(config: PretrainedConfig, head: str) -> None:
-    """Refuse an architecture that transformers has no such head for, by its name.
+    """Refuses an architecture that transformers has no such head for, by its name.
 
     Args:
         config: the architecture.
@@ -230,12 +231,12 @@ def require_head(config: PretrainedConfig, head: str) -> None:
 
 
 def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
-    """Have the backward pass compute again what a layer's forward pass gave, instead of keeping it.
+    """Makes the backward pass recompute a layer's activations instead of keeping them.
 
     Args:
         model: of transformers.
         how: False: keep everything; True: keep nothing but each layer's input (Chen et al. 2016, arXiv:1604.06174);
-            ``selective``: matrix products and what attention gives are kept, the rest is cheap to do again.
+            ``selective``: keep the results of matrix products and attention; the rest is cheap to recompute.
 
     Raises:
         UsageError: another value.
@@ -253,9 +254,9 @@ def checkpoint_activations(model: PreTrainedModel, how: bool | str) -> None:
 
 
 def export_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
-    """Write a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
+    """Writes a Hugging Face directory: safetensors, config, generation config, tokenizer. LoRA is merged in.
 
-    An output layer that is tied to the embedding is written as a weight of its own where adapters have parted them. The
+    An output layer that is tied to the embedding is written as a separate weight if adapters make the two differ. The
     generation config names the tokenizer's EOS token, with which training ended completions, beside its own. The config
     has the model's dropout rates, which reinforcement learning sets to 0.
 
@@ -299,7 +300,7 @@ def _export_sharded(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
 
 
 def _name_eos_token(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the tokenizer's EOS token to a generation config without it: ``generate`` would not stop there."""
+    """Adds the tokenizer's EOS token to a generation config without it: ``generate`` would not stop there."""
     config = getattr(model, "generation_config", None)
     stops = eos_token_ids(model, tokenizer)
     if config is not None and config.eos_token_id not in (stops, stops[0]):
@@ -329,7 +330,7 @@ def _lengths_of_longrope(text: Any) -> list[int]:
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a completion: the generation config's, and the tokenizer's."""
+    """Returns all tokens that end a completion: the generation config's, and the tokenizer's."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = named if isinstance(named, list) else [] if named is None else [named]
     return sorted({*listed, tokenizer.eos_token_id})

@@ -1,4 +1,4 @@
-"""Several texts in one row, each apart from the others."""
+"""Packed rows: several texts in one row, which do not attend to each other."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from rl_modules.language.logits import logits_at
 from rl_modules.language.models import text_config
 from rl_modules.language.self_check import agrees, probe_texts, side_by_side
 
-#: Lengths of the texts in each row of the self-check; what is left of a row's 12 places is padding.
+#: Lengths of the texts in each row of the self-check; the rest of a row's 12 places is padding.
 _ROWS = ((5, 3, 2), (9, 3))
 _WIDTH = 12
 
 
 def packed_inputs(model: Any, tokens: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-    """What a causal model is called with for packed rows.
+    """Returns the inputs of a causal model for packed rows.
 
     Args:
         model: causal language model.
@@ -28,16 +28,16 @@ def packed_inputs(model: Any, tokens: Tensor, position_ids: Tensor) -> dict[str,
 
 
 def wants_one_row(model: Any) -> bool:
-    """Whether packed rows go end to end: flash attention separates texts by position within one row only."""
+    """Returns whether packed rows go end to end: flash attention separates texts by position within one row only."""
     return "flash" in str(model.config._attn_implementation)
 
 
 def can_pack_texts(model: Any) -> bool:
-    """Whether texts in one row, separated by ``position_ids``, have the log-probabilities that each has alone.
+    """Returns whether texts in one row, separated by ``position_ids``, have the log-probabilities that each has alone.
 
     Recurrent states, convolutions, ALiBi and positions that are counted by the model itself run on from text to text.
     """
-    # The chunks that attention keeps to are counted from the row's beginning, not from the text's.
+    # Chunks of chunked attention are counted from the row's beginning, not from the text's.
     if getattr(text_config(model.config), "attention_chunk_size", None):
         return False
     instead = "every text has a row of its own"

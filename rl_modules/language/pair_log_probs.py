@@ -21,7 +21,7 @@ def can_pack_pairs(model: Any) -> bool:
 
 
 def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of two answers whose neighbours in the row change: a leak shows however small, in any dtype."""
+    """Returns log-probabilities of two answers whose neighbours in the row change, to detect any leak in any dtype."""
     pieces = probe_texts(model, [2, 2, 2] * 3)
     found = [pair_log_probs(model, _in_one_row(pieces[start : start + 3] + pieces[6:]))[0][1::2] for start in (0, 3)]
     return found[1], found[0], found[0]
@@ -44,7 +44,7 @@ def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_one_row(pieces: list[Tensor]) -> dict[str, Tensor]:
-    """Prompts, chosen and rejected answers in turn as the batch of one packed row."""
+    """Packs prompts, chosen and rejected answers in turn into the batch of one row."""
     lengths = torch.tensor([len(piece) for piece in pieces], device=pieces[0].device).view(-1, 3)
     sizes = lengths.flatten()
     segment = torch.arange(len(pieces), device=sizes.device).repeat_interleave(sizes)
@@ -79,7 +79,7 @@ def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     columns = torch.arange(width, device=tokens.device)
     start = batch["last"] - length + 1
     counts = columns < length.unsqueeze(1)
-    # Clamped where nothing counts; nothing is read there.
+    # Clamped where no token counts, because nothing is read there.
     place = (start.unsqueeze(1) + columns).clamp(max=tokens.numel() - 1)
     target = tokens.flatten()[place]
     # In a packed row the end of the prompt predicts the first token of both answers: its logits are computed once.

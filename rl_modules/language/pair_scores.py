@@ -1,4 +1,4 @@
-"""Scores of pairs of answers: of both by one forward pass, which reads their common prompt once where it can."""
+"""Scores of pairs of answers, both by one forward pass, which reads their common prompt once if possible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Comparison = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
 
 
 def can_pack(model: Any) -> bool:
-    """Whether a model reads several pairs in one row, each apart from the others: see :func:`pair_scores`.
+    """Returns whether a model reads several pairs in one row, each apart from the others: see :func:`pair_scores`.
 
     Args:
         model: model with a ``score`` head of one output.
@@ -22,7 +22,7 @@ def can_pack(model: Any) -> bool:
 
 
 def _beside_another(model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of two answers whose neighbours in the row change: a leak shows however small, in any dtype."""
+    """Returns scores of two answers whose neighbours in the row change, to detect any leak in any dtype."""
     first, second, own = probe_texts(model, [6, 6, 6])
     segment = torch.arange(6, device=own.device).repeat_interleave(2)
     position = torch.tensor([0, 1, 2, 3, 2, 3], device=own.device).repeat(2)
@@ -66,14 +66,14 @@ def pair_scores(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def keeps_pairs_apart(model: Any, compare: Comparison, beside_another: Comparison) -> bool:
-    """Whether a model may be given the mask of packed rows, and reads in them what it reads without.
+    """Returns whether a model accepts the mask of packed rows and computes the same with it as without packing.
 
     Args:
         model: causal language model or model with a ``score`` head.
         compare: the model's numbers of packed, single and padded texts: see :func:`agrees`.
-        beside_another: its numbers of a pair beside two others; they must be equal.
+        beside_another: its numbers of a pair next to two different neighbours; they must be equal.
     """
-    # A window is part of the mask that the model makes, and lost where the mask is given.
+    # A window is part of the mask that the model makes, and is lost if a mask is given.
     return (
         shortest_window(model.config) is None
         and model.config._attn_implementation in ("sdpa", "eager")
@@ -83,7 +83,7 @@ def keeps_pairs_apart(model: Any, compare: Comparison, beside_another: Compariso
 
 
 def packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """What the model is given beside the tokens: mask and positions where rows are packed, nothing where they are not.
+    """Returns the model's inputs besides the tokens: mask and positions for packed rows, otherwise none.
 
     Args:
         model: model whose attention is ``sdpa`` or ``eager``.
@@ -103,7 +103,7 @@ def packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def visible(segment: Tensor, prompt_segment: Tensor) -> Tensor:
-    """Which tokens each token may look at: those before it in its own segment and in its prompt's, and itself.
+    """Returns which tokens each token attends to: itself, and those before it in its own segment and in its prompt's.
 
     Args:
         segment: number of the piece of text that a token belongs to, [rows, width]; -1: none.

@@ -46,7 +46,7 @@ class LanguagePolicy(LanguageModule):
     repetition_penalty: float
     max_completion_length: int
     best_metric = ("eval/pass@1", "max")
-    #: Whether the datamodule has completions written ahead of training, with older weights (``async_generations``).
+    #: Whether the datamodule lets completions be written ahead of training, with older weights (``async_generations``).
     samples_ahead = False
 
     def __init__(
@@ -92,7 +92,9 @@ class LanguagePolicy(LanguageModule):
         self.sampler.update_weights(self.model, 0 if self._trainer is None else self.trainer.global_step)
 
     def _forget_weights(self) -> None:
-        """The sampler gets the weights again: fused optimizers and callbacks that swap weights change them unseen."""
+        """Makes the sampler load the weights again, because fused optimizers and callbacks change weights
+        undetected.
+        """
         if self._sampler is not None:
             self._sampler.forget_weights()
 
@@ -187,7 +189,7 @@ class LanguagePolicy(LanguageModule):
                 metrics[f"eval/pass@{k}"] = F.pass_at_k(k, correct.sum(-1), k).mean()
                 metrics[f"eval/cons@{k}"] = majority_is_right(batch["answers"], correct).mean()
         self.log_evaluation(metrics, prompts)
-        # Each mean is over the completions that its function scored, which may be none of this batch or this rank.
+        # Each mean is over the completions that its function scored; this batch or rank may have none.
         scored = ~rewards.isnan()
         columns = zip(batch["reward_names"], rewards.unbind(-1), scored.unbind(-1), scored.sum(0).tolist(), strict=True)
         for name, column, counts, n in columns:
@@ -220,7 +222,7 @@ class LanguagePolicy(LanguageModule):
 
 
 def with_logged_columns(columns: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """A table of completions with what reward functions logged about them; None where a completion has nothing.
+    """Adds the values that reward functions logged to a table of completions; None for completions without a value.
 
     Args:
         columns: of the table, by name.

@@ -36,7 +36,7 @@ class PolicyWithReference(LanguagePolicy):
     and resumes without the directories that they came from.
     """
 
-    #: Mean score of demonstrations, which rewards are measured from.
+    #: Mean score of demonstrations, which is subtracted from rewards.
     reward_offset: Tensor
     #: Rows per forward pass without gradient.
     forward_rows: int
@@ -49,17 +49,18 @@ class PolicyWithReference(LanguagePolicy):
         super().__init__(*args, **kwargs)
         self.reference: Any = None
         self.reward_model: Any = None
-        #: The reward model's tokenizer where it reads texts otherwise than the policy's: they are encoded again.
+        #: The reward model's tokenizer if it encodes texts differently from the policy's, so that they are encoded
+        #: again.
         self.reward_tokenizer: Any = None
         # Optimizer step from which the next table of completions is due.
         self._table_due_at = 0
 
-    #: What is monitored where no reward function says which completions are right.
+    #: The monitored metric if no reward function decides which completions are right.
     score_metric = "eval/rewards/reward_model"
 
     @property
     def best_metric(self) -> tuple[str, str]:  # type: ignore[override]
-        """Right answers on held-out prompts; where no reward function says which, the reward model's score."""
+        """Accuracy on held-out prompts or, without a reward function that decides it, the reward model's score."""
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         has_rewards = datamodule is None or len(getattr(datamodule, "rewards", ())) > 0
         return ("eval/pass@1" if has_rewards else self.score_metric, "max")
@@ -71,7 +72,7 @@ class PolicyWithReference(LanguagePolicy):
 
     @property
     def reference_is_frozen(self) -> bool:
-        """Whether the reference keeps the weights that it was read with; else checkpoints must hold them."""
+        """Whether the reference keeps its initial weights; if not, checkpoints must hold its weights."""
         return True
 
     # ---------------------------------------------------------------- models
@@ -106,10 +107,11 @@ class PolicyWithReference(LanguagePolicy):
             check_switched_off(self.model, hp.lora)
 
     def _build_described(self, config: Any) -> None:
-        """Reference and reward model of a checkpoint: read again, or built for the weights that it brings.
+        """Builds reference and reward model of a checkpoint: reads their weights again, or prepares for the
+        checkpoint's.
 
         Raises:
-            UsageError: a reference is wanted, which the checkpoint's run had not.
+            UsageError: a reference is needed, but the checkpoint's run had none.
         """
         hp: Any = self.hparams
         judge, reference = self.frozen_source("reward_model."), self.frozen_source("reference.")
@@ -155,7 +157,7 @@ class PolicyWithReference(LanguagePolicy):
 
     @contextmanager
     def reference_model(self) -> Iterator[Any]:
-        """π_ref: a model of its own, or the policy without its adapters."""
+        """Yields π_ref: a separate model, or the policy without its adapters."""
         if self.reference is not None:
             yield self.reference
         else:
@@ -165,7 +167,7 @@ class PolicyWithReference(LanguagePolicy):
     # ---------------------------------------------------------------- rewards
 
     def combined_rewards(self, rollout: Rollout) -> Tensor:
-        """The weighted sum of all rewards of each completion, [B]; NaN where none applies.
+        """Returns the weighted sum of all rewards of each completion, [B]; NaN if none applies.
 
         A reward model's score joins the rollout's ``rewards`` as the column ``reward_model``.
 
@@ -173,7 +175,7 @@ class PolicyWithReference(LanguagePolicy):
             rollout: see :class:`~rl_modules.language.contract.Generation`.
 
         Raises:
-            UsageError: there are no rewards, or not one weight for each.
+            UsageError: there are no rewards, or the number of weights differs from theirs.
         """
         if self.reward_model is not None:
             score = self.reward_model_scores(rollout)
@@ -193,16 +195,16 @@ class PolicyWithReference(LanguagePolicy):
     # ---------------------------------------------------------------- passes over a generation
 
     def scores(self, tokens: Tensor, prompt_length: Tensor, length: Tensor) -> Tensor:
-        """The reward model's score of whole texts minus its offset, [b]."""
+        """Returns the reward model's score of whole texts minus its offset, [b]."""
         require_room("reward model", self.reward_model, tokens)
         return sequence_scores(self.reward_model, tokens, prompt_length + length) - self.reward_offset
 
     def reward_model_scores(self, rollout: Rollout) -> Tensor:
-        """The reward model's score of each completion minus its offset, [B]; in its own tokens where they are not the
-        policy's.
+        """Returns the reward model's score of each completion minus its offset, [B]; encodes the texts again if its
+        tokens differ from the policy's.
 
         Args:
-            rollout: tokens, prompt_length, length; read again also ``asked``, ``texts`` and ``finished``.
+            rollout: tokens, prompt_length, length; to encode again, also ``asked``, ``texts`` and ``finished``.
         """
         if self.reward_tokenizer is None:
             return self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
@@ -224,7 +226,7 @@ class PolicyWithReference(LanguagePolicy):
             compute: from the tokens, prompt lengths and lengths of b rows to tensors [b] or [b, L].
 
         Returns:
-            The same tensors for all rows; what is narrower than the longest completion is filled with 0.
+            The same tensors for all rows; parts narrower than the longest completion are padded with 0.
         """
         lengths = torch.stack([rollout["prompt_length"] + rollout["length"], rollout["length"]])
         total, length = lengths.tolist()
@@ -245,7 +247,7 @@ class PolicyWithReference(LanguagePolicy):
         return results
 
     def record_rewards(self, names: list[str], rewards: Tensor, rollout: Rollout, std: bool = True) -> None:
-        """Record the mean (and standard deviation) of each reward over the completions that it applies to.
+        """Records the mean (and standard deviation) of each reward over the completions that it applies to.
 
         Args:
             names: F.
@@ -298,14 +300,14 @@ class PolicyWithReference(LanguagePolicy):
         return self.trainer.world_size if self._trainer is not None else 1
 
     def most_over_ranks(self, number: int) -> int:
-        """The largest of the ranks' numbers; the collective runs on the strategy's device."""
+        """Returns the largest of the ranks' numbers; the collective runs on the strategy's device."""
         if self._world_size == 1:
             return number
         value = torch.tensor(number, dtype=torch.int64, device=self.trainer.strategy.root_device)
         return int(self.trainer.strategy.reduce(value, reduce_op="max"))
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, [ranks · b, …]."""
+        """Returns the rows of all ranks, [ranks · b, …]."""
         if self._world_size == 1:
             return x
         rows: Any = self.all_gather(x)
@@ -333,7 +335,7 @@ class PolicyWithReference(LanguagePolicy):
         return model
 
     def _described(self, which: str, head: str, tokenizer: Any) -> Any:
-        """A frozen model whose weights the checkpoint brings, or None."""
+        """Returns a frozen model whose weights the checkpoint brings, or None."""
         hp: Any = self.hparams
         if hp.description[which] is None:
             return None
@@ -342,7 +344,7 @@ class PolicyWithReference(LanguagePolicy):
 
 
 def check_reward_weights(weights: Any) -> None:
-    """Refuses weights that are no finite numbers: one of NaN would make all rewards NaN, which is none.
+    """Refuses weights that are not finite: a weight of NaN would make all rewards NaN, which means no reward.
 
     Raises:
         UsageError: names ``reward_weights``.
@@ -357,7 +359,7 @@ def check_reward_weights(weights: Any) -> None:
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:
-    """Refuse texts that are longer than a model beside the policy can take.
+    """Refuses texts that are longer than the context of the reference or reward model.
 
     Args:
         name: of the model, for the message.

@@ -1,4 +1,4 @@
-"""Precision of language models: which weights may have 16 bits, and what stays in float32 whatever the Trainer says."""
+"""Precision of language models: which weights may have 16 bits, and which tensors are float32 under every precision."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,7 +47,7 @@ class FrozenHalfPrecision(HalfPrecision):
 
 
 def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
-    """Replace Lightning's ``bf16-true`` or ``16-true`` plugin by :class:`FrozenHalfPrecision`.
+    """Replaces Lightning's ``bf16-true`` or ``16-true`` plugin by :class:`FrozenHalfPrecision`.
 
     Called from ``configure_model``, before weights are converted and the first batch is read.
 
@@ -70,15 +70,15 @@ def adopt_precision(trainer: L.Trainer, trains_adapters: bool) -> None:
 
 
 def convert_frozen(module: L.LightningModule) -> None:
-    """Store a module's frozen weights in the trainer's 16 bits, before they may be split over ranks."""
+    """Stores a module's frozen weights in the trainer's 16 bits, before they may be split over ranks."""
     if isinstance(plugin := module.trainer.precision_plugin, FrozenHalfPrecision):
         plugin.convert_module(module)
 
 
 def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: str, learning_rate: float) -> None:
-    """Refuse to train weights that are stored in 16 bits; called when a fit begins.
+    """Refuses to train weights that are stored in 16 bits; called when a fit begins.
 
-    A bfloat16 number has 8 significant bits: AdamW's step of about ``learning_rate`` is lost wherever it is less than
+    A bfloat16 number has 8 significant bits, so AdamW's step of about ``learning_rate`` is lost if it is less than
     1/512 of the weight.
 
     Args:
@@ -105,7 +105,7 @@ def require_float32_masters(module: L.LightningModule, lora: bool, torch_dtype: 
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """New tensors without a dtype are float32 inside, whatever a precision plugin has set."""
+    """Makes float32 the default dtype within the context, whatever a precision plugin has set."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,4 +1,4 @@
-"""How good a judge of preferences is: accuracy, margin and calibration, through torchmetrics."""
+"""Metrics of a reward model: accuracy, margin and calibration, by torchmetrics."""
 
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Reliability(Metric):
         self.add_state("sums", torch.zeros(3, bins, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, lead: Tensor) -> None:
-        """Count comparisons.
+        """Counts comparisons.
 
         Args:
             lead: r_c - r_r, [b].
@@ -50,7 +50,7 @@ class Reliability(Metric):
         self.sums.index_add_(1, place, columns.to(self.sums.dtype))
 
     def compute(self) -> Bins:
-        """The bins over everything that was counted."""
+        """Returns the bins over everything that was counted."""
         count, confidence, right = self.sums
         filled = count.clamp(min=1)
         return Bins(count, confidence / filled, right / filled)
@@ -59,8 +59,8 @@ class Reliability(Metric):
 class PreferenceMetrics(nn.Module):
     """Accuracy, loss, margin and calibration of a reward model over held-out comparisons.
 
-    The calibration error is that of the confidence σ(|r_c - r_r|) that the answer with the higher score was chosen:
-    with the chosen answer always in the first place, every outcome would be a win, and nothing could be calibrated.
+    The calibration error is that of the confidence σ(|r_c - r_r|) that the answer with the higher score was chosen.
+    With the chosen answer always first, every outcome would be a win, and calibration would be undefined.
     """
 
     def __init__(self) -> None:
@@ -69,20 +69,20 @@ class PreferenceMetrics(nn.Module):
         self.calibration = BinaryCalibrationError(n_bins=2 * BINS, norm="l1")
         self.reliability = Reliability()
         self.means: Any = nn.ModuleDict({name: MeanMetric() for name in ("loss", "margin", "mean_reward")})
-        # Of comparisons whose probability is known: NaN where there are none.
+        # Metrics of comparisons whose probability is known; NaN if there are none.
         self.known: Any = nn.ModuleDict(
             {name: MeanMetric(nan_strategy="ignore") for name in ("bayes_accuracy", "expected_accuracy")}
         )
         self.lowest, self.highest = MinMetric(), MaxMetric()
 
     def update(self, chosen: Tensor, rejected: Tensor, loss: Tensor, probability: Tensor) -> None:
-        """Judge a batch.
+        """Adds a batch of comparisons.
 
         Args:
             chosen: r_c, [b].
             rejected: r_r, [b].
             loss: mean over the batch, scalar.
-            probability: true probability that the chosen answer wins, [b]; NaN where nobody knows it.
+            probability: true probability that the chosen answer wins, [b]; NaN if unknown.
         """
         lead = chosen - rejected
         won = lead > 0
@@ -101,8 +101,8 @@ class PreferenceMetrics(nn.Module):
     def compute(self) -> tuple[dict[str, Tensor], Bins]:
         """Scalars by name, over the comparisons of all ranks, and the reliability diagram's bins.
 
-        ``bayes_accuracy`` (of a judge who knows the true probabilities) and ``expected_accuracy`` (of this model
-        over all outcomes that the comparisons could have had) are there where the probabilities are known.
+        If the true probabilities are known, they include ``bayes_accuracy`` (of a model that knows the probabilities)
+        and ``expected_accuracy`` (of this model over all possible outcomes of the comparisons).
         """
         scalars = {
             "accuracy": self.accuracy.compute(),

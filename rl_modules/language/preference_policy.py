@@ -23,7 +23,7 @@ class PreferencePolicy(PolicyWithReference):
         beta: β, units of implicit reward per nat of log-ratio to the reference; above 0.
         reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
         ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
-        max_completion_length: tokens of a completion at most, where held-out prompts are answered.
+        max_completion_length: maximum number of tokens per completion of held-out prompts.
         learning_rate: peak step size.
         **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
             :class:`~rl_modules.language.base.LanguageModule`.
@@ -40,7 +40,7 @@ class PreferencePolicy(PolicyWithReference):
     repetition_penalty = 1.0
     #: Whether the module learns from single answers with a label; the datamodule reads it.
     unpaired = False
-    #: Implicit rewards are differences to the reference, which have no zero that demonstrations could set.
+    #: Off, because implicit rewards are differences to the reference and need no zero from demonstrations.
     scores_demonstrations = False
 
     def __init__(
@@ -74,7 +74,7 @@ class PreferencePolicy(PolicyWithReference):
     def can_pack(self) -> bool:
         """Whether batches may hold several texts to a row."""
         if self._packs is None:
-            # A reference of its own may be of another architecture.
+            # A separate reference may have another architecture.
             self._packs = all(can_pack_pairs(model) for model in (self.model, self.reference) if model is not None)
         return self._packs
 
@@ -86,7 +86,7 @@ class PreferencePolicy(PolicyWithReference):
                 self.check_pairs(pairs, name)
 
     def check_pairs(self, pairs: Any, name: str) -> None:
-        """Refuses what a policy can't learn from.
+        """Refuses pairs from which a policy can't learn.
 
         Args:
             pairs: :class:`~datamodules.language.pairs.Pairs`.
@@ -117,7 +117,7 @@ class PreferencePolicy(PolicyWithReference):
         table = self._table(data, int(batch["index"].max()) + 1)
         index = batch["index"].to(table.device)
         if self._any_rank(bool(table[index].isnan().any())):
-            # Values that are known stay: a pair is compared with one number throughout a run.
+            # Known values stay, so that a pair is compared with the same value throughout a run.
             computed = torch.stack(self._compute_reference(batch), 1).to(table)
             table[index] = torch.where(table[index].isnan(), computed, table[index])
         chosen, rejected = table[index].to(batch["tokens"].device).unbind(1)
@@ -130,7 +130,7 @@ class PreferencePolicy(PolicyWithReference):
         return chosen, rejected
 
     def _table(self, data: str, at_least: int) -> Tensor:
-        """The table of some data, on the CPU, grown to hold ``at_least`` pairs."""
+        """Returns the table of some data, on the CPU, grown to hold ``at_least`` pairs."""
         table = self._tables.get(data)
         size = max(at_least, self._number_of_pairs(data))
         if table is None or len(table) < size:
@@ -144,7 +144,9 @@ class PreferencePolicy(PolicyWithReference):
         return len(getattr(getattr(self._trainer, "datamodule", None), f"{data}_pairs", ()))
 
     def _any_rank(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank: under sharding all ranks go through the reference, or none does."""
+        """Returns whether a flag is set on any rank, because under sharding all ranks or none must run the
+        reference.
+        """
         if self._world_size == 1:
             return flag
         value = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
@@ -161,13 +163,13 @@ class PreferencePolicy(PolicyWithReference):
         super().on_fit_start()
         self._tables = {}
         saved, self._saved_table = self._saved_table, None
-        # Another run's table is of use where this run's training data are the same, and cut into as many ranks.
+        # Another run's table is used if this run has the same training data and number of ranks.
         if saved is not None and saved["data"] == self._fingerprint() and len(saved["ranks"]) == self._world_size:
             self._tables["train"] = saved["ranks"][self.global_rank].clone()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        # Held-out data may be others in each evaluation of their own; within a run they stay.
+        # Held-out data may differ between separate evaluations; within a run they are the same.
         if not self._fitting:
             self._tables.pop("eval", None)
 
@@ -177,12 +179,12 @@ class PreferencePolicy(PolicyWithReference):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["reference_log_probs"] = None
-        # Outside of a fit no rank has computed any.
+        # Outside of a fit no rank has computed values.
         if self._trainer is not None and self._fitting and not self.reference_free:
             table = self._table("train", 0)
             ranks = table.unsqueeze(0).clone()
             if self._world_size > 1:
-                # After a fit the module is on the CPU, the ranks' collectives still work on the strategy's device.
+                # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
                 strategy = self.trainer.strategy
                 ranks = strategy.all_gather(table.to(strategy.root_device)).cpu()
             checkpoint["reference_log_probs"] = {"data": self._fingerprint(), "ranks": ranks}
@@ -192,7 +194,7 @@ class PreferencePolicy(PolicyWithReference):
         self._saved_table = checkpoint["reference_log_probs"]
 
     def _fingerprint(self) -> int:
-        """A checksum of the training pairs' tokens."""
+        """Returns a checksum of the training pairs' tokens."""
         pairs = getattr(getattr(self._trainer, "datamodule", None), "train_pairs", None)
         if pairs is None:
             return 0

@@ -1,4 +1,4 @@
-"""A reliability diagram as a picture: how often a judge is right, against how sure it was."""
+"""A reliability diagram as an image: accuracy of a reward model over its confidence."""
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -11,9 +11,9 @@ _OVERSAMPLING = 2
 
 
 def reliability_diagram(bins: Bins, calibration_error: float) -> np.ndarray:
-    """Bars of accuracy over confidence, both from 1/2 to 1, with the diagonal of a calibrated judge.
+    """Draws bars of accuracy over confidence, both from 1/2 to 1, with the diagonal of a calibrated model.
 
-    Red marks the mean confidence of each bin, grey bars below how many comparisons it holds.
+    Red marks show the mean confidence of each bin, grey bars below them its number of comparisons.
 
     Args:
         bins: see :class:`~rl_modules.language.preference_metrics.Bins`.
@@ -34,7 +34,7 @@ def reliability_diagram(bins: Bins, calibration_error: float) -> np.ndarray:
         return (_LEFT + (confidence - 0.5) * 2 * _SIZE) * scale
 
     def y(accuracy: float) -> float:
-        # From 0, for a bin may do worse than chance.
+        # From 0, because the accuracy of a bin may be below chance.
         return (_TOP + (1 - accuracy) * _SIZE) * scale
 
     title = f"calibration error {calibration_error:.3f} over {total:,.0f} comparisons"

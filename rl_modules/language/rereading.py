@@ -1,4 +1,4 @@
-"""Texts as a reward model reads them: in the form of the preferences that it was trained on, in its own tokens."""
+"""Encodes texts for a reward model: in the format of its training preferences, with its own tokenizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,8 @@ Prompts = Sequence[str | list[dict[str, Any]]]
 
 
 def reads_in_the_same_form(judge: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
-    """Whether a reward model finds in the policy's tokens what it was trained on: every id stands for the same token,
-    texts begin and end alike, and conversations have one form where both have a template.
+    """Returns whether a reward model can read the policy's tokens: ids stand for the same tokens, texts begin and end
+    alike, and chat templates, if both have one, format conversations alike.
 
     Args:
         judge: the reward model's tokenizer.
@@ -37,13 +37,13 @@ def encode_again(
     finished: Sequence[bool],
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """Prompts and completions as the tokens of another model.
+    """Encodes prompts and completions as tokens of another model.
 
     Args:
         tokenizer: that model's.
         asked: B prompts: texts, or the messages that the policy's chat template got.
         texts: B completions.
-        finished: whether each has come to its end; others get no EOS token.
+        finished: whether each completion is finished; others get no EOS token.
         longest: tokens that the model can take.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Reward models: a scalar head on a transformer, fitted to preferences; and how a finished one is loaded."""
+"""Reward models: a scalar head on a transformer, fitted to preferences; and loading of trained ones."""
 
 import copy
 import math
@@ -50,7 +50,7 @@ class RewardModel(LanguageModule):
 
     learns_from = "preferences"
     head = "score"
-    #: The mean reward of demonstrations is to be 0, see :meth:`normalize`; the datamodule loads them.
+    #: The datamodule loads demonstrations, whose mean reward :meth:`normalize` sets to 0.
     scores_demonstrations = True
 
     def __init__(
@@ -163,8 +163,8 @@ class RewardModel(LanguageModule):
         """Computes ``reward_offset``, the mean score of demonstrations, whose rewards then average 0.
 
         Args:
-            batches: iterable of ``tokens`` [b, T] right-padded, ``length`` [b] and ``weight`` [b] (0: counts not);
-                of every rank its own.
+            batches: this rank's batches, with ``tokens`` [b, T] right-padded, ``length`` [b] and ``weight`` [b] (0:
+                ignored).
 
         Returns:
             The offset, the same on all ranks.
@@ -302,7 +302,7 @@ def load_reward_model(
 
 
 def is_reward_model(config: Any) -> bool:
-    """Whether a config is that of a trained model with one score per sequence.
+    """Returns whether a config is that of a trained model with one score per sequence.
 
     Raises:
         UsageError: it is a classifier of several classes.
@@ -332,7 +332,7 @@ def padding_apart(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
                        "pad_token in tokenizer_config.json")  # fmt: skip
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
-    # A token that is named for padding, else the one for unknown characters, else any that the template does not write.
+    # The token named for padding, else the one for unknown characters, else any that the template does not use.
     tokenizer.pad_token = min(free, key=lambda mark: ("pad" not in mark.lower(), mark != tokenizer.unk_token))
     return tokenizer
 

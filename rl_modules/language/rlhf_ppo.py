@@ -53,8 +53,8 @@ class RLHFPPO(PolicyWithReference):
             policy's only under ``value_head_on_policy``, because the value model starts from it. None: only the
             datamodule's reward functions.
         ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
-        value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) in place of a model
-            of its own: half the memory, but both losses pull at the same weights.
+        value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) instead of a separate
+            model: half the memory, but both losses train the same weights.
         beta: β, weight of the KL to the reference, in units of score per nat; ≥ 0. At 0 a reference is loaded, and the
             KL measured, only with ``ref_model_name_or_path``.
         target_kl: target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant.
@@ -288,7 +288,7 @@ class RLHFPPO(PolicyWithReference):
         text = (batch["tokens"], batch["prompt_length"], batch["length"])
         log_prob, value, _ = self.policy_and_value(*text, extent=extent_in(batch))
         if batch["on_policy"]:
-            # The same weights: all that could differ from the stored ones is the rounding of another batch size.
+            # The weights are the same, so only the rounding of another batch size could make the stored values differ.
             batch = {**batch, "log_prob": log_prob.detach()}
         policy_loss, value_loss = self.policy_loss(log_prob, batch), self.value_loss(value, batch)
         # Means over this micro-batch become parts of the mean over the step; Lightning divides by their number.
@@ -462,7 +462,7 @@ class RLHFPPO(PolicyWithReference):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        # A run that resumes with another `beta` begins with that.
+        # A run that resumes with another `beta` starts from the new value.
         start = self.hparams["beta"]
         if settings_of(checkpoint).get("beta", start) == start:
             self.beta = checkpoint["beta"]

@@ -11,7 +11,7 @@ from rl_modules.language.grpo import GRPO
 from rl_modules.language.policy_with_reference import Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 
-#: GRPO's options of which RLOO is one choice: no arguments of this class, whose checkpoints load it.
+#: Options of GRPO that RLOO fixes; they are not arguments of this class.
 _FIXED = (
     "loss_type", "importance_sampling_level", "scale_rewards", "advantages", "top_entropy_quantile", "kl_estimator",
     "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg",
@@ -72,8 +72,8 @@ class RLOO(GRPO):
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether the sampler's log-probabilities would meet those of a forward pass: also in the KL, which is 0 for
-        equal weights.
+        """Whether the sampler's log-probabilities are compared with a forward pass's, also in the KL, which must be 0
+        for equal weights.
         """
         return self.kl_coefficient > 0 or super().compares_with_sampler
 
@@ -82,8 +82,8 @@ class RLOO(GRPO):
     def prepare(self, rollout: Rollout) -> dict[str, Tensor]:
         """Subtracts the KL penalty from the rewards, then prepares the rollout as GRPO does.
 
-        As in TRL, completions that ``mask_truncated_completions`` leaves out pay none, and their rewards stay in the
-        others' baseline.
+        As in TRL, completions that ``mask_truncated_completions`` leaves out have no penalty, and their rewards stay in
+        the others' baseline.
         """
         if self.kl_coefficient:
             self.sync_reference()

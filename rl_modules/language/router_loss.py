@@ -13,13 +13,15 @@ from rl_modules.language.models import text_config
 
 
 def wants_router_loss(model: Any) -> bool:
-    """Whether the model's config asks for the loss, by ``output_router_logits``."""
+    """Returns whether the model's config asks for the loss, by ``output_router_logits``."""
     return bool(getattr(text_config(model.config), "output_router_logits", False))
 
 
 @contextmanager
 def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Collects what the routers of every layer say, [rows · width, experts] each, in each forward pass inside."""
+    """Collects the logits of every layer's router, [rows · width, experts] each, in each forward pass in the
+    context.
+    """
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     found: list[tuple[Tensor, ...]] = []
     hook = network.register_forward_hook(lambda module, inputs, output: found.append(output.router_logits))
@@ -30,7 +32,7 @@ def router_logits(model: Any) -> Iterator[list[tuple[Tensor, ...]]]:
 
 
 def router_loss(model: Any, logits: tuple[Tensor, ...], filled: Tensor, width: int) -> Tensor:
-    """The model's own loss of its routers, times ``router_aux_loss_coef``; padding does not count.
+    """Returns the model's own loss of its routers, times ``router_aux_loss_coef``; padding does not count.
 
     Args:
         model: mixture of experts.

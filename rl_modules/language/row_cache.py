@@ -30,7 +30,7 @@ class RowCache(Cache):
     def __init__(self, layers: int, made: Sequence[RowLayer] | None = None) -> None:
         self._rows = [RowLayer() for _ in range(layers)] if made is None else list(made)
         super().__init__(layers=list(self._rows))
-        #: Whether the model reads prompts, to which the cache looks empty.
+        #: Whether the model is reading prompts, during which the cache reports to be empty.
         self.reading = False
         #: Columns so far since the first prompts, and the one that each row begins in.
         self._clock, self._first = 0, list[int]()
@@ -54,19 +54,19 @@ class RowCache(Cache):
         return cls(len(layers)) if layers and all(fits) else None
 
     def read(self) -> None:
-        """Look empty: the next forward pass is that of further prompts."""
+        """Makes the cache report to be empty, because the next forward pass reads further prompts."""
         self.reading = True
         for layer in self._rows:
             layer.is_initialized = False
 
     def admit(self, prompts: Prompts, kept_rows: int, keep: bool, room: int) -> None:
-        """Add a row per element of ``prompts.source``, after those that are there.
+        """Adds a row per element of ``prompts.source``, after the existing rows.
 
         Args:
             prompts: those that have just been read. The first is the kept one if ``kept_rows`` is not 0.
             kept_rows: how many of the rows, the first ones, continue the prompt that was kept.
             keep: keep the last prompt, whose further rows are added later.
-            room: new tokens per row to have room for at first.
+            room: number of new tokens per row to allocate at first.
         """
         index = prompts.source
         for layer in self._rows:
@@ -75,7 +75,9 @@ class RowCache(Cache):
         self._place(self._first + [self._clock - prompts.lengths[source] for source in prompts.sources])
 
     def step(self) -> Tensor | None:
-        """Begin a forward pass of one token per row; the attention mask (n, width) that the model needs, if any."""
+        """Begins a forward pass of one token per row; returns the attention mask (n, width), or None if none is
+        needed.
+        """
         self._clock += 1
         width = self._clock - min(self._first)
         return None if self._before is None else torch.arange(width, device=self._before.device) >= self._before
@@ -94,11 +96,11 @@ class RowCache(Cache):
         return forward(self, tokens, positions, self.step())
 
     def attention(self, model: Any) -> AbstractContextManager[None]:
-        """The context in which the model is called with this cache."""
+        """Returns the context in which the model is called with this cache."""
         return nullcontext()
 
     def replace(self, holes: list[int], movers: list[int], rows: int) -> None:
-        """Copy the rows ``movers`` over the rows ``holes``, and keep the first ``rows`` rows."""
+        """Copies the rows ``movers`` over the rows ``holes``, and keeps the first ``rows`` rows."""
         device = self._rows[0].device
         hole, mover = on(device, holes), on(device, movers)
         for layer in self._rows:
@@ -108,7 +110,7 @@ class RowCache(Cache):
         self._place(self._first[:rows])
 
     def _place(self, first: list[int]) -> None:
-        """Note where rows begin; columns that no row has any more are let go."""
+        """Stores where rows begin, and drops columns that no row uses any more."""
         self._first, self._before = first, None
         if not first:
             return
@@ -139,7 +141,7 @@ class RowLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values of the rows that are left."""
+        """Appends keys and values, and returns all those of the remaining rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
@@ -157,7 +159,7 @@ class RowLayer(DynamicLayer):
         return self.keys, self.values
 
     def admit(self, kept: Tensor, index: Tensor, has_read: bool, keep: bool, room: int) -> None:
-        """Add rows that continue the kept prompt, and rows that continue prompts just read; see :class:`RowCache`."""
+        """Adds rows that continue the kept prompt, and rows that continue prompts just read; see :class:`RowCache`."""
         read = (self.keys, self.values) if has_read else None
         if len(kept):
             assert self._kept is not None
@@ -170,7 +172,7 @@ class RowLayer(DynamicLayer):
             self._kept = None
 
     def append(self, prompts: _States, index: Tensor, room: int) -> None:
-        """Add rows that continue ``prompts[index]`` and end in the last column."""
+        """Adds rows that continue ``prompts[index]`` and end in the last column."""
         width, rows = prompts[0].shape[-2], self._count + len(index)
         if not self._count:
             self._buffers = _with_room(prompts[0][index], width + room), _with_room(prompts[1][index], width + room)
@@ -181,7 +183,7 @@ class RowLayer(DynamicLayer):
                 now = self._end - self._begin
                 self._move(rows, max(0, width - now), max(now, width) + max(room, now // 2))
             for buffer, states in zip(self._buffers, prompts, strict=True):
-                # What a mask hides must be a number still.
+                # Masked values must still be finite.
                 buffer[self._count : rows, :, : self._end - width] = 0
                 buffer[self._count : rows, :, self._end - width : self._end] = states[index]
             self._begin = min(self._begin, self._end - width)
@@ -189,7 +191,7 @@ class RowLayer(DynamicLayer):
         self._view()
 
     def append_empty(self, count: int, room: int) -> None:
-        """Add rows without a token; the prompts that were read are not this layer's to hold."""
+        """Adds rows without a token, because this layer does not hold the prompts."""
         if self._buffers is None or not self._count:
             keys, values = (x.new_empty((count, x.shape[1], room, x.shape[3])) for x in (self.keys, self.values))
             self._buffers = keys, values
@@ -205,7 +207,7 @@ class RowLayer(DynamicLayer):
         self._view()
 
     def narrow(self, width: int) -> None:
-        """Forget all but the last columns."""
+        """Forgets all but the last columns."""
         self._begin = self._end - width
         self._view()
 
@@ -221,7 +223,7 @@ class RowLayer(DynamicLayer):
         self.keys, self.values = (buffer[: self._count, :, self._begin : self._end] for buffer in self._buffers)
 
     def _move(self, rows: int, before: int, room: int) -> None:
-        """Copy what is in view to new buffers, behind so many columns of zeros."""
+        """Copies the current columns to new buffers, after ``before`` columns of zeros."""
         self._view()
         self._buffers = _with_room(self.keys, room, rows, before), _with_room(self.values, room, rows, before)
         self._begin, self._end = before, before + self._end - self._begin

@@ -1,7 +1,7 @@
-"""What a model says about given texts: log-probabilities of completions, scores of sequences, values of tokens.
+"""Evaluation of given texts by a model: log-probabilities of completions, scores of sequences, values of tokens.
 
-Sequences are right-padded. With causal attention no token sees what stands to its right, so that padding needs no
-attention mask, and positions count from 0 by themselves.
+Sequences are right-padded. With causal attention no token attends to tokens on its right, so padding needs no attention
+mask, and positions count from 0 by default.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from rl_modules import functional as F
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.tiled_head import is_large
 
-#: Tokens of the shortest prompt, of the longest row, and of the longest completion: known where a batch was cut, they
-#: need not be asked of the device.
+#: Tokens of the shortest prompt, of the longest row, and of the longest completion. If they are known from the shapes
+#: of a batch, no synchronisation with the device is needed.
 Extent = tuple[int, int, int]
 
 
 def extent_of(prompt_length: Tensor, length: Tensor) -> Extent:
-    """The extent of a batch, by one transfer from the device.
+    """Returns the extent of a batch, by one transfer from the device.
 
     Args:
         prompt_length: [b].
@@ -30,7 +30,7 @@ def extent_of(prompt_length: Tensor, length: Tensor) -> Extent:
 
 
 def extent_in(batch: dict[str, Any]) -> Extent | None:
-    """The extent of a training batch, read off its shapes; None for a batch without ``shortest_prompt``.
+    """Returns the extent of a training batch, read off its shapes; None for a batch without ``shortest_prompt``.
 
     Args:
         batch: ``tokens`` [b, T], ``mask`` [b, L], and ``shortest_prompt``, at most the tokens of its shortest prompt.
@@ -40,7 +40,7 @@ def extent_in(batch: dict[str, Any]) -> Extent | None:
 
 
 def completion_positions(prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
-    """Where each completion's tokens stand in their sequences, [b, L] with L the longest completion.
+    """Returns the positions of each completion's tokens in their sequences, [b, L] with L the longest completion.
 
     Column j is that of token j of the completion; after a completion's end its last place is repeated.
 
@@ -81,7 +81,7 @@ def completion_log_probs(
     if is_large(len(tokens) * (last - first), model):
         return _large_log_probs(model, tokens[:, :last], prompt_length, counts, temperature, entropy)
     place = completion_positions(prompt_length, length, width)
-    # Logits at t - 1 judge the token at t, so that nothing needs the last token's.
+    # Logits at t - 1 predict the token at t, so the last token's logits are not needed.
     judging = torch.arange(first - 1, last - 1, device=tokens.device)
     logits = model(input_ids=tokens[:, : last - 1], logits_to_keep=judging, use_cache=False).logits
     log_prob = F.token_log_probs(logits, tokens[:, first:last], temperature)
@@ -95,7 +95,7 @@ def completion_log_probs(
 def _large_log_probs(
     model: Any, tokens: Tensor, prompt_length: Tensor, counts: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from the counted tokens' places alone, [b, L]: the output layer is most of the work and the memory."""
+    """Computes the same from the counted tokens' places only, [b, L], to save work and memory in the output layer."""
     row, column = counts.nonzero(as_tuple=True)
     at = prompt_length[row] + column
     inputs = tokens[:, :-1]
@@ -132,7 +132,7 @@ def completion_mask(length: Tensor, width: int | None = None) -> Tensor:
 
 
 def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tensor, width: int | None = None) -> Tensor:
-    """V of the state before each completion token: what has been written up to there, [b, L] float32.
+    """Computes V of the state before each completion token, which is the text up to there, [b, L] float32.
 
     Args:
         model: model with a ``score`` head of one output.
@@ -146,7 +146,7 @@ def token_values(model: Any, tokens: Tensor, prompt_length: Tensor, length: Tens
 
 
 def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
-    """The score of each sequence, read at its last token, [b] float32.
+    """Returns the score of each sequence, read at its last token, [b] float32.
 
     The last token is found by length: Transformers' own heads look for the pad id, which may be the EOS token's.
 
@@ -160,7 +160,7 @@ def sequence_scores(model: Any, tokens: Tensor, total_length: Tensor) -> Tensor:
 
 
 def scores_at(model: Any, tokens: Tensor, place: Tensor, **inputs: Any) -> Tensor:
-    """Scores of what has been written up to some places of a batch, [m] float32.
+    """Computes scores of the text up to some places of a batch, [m] float32.
 
     Args:
         model: model with a ``score`` head of one output.
@@ -183,7 +183,7 @@ def score_head(model: Any, states: Tensor) -> Tensor:
 
 
 def _hidden(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
-    """The last layer's states, [b, T, hidden]."""
+    """Returns the last layer's states, [b, T, hidden]."""
     return _unwrapped(model).base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
 
@@ -192,5 +192,5 @@ def _gather_states(states: Tensor, place: Tensor) -> Tensor:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The transformers model inside peft's wrapper, whose adapters are in its layers."""
+    """Returns the transformers model inside peft's wrapper, whose adapters are in its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,8 +1,8 @@
-"""Whether a fast path is right on a loaded model: both ways are run on a few tokens and compared, once per model.
+"""Checks whether a fast path is exact on a loaded model: runs it and the plain path on a few tokens, once per model.
 
-Transformers adds architectures faster than a list of them could be kept. A model whose fast path gives other numbers
-than one plain forward pass per text takes the plain path, and one line says so. The comparison runs on the model's
-first layers, which hold every kind of its layers; only what they disagree about is compared again on all.
+Transformers adds architectures faster than a list of them could be maintained. If a model's fast path gives other
+numbers than one plain forward pass per text, the model takes the plain path, and a message says so. The comparison runs
+on the model's first layers, which include every kind of its layers; only a disagreement is checked again on all layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: Relative error of log-probabilities that rounding may make: 24 layers of 896 units made 8e-3 in bfloat16, and 1e-6 in
 #: float32, where 4e-6 may be.
 _ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 8e-3}
-#: What was found out, by model and by (what was asked, how the model computes attention).
+#: Results of checks, by model and by (check, attention implementation).
 _known: WeakKeyDictionary[nn.Module, dict[tuple[str, str], bool]] = WeakKeyDictionary()
 
 
@@ -38,7 +38,7 @@ def agrees(
     exact: bool = False,
     must_run: bool = False,
 ) -> bool:
-    """Whether a fast path gives this model's own numbers; cached per model and attention implementation.
+    """Returns whether a fast path gives this model's own numbers; cached per model and attention implementation.
 
     The comparison runs in evaluation mode, without gradient and, where weights are float32 and attention takes them,
     outside of autocast. It draws no random numbers.
@@ -61,7 +61,7 @@ def agrees(
             with first_layers(model) as is_part:
                 verdict = _verdict(compare, relative, must_run=False) if is_part else None
             if verdict is None or not verdict.is_right:
-                # All layers have the last word on what is not taken.
+                # A fast path is rejected only after a comparison on all layers.
                 try:
                     verdict = _verdict(compare, relative, must_run)
                 except BaseException:
@@ -98,13 +98,13 @@ def _verdict(compare: Callable[[], tuple[Tensor, Tensor, Tensor]], relative: flo
 
 
 def require_left_to_right(model: Any) -> None:
-    """Refuse a model in which a token sees what stands to its right.
+    """Refuses a model in which a token attends to tokens on its right.
 
     Args:
         model: causal language model or model with a ``score`` head.
 
     Raises:
-        UsageError: an encoder such as BERT, whose log-probabilities of a text would know that text.
+        UsageError: an encoder such as BERT, whose log-probabilities of a token would depend on that token.
     """
     if not agrees(model, "reading from left to right", lambda: _with_other_ending(model), "", must_run=True):
         raise UsageError(f"{type(model).__name__} lets a token see what stands to its right, so that it can't write or "
@@ -113,8 +113,8 @@ def require_left_to_right(model: Any) -> None:
 
 
 def warn_of_noise(model: Any) -> None:
-    """Says so where a model in training mode draws more than the rates that ``remove_dropout`` has set to 0:
-    log-probabilities of training are then not those of the policy that acted.
+    """Warns if a model in training mode is random although ``remove_dropout`` has set its rates to 0. Log-probabilities
+    of training then differ from those of the policy that acted.
 
     Args:
         model: causal language model or model with a ``score`` head, in training mode.
@@ -154,7 +154,7 @@ def _rounding(model: Any) -> float:
 
 
 def _difference(fast: Tensor, alone: Tensor, batched: Tensor, relative: float) -> tuple[float, float]:
-    """The fast path's largest error, and the largest that may be rounding."""
+    """Returns the fast path's largest error, and the largest that may be rounding."""
     fast, alone, batched = (x.double() for x in (fast, alone, batched))
     rounding, size = (batched - alone).abs().max(), alone.abs().max()
     return float((fast - alone).abs().max().nan_to_num(nan=torch.inf)), float(10 * rounding + relative * (1 + size))
@@ -176,7 +176,7 @@ def _plainly(model: Any, training: bool = False) -> Iterator[None]:
 
 
 def _autocast_dtype(model: Any) -> torch.dtype | None:
-    """The dtype that a check is autocast to; None: it computes in that of the weights.
+    """Returns the dtype that a check is autocast to; None: it computes in that of the weights.
 
     Float32 weights are compared exactly. Flash attention takes 16 bits only, also where a fit begins or a datamodule
     asks, outside of the autocast of training.
@@ -207,10 +207,10 @@ def side_by_side(texts: Sequence[Tensor]) -> Tensor:
 
 
 def shortest_window(config: Any) -> int | None:
-    """Fewest tokens that a layer of the model looks back at; None: every layer reads the whole text.
+    """Returns the smallest window of the model's layers, in tokens; None: every layer attends to the whole text.
 
     Args:
-        config: of the model. Every field that a window's or chunk's length could stand in counts.
+        config: of the model. All fields that may hold the length of a window or chunk count.
     """
     text = text_config(config)
     named = {

@@ -38,7 +38,7 @@ class SFT(LanguagePolicy):
 
     learns_from = "demonstrations"
     balances_experts = True
-    #: A model's own dropout stays on; what it drops follows from the batch's seed.
+    #: A model's dropout stays on; the batch's seed determines which units are dropped.
     dropout = True
     temperature = 1.0
     top_k = None

@@ -1,4 +1,4 @@
-"""A model's first layers in its place, for checks that every kind of layer answers alike, however many there are."""
+"""Reduces a model to its first layers, for checks whose result depends only on the kinds of layers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import nn
 from rl_modules.language.models import text_config
 from rl_modules.language.sharding import is_sharded
 
-#: What the list of blocks is called in transformers' models.
+#: Names of the list of blocks in transformers' models.
 _BLOCKS = ("layers", "h", "blocks")
 #: Attributes that number layers.
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 
 
 def body_of(network: Any) -> nn.Module:
-    """The part of a transformers model that holds its blocks."""
+    """Returns the part of a transformers model that holds its blocks."""
     body: nn.Module = network.get_decoder() if hasattr(network, "get_decoder") else network.base_model
     return body
 
 
 def blocks_of(body: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """A model's blocks and the name of the attribute that holds them; None: they are not where we look."""
+    """Returns a model's blocks and the name of the attribute that holds them; None: they were not found."""
     for name in _BLOCKS:
         found = getattr(body, name, None)
         if isinstance(found, nn.ModuleList) and len(found):
@@ -36,8 +36,8 @@ def blocks_of(body: nn.Module) -> tuple[str, nn.ModuleList] | None:
 def first_layers(model: Any) -> Iterator[bool]:
     """Inside, the model has only its first layers: as many as hold every kind of layer and end with the last one's.
 
-    A comparison of two ways to compute with a model reads all of its weights in each pass. Its layers repeat a few
-    kinds, so that a few of them tell the same in a tenth of the time. The layers are the model's own.
+    A self-check reads all weights of a model in each pass. A model's layers repeat a few kinds, so the first ones give
+    the same result in a tenth of the time. The layers are the model's own, not copies.
 
     Args:
         model: of transformers, with adapters or without, in one piece.

@@ -2,7 +2,7 @@
 
 Every rank holds its share of each weight, of its gradient and of the optimizer's moments; a layer's weights are put
 together when the layer runs, and freed after it (Zhao et al. 2023, arXiv:2304.11277). Losses, batches and checkpoints
-are those of a run that is not sharded: nothing but the memory differs.
+are the same as without sharding; only the memory differs.
 """
 
 import warnings
@@ -25,8 +25,8 @@ Splitter = Callable[[nn.Module], Any]
 class ShardedStrategy(ModelParallelStrategy):
     """Sharding whose checkpoints are those of a run without: one file that a run resumes from under any strategy.
 
-    Lightning's own writes a folder, whose index is a pickle, or a file whose optimizer states are numbered in another
-    way than anywhere else.
+    Lightning's strategy writes a folder, whose index is a pickle, or a file in which optimizer states are numbered
+    differently from other strategies.
     """
 
     @property
@@ -34,7 +34,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights, whole; of all ranks, which put them together, the first keeps them."""
+        """Gathers all weights; all ranks call this, and the first keeps them."""
         assert self.lightning_module is not None
         # As parameters, so that two that are one (an output layer tied to the embedding) stay one.
         return whole(self.lightning_module.state_dict(keep_vars=True), keep=self.is_global_zero)
@@ -116,7 +116,7 @@ def splitter(strategy: Any) -> Splitter:
 
 
 def shard(model: Any, split: Splitter) -> None:
-    """Split a transformers model's weights over ranks; in place.
+    """Splits a transformers model's weights over ranks; in place.
 
     Args:
         model: on every rank the same. Of a causal model the whole is called; of a model with a ``score`` head its body
@@ -128,7 +128,7 @@ def shard(model: Any, split: Splitter) -> None:
     parts = [module for module in network.modules() if type(module).__name__ in blocks]
     parts += [network.base_model, network.score] if hasattr(network, "score") else [network]
     for part in parts:
-        # The outermost part too is let go, or what reads weights between two forward passes would find it whole.
+        # The outermost part is resharded too, because code that reads weights between forward passes expects shards.
         split(part)
 
 
@@ -136,7 +136,8 @@ def shard(model: Any, split: Splitter) -> None:
 def storage_on_first_rank() -> Iterator[None]:
     """Models made inside have weights on the first rank, and shapes alone (torch's meta device) on the others.
 
-    Otherwise every process would read the whole model into the machine's memory. :func:`scatter` brings the weights.
+    Otherwise every process would read the whole model into the machine's memory. :func:`scatter` distributes the
+    weights.
     """
     if torch.distributed.get_rank() == 0:
         yield
@@ -147,7 +148,7 @@ def storage_on_first_rank() -> Iterator[None]:
 
 
 def of_first_rank(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns on the first rank, the only one that calls it."""
+    """Returns the result of ``make`` on the first rank, the only one that calls it, on all ranks."""
     found = [make() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(found, src=0)
     return found[0]
@@ -160,7 +161,7 @@ def whole_tensors(module: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def scatter(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Give every rank its share of the first rank's weights; one whole tensor at a time travels.
+    """Sends every rank its share of the first rank's weights, one whole tensor at a time.
 
     Args:
         module: split over ranks; made in :func:`storage_on_first_rank`.
@@ -184,7 +185,7 @@ def scatter(module: nn.Module, weights: dict[str, Tensor], device: torch.device)
 
 @contextmanager
 def gathered_once(model: nn.Module) -> Iterator[None]:
-    """Put a sharded model's weights together at its first forward pass inside, and split them again at the end.
+    """Gathers a sharded model's weights at its first forward pass in the context, and splits them again at the end.
 
     Sampling runs a forward pass per token: without this each of them gathers every weight. A model that would take more
     than half of the device's memory whole is gathered layer by layer as in training.
@@ -224,11 +225,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole(tree: Any, keep: bool = True) -> dict[str, Any]:
-    """A state with its tensors put together, on the CPU; all ranks call this.
+    """Gathers the tensors of a state on the CPU; all ranks call this.
 
     Args:
         tree: dictionaries and lists with tensors and numbers in them.
-        keep: False: take part, and get a state in which the tensors that were split are None.
+        keep: False: take part in the gathering, but return None in place of split tensors.
     """
     known: dict[int, Tensor | None] = {}
 

@@ -1,4 +1,4 @@
-"""The names of :mod:`rl_modules.language.sampling.prefix` under the path that they are imported from elsewhere."""
+"""Aliases of :mod:`rl_modules.language.sampling.prefix`, kept for code that imports them from here."""
 
 from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 

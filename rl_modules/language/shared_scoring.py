@@ -18,14 +18,14 @@ from rl_modules.language.scoring import completion_log_probs, placed
 from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.sharding import is_sharded
 
-#: Share of a batch's tokens that must be repeated prompts for two passes over less to be better than one over all.
+#: Share of repeated prompt tokens in a batch above which two passes without repetitions are faster than one with them.
 WORTHWHILE = 0.2
 #: Columns of the self-check's layout.
 _SMALLEST = 8
 
 
 def can_share(model: Any, width: int) -> bool:
-    """Whether a model's keys and values of a prompt are all that its completions need, with gradient.
+    """Returns whether completions need only the prompt's keys and values, also for gradients.
 
     Args:
         model: causal language model.
@@ -34,8 +34,8 @@ def can_share(model: Any, width: int) -> bool:
     """
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     window = shortest_window(model.config)
-    # Sharded ranks go through the model equally often, whatever rows each has. Other kernels than these have rules of
-    # their own about masks.
+    # Sharded ranks must call the model equally often, whatever rows each has. Other attention kernels treat masks
+    # differently.
     return (
         not checkpointing
         and not is_sharded(model)
@@ -69,7 +69,7 @@ def _compare(model: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def repeated_share(prompt_length: Tensor, length: Tensor, group: Tensor) -> float:
-    """How much of a batch's tokens a pass that reads each prompt once leaves out."""
+    """Returns the share of a batch's tokens that a pass saves if it reads each prompt once."""
     first = _first_rows(group)[1]
     return float(1 - (prompt_length[first].sum() + length.sum()) / (prompt_length + length).sum())
 
@@ -109,7 +109,7 @@ def grouped_log_probs(
     ]  # fmt: skip
     where = [rows * width]
     if width > 1:
-        # The last token of a completion predicts nothing that counts.
+        # The last token of a completion predicts no counted token.
         columns = torch.arange(width - 1, device=length.device)
         place = prompt_length.unsqueeze(1) + torch.minimum(columns, length.unsqueeze(1) - 1)
         for layer in cache.layers:

@@ -1,4 +1,4 @@
-"""Tokens per second of writing completions and of updates."""
+"""Tokens per second of sampling and of updates."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ class Stopwatch:
             self._events[i].record()
 
     def seconds(self) -> float:
-        """The time between both; waits for the end of the work."""
+        """Returns the time between both; waits for the end of the work."""
         if self._events is None:
             return self._times_s[1] - self._times_s[0]
         self._events[1].synchronize()
@@ -41,13 +41,13 @@ class Stopwatch:
 
 
 class Throughput:
-    """Counts tokens and seconds between two points of the curves. A resumed run begins to count anew."""
+    """Counts tokens and seconds between two points of the curves. A resumed run counts from 0."""
 
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, num_tokens: int) -> None:
-        """Begin to count.
+        """Begins to count.
 
         Args:
             num_tokens: tokens that training has seen so far.
@@ -59,21 +59,21 @@ class Throughput:
         self._written: list[tuple[Tensor, Stopwatch, bool]] = []
 
     def add(self, tokens: Tensor, watch: Stopwatch) -> None:
-        """Count completions that were written for training.
+        """Counts completions that were written for training.
 
         Args:
             tokens: their number, a scalar on any device.
             watch: has measured the writing.
         """
-        # What another thread writes while updates go on takes no time from them.
+        # Completions that another thread writes during updates do not reduce the updates' time.
         self._written.append((tokens, watch, threading.current_thread() is threading.main_thread()))
 
     def pause(self) -> None:
-        """An evaluation begins."""
+        """Pauses the clock when an evaluation begins."""
         self._pause_began_s = time.perf_counter()
 
     def resume(self) -> None:
-        """The evaluation is over."""
+        """Resumes the clock after the evaluation."""
         if self._pause_began_s is not None:
             self._paused_s += time.perf_counter() - self._pause_began_s
             self._pause_began_s = None

@@ -23,13 +23,13 @@ from rl_modules.language.sharding import is_sharded
 #: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**28}
 TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
-#: What a model does to the output layer's numbers.
+#: A model's processing of the output layer's result.
 Tail = Callable[[Tensor], Tensor]
 _tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
 
 
 class TokenStatistics(NamedTuple):
-    """What is known of m tokens without their logits."""
+    """Statistics of m tokens that are kept instead of their logits."""
 
     #: log π in nats, [1, m] float32.
     log_prob: Tensor
@@ -40,7 +40,7 @@ class TokenStatistics(NamedTuple):
 
 
 def is_large(tokens: int, model: Any) -> bool:
-    """Whether the logits of so many tokens are worth tiling."""
+    """Returns whether the logits of so many tokens are worth tiling."""
     elements = tokens * text_config(model.config).vocab_size
     return elements > TILED_ABOVE[_device(model)]
 
@@ -48,7 +48,7 @@ def is_large(tokens: int, model: Any) -> bool:
 def statistics(
     logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False
 ) -> TokenStatistics:
-    """What is known of tokens from their logits.
+    """Computes statistics of tokens from their logits.
 
     Args:
         logits: [1, m, V].
@@ -134,7 +134,7 @@ class _Gradients:
             with torch.enable_grad():
                 leaf = z.clone().requires_grad_()
                 (more,) = torch.autograd.grad(F.token_entropy(leaf, asked.temperature), leaf, entropy_slope)
-        # No operation of a known tail needs its own result again.
+        # No operation of a known tail needs its result in the backward pass.
         token_log_probs_gradient(z, target, chosen - log_prob.unsqueeze(-1), slope, asked.temperature, out=z)
         if more is not None:
             z.add_(more)
@@ -203,9 +203,9 @@ class _Tiles(torch.autograd.Function):
 
 
 def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
-    """Infers from an example what a model does to its output layer's numbers; False: it can't be inferred.
+    """Infers from an example how a model processes its output layer's result; returns False if it can't be inferred.
 
-    Nothing, a factor or divisor (Granite, Cohere) or a soft cap (Gemma-2), any of which is a number in its config.
+    Possible are no change, a factor or divisor (Granite, Cohere) and a soft cap (Gemma-2), each a number in its config.
 
     Args:
         model: causal language model.
@@ -227,7 +227,7 @@ def find_tail(model: Any, output: Tensor, logits: Tensor) -> bool:
 
 
 def _tails_of(config: Any) -> list[Tail]:
-    """Everything that a number of a config could mean for logits."""
+    """Returns all operations on logits that a number of a config could stand for."""
     numbers = {float(value) for value in config.to_dict().values() if isinstance(value, float | int) and value}
     scaled: list[Tail] = [lambda z: z]
     for c in sorted(numbers):

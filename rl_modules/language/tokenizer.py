@@ -16,7 +16,7 @@ from rl_modules.language.model_objects import PLAIN_AUTO_MAP, prepared
 
 #: Every character that the character tokenizer knows: printable ASCII and the newline.
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
-#: Classes of tokenizers that are what their ``tokenizer.json`` says, by the names in ``tokenizer_config.json``.
+#: Tokenizer classes that follow their ``tokenizer.json``, by the names in ``tokenizer_config.json``.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 #: Texts on which ways of splitting differ: spaces, line feeds, numbers, letters beyond ASCII.
 _SAMPLES = ("The sum of 12 + 345?\n\n  It's 1.50%\t= x_1", "déjà vu 你好 🙂")
@@ -30,9 +30,9 @@ class PlainTokenizer(PreTrainedTokenizerFast):
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per printable ASCII character, and ``<pad>``, ``<eos>``, ``<unk>``.
+    """Returns a tokenizer with one token per printable ASCII character, and ``<pad>``, ``<eos>``, ``<unk>``.
 
-    It adds nothing to a text. Its alphabet is fixed, so models of different stages and tasks understand each other.
+    It adds no tokens to a text. Its alphabet is fixed, so models of different stages and tasks have the same tokens.
 
     Returns:
         99 tokens; saved and loaded as any other tokenizer.
@@ -52,7 +52,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name; None: the character tokenizer.
+    """Returns the tokenizer of a model directory or hub name; None: the character tokenizer.
 
     A tokenizer without a pad token pads with its EOS token: lengths decide what is padding here, never ids.
 
@@ -85,7 +85,7 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
 
 
 def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer beside its model such that ``AutoTokenizer`` reads texts as it does; warn where that fails.
+    """Saves a tokenizer in its model's folder such that ``AutoTokenizer`` reads texts as it does; warns if that fails.
 
     For some types of models, such as Qwen2, AutoTokenizer takes the type's own class, with that class's way of
     splitting, whatever class and pre-tokenizer the files name. Only a tokenizer with code of its own is exempt:
@@ -119,7 +119,7 @@ def _is_read_alike(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
 
 
 def tokenizer_to_dict(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """The tokenizer's files by name, as text that a checkpoint may hold (bytes as Latin-1 characters)."""
+    """Returns the tokenizer's files by name, as text that a checkpoint may hold (bytes as Latin-1 characters)."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -150,7 +150,7 @@ def tokenizer_from_dict(files: dict[str, str]) -> PreTrainedTokenizerBase:
 
 
 def needs_own_code(error: Exception) -> bool:
-    """Whether transformers' error says that a model or tokenizer needs Python code beside its weights."""
+    """Returns whether transformers' error says that a model or tokenizer needs custom Python code."""
     return "custom code" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""The weights of a directory or hub name, all of them: transformers draws anew what files lack, and only prints so."""
+"""Loads all weights of a directory or hub name; transformers would initialise missing ones and only print a message."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rl_modules.common.errors import UsageError
 
 
 def read_model(auto_class: Any, name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model with the weights of files.
+    """Returns a model with the weights of files.
 
     Args:
         auto_class: ``AutoModelForCausalLM`` or another of transformers'.
@@ -28,13 +28,13 @@ def read_model(auto_class: Any, name: str, config: PretrainedConfig, **options: 
 
 
 def require_all_weights(name: str, model: nn.Module, config: PretrainedConfig, found: dict[str, Any]) -> None:
-    """Refuse files that lack weights which a text goes through; a causal model's new reward head may lack.
+    """Refuses files that lack weights that process text; a causal model's new reward head may be missing.
 
     Args:
         name: directory or hub name.
         model: with the weights; parts that a text does not go through are frozen.
         config: of the files, with their ``architectures``.
-        found: see :func:`read_model`.
+        found: second value returned by :func:`read_model`.
 
     Raises:
         UsageError: names a weight that the files lack or have in another shape.

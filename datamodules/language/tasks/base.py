@@ -1,4 +1,4 @@
-"""What a task is: prompts, reference answers, demonstrations and rewards, all from one seed."""
+"""Base class of tasks, which make prompts, reference answers, demonstrations and rewards from one seed."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ Question = dict[str, Any]
 Record = dict[str, Any]
 RewardFunction = Callable[..., list[float | None]]
 
-#: Up to so many questions are listed and shuffled; of more, they are drawn.
+#: Largest number of questions that are listed and shuffled; if there are more, they are drawn.
 LISTED = 100_000
-#: So many records are "all" of them where they are drawn.
+#: Number of records that ``n=None`` returns if questions are drawn.
 DRAWN = 10_000
-#: So many draws in a row without a new question mean that there are no more.
+#: Number of successive draws without a new question after which no more are expected.
 FRUITLESS = 20_000
 SPLITS = ("train", "test")
 

@@ -113,7 +113,7 @@ class Countdown(Task):
         return f"{value} from {','.join(map(str, sorted(operands)))}"
 
     def _combine(self, operands: list[int], rng: random.Random) -> tuple[Fraction, str, str]:
-        """Join two random parts by a random operator until one is left: its value, its text, and the steps."""
+        """Joins random parts by random operators until one is left; returns its value, its text and the steps."""
         parts = [(Fraction(number), str(number), 3) for number in operands]
         steps = []
         while len(parts) > 1:
@@ -128,7 +128,7 @@ class Countdown(Task):
                 value = left / right
             steps.append(f"{_signed(left)}{operator}{_signed(right)}={value}")
             left_text = f"({left_text})" if left_rank < rank else left_text
-            # a-(b-c) and a/(b*c) need what a+(b+c) does not.
+            # a-(b-c) and a/(b*c) need parentheses, a+(b+c) does not.
             closes = right_rank < rank or (right_rank == rank and operator in "-/")
             parts.append((value, left_text + operator + (f"({right_text})" if closes else right_text), rank))
         return parts[0][0], parts[0][1], " ".join(steps)

@@ -4,15 +4,15 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-#: Longer texts are refused, so that nobody waits for a model's endless expression.
+#: Longer texts are refused, to bound the time for a model's long expressions.
 LONGEST = 400
-#: Deepest nesting of parentheses and signs; Python's own stack bears a few hundred.
+#: Deepest nesting of parentheses and signs; Python's stack allows a few hundred levels.
 DEEPEST = 50
 _TOKEN = re.compile(r"[ \t]*([0-9]+|[-+*/()])")
 
 
 class Value(NamedTuple):
-    """What an expression comes to.
+    """The value of an expression.
 
     Attributes:
         value: exact.
@@ -28,7 +28,7 @@ class ParseError(ValueError):
 
 
 def evaluate(text: str, operators: str = "+-*/") -> Value:
-    """The exact value of an expression of whole numbers, operators, signs and parentheses.
+    """Returns the exact value of an expression of whole numbers, operators, signs and parentheses.
 
     expression := term (("+" | "-") term)*        term := factor (("*" | "/") factor)*
     factor := number | "(" expression ")" | ("-" | "+") factor
@@ -115,7 +115,7 @@ class _Parser:
         return value
 
     def take(self, wanted: str) -> str | None:
-        """The next token if it is one of these operators."""
+        """Returns the next token if it is one of these operators."""
         if self.position == len(self.tokens) or self.tokens[self.position] not in wanted:
             return None
         token = self.next()

@@ -1,4 +1,4 @@
-"""Random directed graphs, and how far it is on them."""
+"""Random directed graphs, and distances on them."""
 
 import random
 from collections import deque
@@ -7,7 +7,7 @@ from rl_modules.common.seeding import stream_seed
 
 
 def random_graph(nodes: str, out_degree: int, seed: int) -> dict[str, str]:
-    """A directed graph in which every node is reached from every other.
+    """Returns a directed graph in which every node is reached from every other.
 
     Args:
         nodes: their letters.

@@ -20,10 +20,10 @@ MOST_DRAWS = 1000
 class Paths(Task):
     """Walk from one node of a directed graph to another: ``c>k:`` → ``fak``, every letter a node that is stepped on.
 
-    The graph is never shown; it is learned from demonstrations, which are random walks that lead to the goal after more
-    or fewer detours. The optimum is known: the utility of a walk that follows edges and ends at the goal is (length of
-    the shortest) / (its length), that of any other is 0. So the task can carry a whole pipeline from demonstrations
-    over preferences to reinforcement learning. After trlX's random walks (Havrilla et al. 2023, EMNLP).
+    The graph is not part of the prompt; it is learned from demonstrations, which are random walks to the goal with
+    detours. The optimum is known: the utility of a walk that follows edges and ends at the goal is (length of the
+    shortest) / (its length), that of any other is 0. So the task can carry a whole pipeline from demonstrations over
+    preferences to reinforcement learning. After trlX's random walks (Havrilla et al. 2023, EMNLP).
 
     Args:
         seed: decides the order of questions, the demonstrations and the comparisons; never the graph.
@@ -131,7 +131,7 @@ class Paths(Task):
         }
 
     def is_correct(self, answer: str, record: Record) -> bool:
-        """Whether the walk is a shortest path; there may be several."""
+        """Returns whether the walk is a shortest path; there may be several."""
         return self.optimality(answer, record["start"], record["goal"]) == 1.0
 
     def utility(self, record: Record, completion: str) -> float:
@@ -139,7 +139,7 @@ class Paths(Task):
         return self.optimality(completion.strip(), record["start"], record["goal"])
 
     def optimality(self, walk: str, start: str, goal: str) -> float:
-        """The utility of a walk, in [0, 1].
+        """Returns the utility of a walk, in [0, 1].
 
         Args:
             walk: the nodes stepped on after ``start``.
@@ -155,7 +155,7 @@ class Paths(Task):
     # ---------------------------------------------------------------- walks
 
     def shortest(self, start: str, goal: str) -> str:
-        """A shortest path, the alphabetically first."""
+        """Returns a shortest path, the alphabetically first."""
         path, here = "", start
         while here != goal:
             here = min(node for node in self.edges[here] if self._is_nearer(node, here, goal))
@@ -163,7 +163,7 @@ class Paths(Task):
         return path
 
     def walk(self, start: str, goal: str, rng: random.Random) -> str:
-        """A noisy walk from start to goal, of at most ``max_length`` steps; longer ones are drawn again."""
+        """Returns a noisy walk from start to goal, of at most ``max_length`` steps; longer ones are drawn again."""
         while True:
             noise = rng.uniform(self.min_noise, 1)
             path, here = "", start
@@ -180,7 +180,7 @@ class Paths(Task):
         return self.distance[node][goal] < self.distance[here][goal]
 
     def spoil(self, walk: str, rng: random.Random) -> str:
-        """A walk with one fault: a letter changed, dropped or added, or the end cut off."""
+        """Returns a walk with one fault: a letter changed, dropped or added, or the end cut off."""
         place = rng.randrange(len(walk))
         letter = rng.choice(list(self.edges))
         return rng.choice(
@@ -223,7 +223,7 @@ class Paths(Task):
         return compared
 
     def compare(self, record: Record, first: str, second: str, rng: random.Random) -> Record:
-        """Decide between two completions with Bradley–Terry noise.
+        """Decides between two completions with Bradley–Terry noise.
 
         P(first wins) = σ(κ (u(first) - u(second))),  κ = ``preference_scale``
 

@@ -13,8 +13,8 @@ from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
 
-#: What an answer may hold that SymPy's parser is shown, which evaluates it: sums, products and small powers of numbers
-#: and of variables of one letter, and these functions.
+#: Functions that an answer may contain to be passed to SymPy's parser, which evaluates it, besides sums, products and
+#: small powers of numbers and of one-letter variables.
 _FUNCTIONS = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log",
               "ln", "sqrt", "pi"}  # fmt: skip
 _ARITHMETIC = re.compile(r"[0-9A-Za-z+\-*/(). \n]{1,1000}")
@@ -99,7 +99,7 @@ class ReasoningGym(Task):
         return {"answer": None if answer is None else str(answer), "index": question["index"]}
 
     def score(self, record: Record, completion: str) -> float:
-        """The scorer's value; 0 where there is no answer, or one that the scorer stumbles over."""
+        """Returns the scorer's value; 0 if there is no answer, or if the scorer fails on it."""
         answer = self.final_answer(completion)
         if answer is None or (self._parses and not is_arithmetic(answer)):
             return 0.0
@@ -111,7 +111,7 @@ class ReasoningGym(Task):
 
 
 def secure_scorer(dataset: Any) -> bool:
-    """Keep a dataset's scorer, and those of datasets that it is composed of, from running an answer as code.
+    """Keeps a dataset's scorer, and those of datasets that it is composed of, from running an answer as code.
 
     Where a scorer calls ``eval`` to read lists, its module gets ``ast.literal_eval`` by that name.
 
@@ -137,7 +137,7 @@ def secure_scorer(dataset: Any) -> bool:
 
 
 def is_arithmetic(answer: str) -> bool:
-    """Whether a text is such arithmetic that evaluating it can neither reach anything nor take long."""
+    """Returns whether a text is plain arithmetic, which is safe to evaluate and can't take long."""
     if not _ARITHMETIC.fullmatch(answer) or any(pattern.search(answer) for pattern in _HARMFUL):
         return False
     if any(len(word) > 1 and word not in _FUNCTIONS for word in re.findall(r"[A-Za-z]+", answer)):

@@ -19,7 +19,7 @@ REASONING_GYM = "reasoning_gym:"
 
 
 def make_task(name: str | Task, seed: int = 0, **settings: Any) -> Task:
-    """A task from its name.
+    """Returns a task from its name.
 
     Args:
         name: a built-in task, ``reasoning_gym:<dataset>``, ``package.module:Class`` of your own, or a task.

@@ -44,7 +44,7 @@ class _Strings(Task):
                 yield {"text": "".join(letters)}
 
     def draw(self, rng: random.Random) -> Question:
-        # Every length is as frequent as another, though there are many more long strings.
+        # All lengths are equally frequent, although there are many more long strings.
         return {"text": "".join(rng.choices(self.alphabet, k=rng.choice(self._lengths)))}
 
     def key(self, question: Question) -> str:

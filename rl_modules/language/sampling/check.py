@@ -1,4 +1,4 @@
-"""Whether a way of decoding gives a model's own log-probabilities: see :mod:`rl_modules.language.self_check`."""
+"""Checks that decoding gives a model's own log-probabilities, see :mod:`rl_modules.language.self_check`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ Decode = Callable[[Prompts, NextToken, Tensor, Record], None]
 
 
 def decodes(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
-    """Whether token-by-token decoding through a :class:`RowCache` agrees with one forward pass per text.
+    """Returns whether token-by-token decoding through a :class:`RowCache` agrees with one forward pass per text.
 
     Args:
         model: causal language model.
@@ -42,7 +42,7 @@ def decodes(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
 
 
 def refills(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
-    """Whether rows that begin while others are decoded have the log-probabilities of one forward pass per text.
+    """Returns whether rows that begin while others are decoded have the log-probabilities of one forward pass per text.
 
     Args:
         model: causal language model for which :func:`decodes` is true.
@@ -89,7 +89,7 @@ def _compare(
 
 
 def _last_log_probs(model: Any, tokens: Tensor, lengths: list[int], new: list[int]) -> Tensor:
-    """Log π of the last tokens of each row, behind each other.
+    """Returns log π of the last tokens of each row, concatenated.
 
     Args:
         model: causal language model.

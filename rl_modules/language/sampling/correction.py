@@ -1,4 +1,4 @@
-"""Which importance weights correct for the sampler, and what is logged of them."""
+"""Importance weights that correct for the sampler, and their metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "importance_sampling_correction"
 
 
 def check_correction(hparams: Any) -> None:
-    """Refuse an unknown mode, and bounds that exclude each other.
+    """Refuses an unknown mode, and bounds that exclude each other.
 
     Raises:
         UsageError: in one sentence.
@@ -29,7 +29,7 @@ def check_correction(hparams: Any) -> None:
 
 
 def correction_of(hparams: Any, is_ahead: bool = False) -> str:
-    """The mode that applies: the one given, or TRL's default where another engine or older weights sample.
+    """Returns the mode of the correction: the given one, or TRL's default if another engine or older weights sample.
 
     Args:
         hparams: the module's.
@@ -42,7 +42,7 @@ def correction_of(hparams: Any, is_ahead: bool = False) -> str:
 
 
 def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """How far the sampler's log-probabilities are from training's, over the completions of all ranks.
+    """Returns metrics of the difference between the sampler's and training's log-probabilities, over all ranks.
 
     Args:
         fields: log_prob, sampling_log_prob, importance_weight and mask, [B, L] each.

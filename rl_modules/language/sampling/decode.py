@@ -1,4 +1,4 @@
-"""How completions grow: through a cache whose rows can leave, or through the model's own ``generate``."""
+"""Decoding of completions, with a cache whose rows can be removed or by the model's own ``generate``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Live:
             setattr(self, name, torch.cat([own, lines]) if own is not None and len(own) else lines)
 
     def drop(self, done: list[bool], cache: RowCache) -> None:
-        """Move rows from the end into the places of those that are done: few rows move, each at most once a step."""
+        """Moves rows from the end into the places of those that are done: few rows move, each at most once a step."""
         left = len(done) - sum(done)
         empty = [i for i in range(left) if done[i]]
         moved = [i for i in range(left, len(done)) if not done[i]]
@@ -53,7 +53,7 @@ class _Live:
 
 
 class _Decoding:
-    """One call of :func:`decode`: the rows under way, and what is needed to go on with them."""
+    """One call of :func:`decode`: the unfinished rows, and the state needed to continue them."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class _Decoding:
         self._called = True
 
     def _begin(self, rows: list[int], further: bool) -> tuple[_Live, Tensor]:
-        """Run the prompts of some rows, and add these rows to the cache; returns them and the logits behind them.
+        """Runs the prompts of some rows and adds these rows to the cache; returns the rows and the logits after the
+        prompts.
 
         Args:
             rows: which begin.
@@ -126,13 +127,13 @@ class _Decoding:
         return fresh, logits[part.source]
 
     def _draw(self, rows: _Live, logits: Tensor) -> list[bool]:
-        """Draw a token for each of these rows; returns which of them have now had their last one."""
+        """Draws a token for each of these rows; returns which of them have now had their last one."""
         rows.token, log_prob = self.rule.draw(logits, self.draws[rows.step, rows.row], rows.seen)
         if rows.seen is not None:
             rows.seen.scatter_(-1, rows.token.unsqueeze(-1), True)
         ended = self.record.add(rows.step, rows.row, rows.token, log_prob)
         rows.position, rows.step = rows.position + 1, rows.step + 1
-        # The one wait for the device per token: how many rows are left decides the next shapes.
+        # The only synchronisation per token: the number of remaining rows decides the next shapes.
         return ended.tolist()
 
 
@@ -146,9 +147,9 @@ def decode(
     synced_gpus: bool,
     at_once: int | None = None,
 ) -> None:
-    """Run each distinct prompt once, then draw token by token for the rows that have not ended.
+    """Runs each distinct prompt once, then draws token by token for the rows that have not ended.
 
-    Where not all rows may be decoded together, rows that wait take the places of those that have ended.
+    If not all rows may be decoded together, waiting rows take the places of those that have ended.
 
     Args:
         model: in eval mode.
@@ -168,7 +169,7 @@ def decode(
 
 
 def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:
-    """The same draws inside of the model's ``generate``, which brings whatever cache the model needs.
+    """Makes the same draws within the model's ``generate``, which creates the cache that the model needs.
 
     Args: those of :func:`decode`.
     """
@@ -177,7 +178,7 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
     seen: Tensor | None = None
 
     def draw(input_ids: Tensor, logits: Tensor) -> Tensor:
-        """A logits processor that leaves nothing but the token that we draw."""
+        """Draws tokens as a logits processor: allows only the drawn token of each row."""
         nonlocal seen
         step = input_ids.shape[1] - tokens.shape[1]
         if rule.penalizes and seen is None:
@@ -189,7 +190,8 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
         done[row] = record.add(step, row, token[row], log_prob[row])
         return torch.full_like(logits, -torch.inf).scatter_(-1, token.unsqueeze(-1), 0.0)
 
-    # Whatever the model's own generation config lacks in ours, generate would add: penalties, say, or other ends.
+    # `generate` would take settings that are not given from the model's generation config, such as penalties or EOS
+    # ids.
     network = transformers_model(model)
     own_config, network.generation_config = network.generation_config, GenerationConfig()
     config = GenerationConfig(
@@ -214,12 +216,12 @@ def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, recor
 
 
 def transformers_model(model: Any) -> Any:
-    """The transformers model inside of a ``peft`` model, or the model."""
+    """Returns the transformers model inside of a ``peft`` model, or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _forward(model: Any) -> Forward:
-    """A function from cache, tokens, positions and mask to the logits after the last token, (n, V)."""
+    """Returns a function from cache, tokens, positions and mask to the logits after the last token, (n, V)."""
     known = inspect.signature(transformers_model(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 

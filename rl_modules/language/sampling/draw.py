@@ -15,7 +15,7 @@ from rl_modules.common.errors import UsageError
 
 @dataclass(frozen=True)
 class NextToken:
-    """What is done to a model's logits before a token is drawn, in transformers' order and with its meaning.
+    """Processing of logits before a token is drawn, in transformers' order and with its meaning.
 
     Args:
         temperature: T, what logits are divided by; 0: always the likeliest token.
@@ -100,7 +100,7 @@ class NextToken:
 
 
 def uniforms(seeds: Sequence[int] | Tensor, steps: int) -> Tensor:
-    """Numbers in [0, 1) that depend on nothing but a row's seed and the step: a stream per row, whatever the batch.
+    """Returns numbers in [0, 1) that depend only on a row's seed and the step: one stream per row, whatever the batch.
 
     A counter goes through a hash (Steele et al. 2014, "Fast splittable pseudorandom number generators", OOPSLA, with
     Stafford's mixing constants 13): no generator has to be set up or kept per row.
@@ -127,7 +127,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ divided by the golden ratio, 
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which every bit of the result depends on every bit of the argument."""
+    """Applies a bijection of 64-bit words in which every bit of the result depends on every bit of the argument."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))

@@ -33,7 +33,7 @@ class Writer(Protocol):
     spec: EngineSpec
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
-        """Write one completion per prompt, with its own seed."""
+        """Writes one completion per prompt, with its own seed."""
         ...
 
 
@@ -41,19 +41,19 @@ class Engine(Writer, Protocol):
     """A separate model next to the policy, with the policy's weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, which come under the names of a Hugging Face checkpoint."""
+        """Replaces all weights, which come under the names of a Hugging Face checkpoint."""
         ...
 
     def sleep(self) -> None:
-        """Release device memory; the weights are loaded again after :meth:`wake`."""
+        """Releases device memory; the weights are loaded again after :meth:`wake`."""
         ...
 
     def wake(self) -> None:
-        """Take the memory back."""
+        """Takes the memory back."""
         ...
 
     def close(self) -> None:
-        """Release everything."""
+        """Releases everything."""
         ...
 
 
@@ -101,7 +101,7 @@ class NativeEngine:
 
 
 def rows_of(written: Completions) -> list[Row]:
-    """The rows of completions as lists."""
+    """Returns the rows of completions as lists."""
     columns = (written.tokens, written.log_prob, written.length, written.finished)
     return [
         Row(tokens[:n], log_prob[:n], finished)

@@ -1,4 +1,4 @@
-"""An engine in this process as a sampler, and the comparison of an engine with the model whose weights it has."""
+"""A sampler on an engine in this process, and the comparison of an engine with the model whose weights it has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_modules.language.sampling.protocol import Completions, RowListener, Samp
 from rl_modules.language.sampling.weights import Fingerprint, fingerprint, named_weights
 from rl_modules.language.sharding import gathered_once, is_sharded
 
-#: Log-probabilities of an engine and of the model that its weights came from differ at most so much, in nats, by dtype.
+#: Largest allowed difference between log-probabilities of an engine and of its weights' model, in nats, by dtype.
 _ROUNDING = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
 _PROBE, _PROBE_TOKENS = 4, 4
 
@@ -56,7 +56,7 @@ class EngineSampler:
         return completions_of(rows, settings.pad_token_id, self.device, [self.version] * len(rows))
 
     def update_weights(self, model: Any, version: int = 0) -> None:
-        """Load a model's weights, unless the engine has them.
+        """Loads a model's weights, unless the engine has them.
 
         Raises:
             UsageError: the engine's log-probabilities are not the model's.
@@ -90,9 +90,9 @@ class EngineSampler:
 
 @torch.no_grad()
 def check_engine(model: Any, engine: Writer) -> None:
-    """Compare the engine's log-probabilities with a forward pass of the model whose weights it has.
+    """Compares the engine's log-probabilities with a forward pass of the model whose weights it has.
 
-    An engine that has loaded a weight under another name, or not at all, writes text without any error.
+    This detects weights that were loaded under a wrong name or not at all, which raise no error in the engine.
 
     Raises:
         UsageError: they differ by more than rounding.

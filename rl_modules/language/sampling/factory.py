@@ -20,7 +20,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 def check_sampler(
     kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "dynamic"
 ) -> None:
-    """Refuse arguments that :func:`make_sampler` would not understand.
+    """Refuses arguments that :func:`make_sampler` would not understand.
 
     Args:
         kind: the sampler's name.
@@ -64,7 +64,7 @@ def make_sampler(
     local_rank: int | None = None,
     run: str | None = None,
 ) -> Sampler:
-    """A sampler for a model; engines of their own have no weights yet.
+    """Returns a sampler for a model; separate engines have no weights yet.
 
     Args:
         kind: the sampler's name.

@@ -1,4 +1,4 @@
-"""How many rows are decoded together: the cap that the user gives, or what the device's free memory has room for."""
+"""Number of rows that are decoded together: the user's cap, or as many as fit into the device's free memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_in_flight(
         num_generations: completions per prompt.
         max_completion_length: tokens per completion at most.
         cap: the user's; None: all rows, and on CUDA as many as fit.
-        synced_gpus: the ranks take the least of their numbers, because each decodes as many parts as the others.
+        synced_gpus: use the smallest number of all ranks, because all must decode equally many parts.
 
     Raises:
         UsageError: the cap is below 1.

@@ -47,12 +47,12 @@ def sample(
     cache_implementation: str = "dynamic",
     on_ended: RowListener | None = None,
 ) -> Completions:
-    """Sample ``num_generations`` completions of each prompt.
+    """Samples ``num_generations`` completions of each prompt.
 
     Work is avoided: equal prompts go through the model once, and their completions share what was cached (on a CPU) or
     copy it; a row that has ended leaves the batch; log-probabilities come from the logits that were sampled from. A
-    row's tokens depend on its prompt and its seed, not on the rows beside it (up to the arithmetic: a model's logits
-    differ in the last digits between batch sizes, and a draw on the border between two tokens can go the other way).
+    row's tokens depend on its prompt and its seed, not on the other rows of the batch, except for rounding: a model's
+    logits differ in the last digits between batch sizes, which can change a draw at the border between two tokens.
 
     The model runs in eval mode, without gradient, and in whatever precision context the caller is in. Its train mode is
     restored. Caches with a window or a state (Mamba, or sliding windows shorter than the text) can't drop rows; for
@@ -187,7 +187,7 @@ def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[
 
 
 def _refills(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
-    """Whether rows that wait may take the places of rows that have ended."""
+    """Returns whether waiting rows may take the places of rows that have ended."""
     if cache is None:
         _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so that "
                    "max_rows_in_flight rows are written part after part")  # fmt: skip
@@ -205,7 +205,7 @@ def _completions(record: Record) -> Completions:
 
 
 def _cache_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
-    """The fastest cache that is right on this model; None: the model's own ``generate``.
+    """Returns the fastest cache that is exact for this model; None: the model's own ``generate``.
 
     Args:
         implementation: see :func:`sample`.
@@ -215,7 +215,7 @@ def _cache_for(implementation: str, model: Any, longest: int, synced_gpus: bool,
         slots: rows that will be decoded together.
 
     Raises:
-        UsageError: ``generate`` is not right either where prompts differ in length.
+        UsageError: ``generate`` is not exact either for prompts of different lengths.
     """
     device = next(model.parameters()).device
     shares = can_share_prompts(transformers_model(model), device)
@@ -238,7 +238,7 @@ def _cache_for(implementation: str, model: Any, longest: int, synced_gpus: bool,
 
 
 def _maker(kind: type[RowCache], model: Any, slots: int) -> Callable[[int], RowCache | None]:
-    """A function from the length of the longest row to an empty cache, or None."""
+    """Returns a function from the length of the longest row to an empty cache, or None."""
     config = text_config(model.config)
     if issubclass(kind, StaticRowCache):
         return functools.partial(kind.with_slots, slots, config)
@@ -246,7 +246,7 @@ def _maker(kind: type[RowCache], model: Any, slots: int) -> Callable[[int], RowC
 
 
 def _static_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
-    """A cache of fixed size; None where the model has none, or where it is not faster and that is asked for."""
+    """Returns a cache of fixed size; None if the model has none, or if ``auto`` finds that it is not faster."""
     if synced_gpus:
         _warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
                    "cache_implementation=dynamic")  # fmt: skip
@@ -262,7 +262,7 @@ def _static_for(implementation: str, model: Any, longest: int, synced_gpus: bool
 def is_faster(
     model: Any, make: Callable[[int], RowCache | None], than: type[RowCache], slots: int, longest: int
 ) -> bool:
-    """Whether a step of decoding is faster with one cache than with another; measured once per model and size.
+    """Returns whether a step of decoding is faster with one cache than with another; measured once per model and size.
 
     Args:
         model: causal language model.
@@ -297,7 +297,7 @@ _measured: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], bool]] = Wea
 
 
 def check_cache_implementation(value: str) -> None:
-    """Refuse what is not one of ``dynamic``, ``static`` and ``auto``."""
+    """Refuses what is not one of ``dynamic``, ``static`` and ``auto``."""
     known = ("dynamic", "static", "auto")
     if value not in known:
         raise UsageError(
@@ -307,7 +307,9 @@ def check_cache_implementation(value: str) -> None:
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Dropout is off inside; each submodule is then as it was before (a frozen part may have been in eval mode)."""
+    """Sets eval mode within the context, and then restores each submodule's mode (a frozen part may be in eval
+    mode).
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -319,7 +321,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_router_logits(model: Any) -> Iterator[None]:
-    """A mixture of experts computes no loss for balance inside, which fails where a mask is longer than the tokens."""
+    """Turns off the balance loss of a mixture of experts, which fails if a mask is longer than the tokens."""
     config = text_config(model.config)
     asked = getattr(config, "output_router_logits", False)
     if asked:
@@ -345,7 +347,7 @@ def check_request(
     longest: int,
     words: int,
 ) -> None:
-    """Refuse what no sampler can write.
+    """Refuses requests that no sampler can fulfil.
 
     Args:
         prompts: P lists of token ids.

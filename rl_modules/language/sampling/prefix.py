@@ -1,7 +1,7 @@
-"""Decoding where all completions of a prompt read the one copy of its keys and values.
+"""Decoding in which all completions of a prompt share one copy of its keys and values.
 
-With a cache row per completion, each step reads a prompt as often as it has completions, and reading is what a step on
-a CPU spends its time on. Here a prompt's keys meet all of its completions' queries in one matrix product.
+With a cache row per completion, each step reads a prompt once per completion, and memory reads take most of a step's
+time on a CPU. Here one matrix product multiplies a prompt's keys with the queries of all its completions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SharedPromptCache(RowCache):
     """Keys and values of each prompt once, and of each row's new tokens.
 
     The model gets the new tokens' from :meth:`update` and hands them to :func:`_attention`, which knows the prompts'.
-    A model that changes keys or values on the way (multi-head latent attention does) can't share them: while the
-    first prompts run we watch for that, and then this is a :class:`RowCache`.
+    A model that changes keys or values after the cache (as multi-head latent attention does) can't share them. This is
+    detected while the first prompts run; the cache then works as a :class:`RowCache`.
     """
 
     #: (n,): the prompt of each row.
@@ -105,13 +105,13 @@ class SharedPromptCache(RowCache):
         return shared + super().get_seq_length(layer_idx)
 
     def _add_prompts(self, mask: Tensor, all_whole: bool) -> None:
-        """Put prompts that have been read behind those that are there.
+        """Appends prompts that have been read to the existing ones.
 
         Args:
             mask: false in their padding, [u, S].
-            all_whole: none has any.
+            all_whole: no prompt has padding.
         """
-        # The model laid them out by token; now they are read by head, in every step.
+        # The model stores them by token, but every step reads them by head.
         read = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in self._rows]
         mask = mask[:, mask.shape[1] - read[0][0].shape[-2] :]
         if not self.prompts:
@@ -130,7 +130,7 @@ class SharedPromptCache(RowCache):
         ]
 
     def _arrange(self, source: Tensor) -> None:
-        """Give each row a place by its prompt. Prompts without rows are let go once they are half of all."""
+        """Assigns each row a place by its prompt. Prompts without rows are dropped once they are half of all."""
         kept = [] if self._kept is None else [self._kept]
         used = torch.cat([source, source.new_tensor(kept)]).unique()
         if 2 * len(used) <= len(self.prompts[0][0]):
@@ -152,10 +152,10 @@ def _one_above(first: Tensor, second: Tensor) -> Tensor:
 
 
 def can_share_prompts(model: Any, device: torch.device) -> bool:
-    """Whether the model takes an attention function of ours, and is known to gain by it.
+    """Returns whether the model accepts this attention function and becomes faster with it.
 
-    On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. Elsewhere sdpa
-    is one fused kernel where these are a dozen, and we have not measured.
+    On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. On other devices
+    sdpa is one fused kernel and these products are a dozen; this has not been measured.
     """
     return (
         device.type == "cpu"
@@ -167,7 +167,7 @@ def can_share_prompts(model: Any, device: torch.device) -> bool:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: its own sdpa, until the prompts are shared."""
+    """Computes attention for transformers: by its own sdpa until the prompts are shared."""
     cache = _current.get()
     if cache.prompts and not cache.reading:
         prompt_key, prompt_value = cache.prompts[module.layer_idx]

@@ -1,4 +1,4 @@
-"""What every sampler offers: settings and prompts in, completions with their log-probabilities out."""
+"""The interface of samplers: from settings and prompts to completions with their log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ RowListener = Callable[[int, list[int], bool], None]
 
 @dataclass(frozen=True)
 class Completions:
-    """What was sampled; row ``p * num_generations + g`` is prompt p's completion g. L is the longest one's length."""
+    """Sampled completions; row ``p * num_generations + g`` is prompt p's completion g. L is the longest one's
+    length.
+    """
 
     #: (B, L) int64, padded on the right; the EOS token is part of a completion.
     tokens: Tensor
@@ -58,7 +60,7 @@ class Sampler(Protocol):
 
     #: Whether log-probabilities equal those of a training forward pass up to rounding.
     exact_log_probs: bool
-    #: Whether equal seeds, prompts and weights give equal text, whatever is written beside it.
+    #: Whether equal seeds, prompts and weights give equal text, whatever else is in the batch.
     reproducible: bool
     #: Whether completions can be written while this process trains.
     concurrent: bool
@@ -71,7 +73,7 @@ class Sampler(Protocol):
         settings: SamplingSettings,
         on_ended: RowListener | None = None,
     ) -> Completions:
-        """Write ``num_generations`` completions of each prompt.
+        """Writes ``num_generations`` completions of each prompt.
 
         Args:
             prompts: P lists of token ids.
@@ -84,7 +86,7 @@ class Sampler(Protocol):
         ...
 
     def update_weights(self, model: Any, version: int = 0) -> None:
-        """Take over a model's current weights; later completions are written with them.
+        """Loads a model's current weights; later completions are written with them.
 
         Args:
             model: causal language model.
@@ -93,24 +95,24 @@ class Sampler(Protocol):
         ...
 
     def forget_weights(self) -> None:
-        """Have the next :meth:`update_weights` bring the weights in any case: they may have changed unseen."""
+        """Makes the next :meth:`update_weights` load the weights in any case: they may have changed undetected."""
         ...
 
     def sleep(self) -> None:
-        """Release device memory until :meth:`wake`; the next :meth:`update_weights` brings the weights again."""
+        """Releases device memory until :meth:`wake`; the next :meth:`update_weights` brings the weights again."""
         ...
 
     def wake(self) -> None:
-        """Take the memory back; does nothing where the sampler is awake."""
+        """Takes the memory back; does nothing if the sampler is awake."""
         ...
 
     def close(self) -> None:
-        """Release everything; the sampler is not used again."""
+        """Releases everything; the sampler is not used again."""
         ...
 
 
 def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
-    """The rows of several completions as one, as wide as the longest of them.
+    """Returns the rows of several completions as one, as wide as the longest of them.
 
     Args:
         parts: at least one, on one device.

@@ -33,7 +33,7 @@ _UNREACHABLE = (OSError, http.client.HTTPException)
 
 
 class Server:
-    """One server, as the client sees it.
+    """The client's view of one server.
 
     Args:
         address: ``host:port``, with or without ``http://``.
@@ -79,7 +79,7 @@ class Server:
         return answer
 
     def health(self) -> dict[str, Any]:
-        """What the server is; it answers while it writes.
+        """Returns the server's description; it answers while it writes completions.
 
         Raises:
             UsageError: it speaks another protocol.
@@ -91,7 +91,7 @@ class Server:
         return answer
 
     def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes], run: str) -> None:
-        """Give the server the model, unless it has it, and its weights.
+        """Gives the server the model, unless it has it, and its weights.
 
         Args:
             spec_of: the model's description, by whether the engine unties its output layer.
@@ -159,7 +159,8 @@ class ServerSampler:
         self.device, self.retries, self.retry_wait_s = device, retries, retry_wait_s
         self.pushes = pushes
         self.version = 0
-        # Two runs have equal versions: without a name of its own a run would take what another's weights write.
+        # Versions of two runs can be equal, so without a name a run could accept completions from another run's
+        # weights.
         self._run = run or uuid.uuid4().hex
         self._is_named = pushes or run is not None
         self._weights: Fingerprint | None = None
@@ -170,7 +171,7 @@ class ServerSampler:
         self._greet()
 
     def _greet(self) -> None:
-        """Check at start that a server is there."""
+        """Checks at start that a server is there."""
         for server in self.servers:
             try:
                 server.health()
@@ -225,7 +226,7 @@ class ServerSampler:
         rows: list[tuple[Row, int] | None],
         num_generations: int,
     ) -> None:
-        """Share the missing rows out to the servers that are there, whole groups to each, and fill in the answers."""
+        """Distributes the missing rows over the available servers, in whole groups, and stores their completions."""
         servers = [server for server in self.servers if server.current]
         shares: list[list[int]] = [[] for _ in servers]
         for number in missing if servers else ():
@@ -249,7 +250,7 @@ class ServerSampler:
                 list(pool.map(lambda task: work(*task), tasks))
 
     def update_weights(self, model: Any, version: int = 0) -> None:
-        """Take a copy of a model's weights; each server gets it before it writes its next completions."""
+        """Takes a copy of a model's weights; each server gets it before it writes its next completions."""
         if self._weights == (found := fingerprint(model, version)) and not self._forgotten:
             return
         parts = list(_parts(model)) if self.pushes else []
@@ -268,7 +269,7 @@ class ServerSampler:
                 self._check(server, model)
 
     def _check(self, server: Server, model: Any) -> None:
-        """Compare a server's log-probabilities with the model's, once, while both have the same weights."""
+        """Compares a server's log-probabilities with the model's, once, while both have the same weights."""
         if server.checked or not server.current:
             return
         try:
@@ -279,7 +280,7 @@ class ServerSampler:
             log.warning("%s does not answer (%s)", server.address, error)
 
     def _bring_back(self) -> bool:
-        """Give the latest weights to the servers that lack them, as far as they answer.
+        """Sends the latest weights to the servers that lack them and that answer.
 
         Returns:
             Whether a server answers that waits for another rank's weights.

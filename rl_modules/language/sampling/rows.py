@@ -1,4 +1,4 @@
-"""The rows that completions grow in: what they continue, what they hold so far, and which of them wait."""
+"""The rows of a batch of completions: their prompts, their tokens so far, and the rows that wait."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from rl_modules.common.indices import on
 from rl_modules.language.sampling.protocol import RowListener
 
-#: Share of the rows in flight that must be free before waiting rows take their places: their prompts need a forward
-#: pass of their own, which is worth more rows than one.
+#: Share of the rows in flight that must be free before waiting rows take their places. Their prompts need a separate
+#: forward pass, which should serve several rows.
 _FREE = 0.25
 
 
@@ -81,7 +81,7 @@ class Record:
     Args:
         limit: of each row's length, (B,).
         stops: ids that end a completion.
-        pad_token_id: what stands where nothing was drawn.
+        pad_token_id: fills places without a drawn token.
         on_ended: called with each row that has ended.
     """
 
@@ -95,7 +95,7 @@ class Record:
         self.finished = torch.zeros_like(limit, dtype=torch.bool)
 
     def add(self, step: Tensor | int, row: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
-        """Write one token to each of these rows; returns which of them have now had their last one.
+        """Writes one token to each of these rows; returns which of them have now had their last one.
 
         Args:
             step: tokens that each row has so far, (n,) or one number for all.
@@ -138,7 +138,7 @@ class Waiting:
         return len(self._rows) - self._taken
 
     def take(self, live: int) -> list[int]:
-        """The rows to begin now, none while too few places are free.
+        """Returns the rows to begin now, none while too few places are free.
 
         Args:
             live: rows that are being decoded.

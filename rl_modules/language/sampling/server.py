@@ -57,12 +57,12 @@ class Service:
         self._lock = threading.Lock()
 
     def health(self) -> dict[str, Any]:
-        """What a run must know; answered while completions are written."""
+        """Returns the server's description for a run; answers while completions are written."""
         model = None if self.engine is None else asdict(self.engine.spec)
         return {"protocol": PROTOCOL, "model": model, "version": self.version, "run": self.run, "untied": self.unties}
 
     def model(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Start an engine for the model, in place of one for another."""
+        """Starts an engine for the model, in place of one for another."""
         spec = EngineSpec(**body)
         with self._lock:
             if self.engine is None or self.engine.spec != spec:
@@ -75,7 +75,7 @@ class Service:
     def weights(
         self, body: bytes, version: int, last: bool, run: str | None = None, first: bool = False
     ) -> dict[str, Any]:
-        """Collect a part of a run's weights; load them with the last one."""
+        """Collects a part of a run's weights; loads them with the last part."""
         with self._lock:
             if first:  # what a run that was killed has left is dropped
                 self._parts, self._sender = {}, run
@@ -94,7 +94,7 @@ class Service:
         return {}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Write one completion per prompt; ``version`` is that of the weights which wrote them."""
+        """Writes one completion per prompt; ``version`` is that of the weights which wrote them."""
         settings = {**body["settings"], "eos_token_id": tuple(body["settings"]["eos_token_id"])}
         with self._lock:
             if self.version is None:
@@ -105,7 +105,7 @@ class Service:
             return {"rows": [asdict(row) for row in rows], "version": self.version}
 
     def sleep(self) -> dict[str, Any]:
-        """Release device memory until the next weights."""
+        """Releases device memory until the next weights."""
         with self._lock:
             if self.engine is not None and not self._asleep:
                 self.engine.sleep()
@@ -119,7 +119,7 @@ class Service:
 
 
 def make_server(service: Service, host: str, port: int) -> ThreadingHTTPServer:
-    """An HTTP server for a service; ``serve_forever`` runs it.
+    """Returns an HTTP server for a service; ``serve_forever`` runs it.
 
     Args:
         service: answers the requests.

@@ -51,7 +51,7 @@ class StaticRowCache(RowCache):
 
     @classmethod
     def with_slots(cls, slots: int, config: PretrainedConfig, longest: int) -> StaticRowCache | None:
-        """An empty cache for this architecture, or None: see :meth:`RowCache.for_model`."""
+        """Returns an empty cache for this architecture, or None: see :meth:`RowCache.for_model`."""
         found = RowCache.for_model(config, longest)
         return None if found is None else cls(len(found.layers), slots, longest)
 
@@ -105,7 +105,7 @@ class StaticRowLayer(RowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one token per row, and return all columns of these rows."""
+        """Writes one token per row, and returns all columns of these rows."""
         if not self.is_initialized:
             return super().update(key_states, value_states)
         assert self._buffers is not None
@@ -120,7 +120,7 @@ class StaticRowLayer(RowLayer):
         return self._shape[1] - 1 if self.is_initialized else 0
 
     def place(self, begin: int, kept: Tensor, index: Tensor, length: Tensor, has_read: bool, keep: bool) -> None:
-        """Put rows that continue the kept prompt, and rows that continue prompts just read, after ``begin`` rows."""
+        """Puts rows that continue the kept prompt, and rows that continue prompts just read, after ``begin`` rows."""
         read = (self.keys, self.values) if has_read else None
         if self._buffers is None:
             assert read is not None
@@ -157,7 +157,7 @@ class StaticRowLayer(RowLayer):
 
 
 def step_of(model: Any, forward: Forward) -> Forward:
-    """A step of decoding, compiled where that is known to work.
+    """Returns a step of decoding, compiled on devices on which this works.
 
     Args:
         model: on CUDA its steps are compiled; elsewhere ``forward`` is returned.

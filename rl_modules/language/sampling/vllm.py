@@ -1,4 +1,4 @@
-"""vLLM as an engine: how it is started, and what our settings are called there."""
+"""vLLM as an engine: its start, and the translation of sampling settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_modules.language.sampling.weights import EngineSpec
 
 
 def unties(kind: str) -> bool:
-    """Whether an engine of this kind, here, needs an output layer of its own where the model ties it.
+    """Returns whether an engine of this kind needs a separate output layer on this machine, even if the model ties it.
 
     vLLM's CPU build packs a tied output layer once, and does not see later weights of the embedding.
     """
@@ -81,7 +81,7 @@ class VLLMEngine:
             self.llm.wake_up()
 
     def close(self) -> None:
-        # vLLM ends the process group that it was started in, which beside other ranks is training's.
+        # vLLM destroys the process group in which it was started; with several ranks that is training's group.
         if self._is_alone:
             self.llm.llm_engine.engine_core.shutdown()
 
@@ -96,8 +96,8 @@ def start_engine(spec: EngineSpec, **options: Any) -> Any:
     Raises:
         UsageError: vLLM is not installed.
     """
-    # The engine lives in this process, or an iterator over weights could not reach it. On a CPU it must not bind the
-    # process's threads, which training uses too.
+    # The engine runs in this process, because it could not receive an iterator over weights in another one. On a CPU it
+    # must not bind the process's threads, which training uses too.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

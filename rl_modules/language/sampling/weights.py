@@ -30,14 +30,14 @@ _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 def named_weights(model: Any, untied: bool) -> Weights:
     """Yields each weight under its checkpoint's name; adapters are merged in, sharded weights are put together.
 
-    One weight at a time is whole, or one layer of an architecture that transformers holds in another form, so that a
-    sharded model never is. All ranks of a sharded model go through this together. Buffers that a checkpoint holds, such
-    as the routing biases of DeepSeek-V3, come too.
+    Only one weight at a time is gathered (or one layer, for an architecture that transformers stores in another form),
+    never a whole sharded model. All ranks of a sharded model iterate together. Buffers that a checkpoint holds, such as
+    the routing biases of DeepSeek-V3, are included.
 
     Args:
         model: causal language model, with LoRA or without.
-        untied: also yield an output layer that is tied to the embedding. One that adapters have parted from it
-            always comes.
+        untied: also yield an output layer that is tied to the embedding. One that adapters make differ from it is
+            always yielded.
     """
     network = transformers_model(model)
     tied = is_tied(network)
@@ -52,14 +52,14 @@ def named_weights(model: Any, untied: bool) -> Weights:
 
 
 def is_tied(network: Any) -> bool:
-    """Whether the output layer computes with the embedding's weight, also after adapters are merged in."""
+    """Returns whether the output layer computes with the embedding's weight, also after adapters are merged in."""
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     return head is not None and head.weight is embedding.weight and not adapts_tied_weight(network)
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What another engine must know of a model before its weights come; plain data."""
+    """Description of a model that another engine needs before its weights; plain data."""
 
     #: Of the checkpoint, with ``architectures``, ``model_type`` and ``dtype``.
     config: dict[str, Any]
@@ -72,7 +72,7 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: Any, untied: bool, dtype: torch.dtype | None = None) -> EngineSpec:
-        """Describe a causal language model, with LoRA or without.
+        """Describes a causal language model, with LoRA or without.
 
         Args:
             model: the model.
@@ -91,14 +91,14 @@ class EngineSpec:
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that a model's layers compute in here: autocast's under ``bf16-mixed``, or its weights'."""
+    """Returns the dtype that a model's layers compute in here: autocast's under ``bf16-mixed``, or its weights'."""
     weight = next(model.parameters())
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def fingerprint(model: nn.Module, version: int) -> Fingerprint:
-    """Changes whenever weights do.
+    """Returns a value that changes whenever weights change.
 
     Args:
         model: whose tensors count their writes, such as the loading of a checkpoint; fused optimizers do not count.
@@ -141,7 +141,7 @@ def _merged(model: Any, tied: bool) -> Weights:
 
 
 def _with_adapters(layer: Any, kind: str, weight: Tensor) -> Tensor:
-    """A parameter of the layer below adapters, ``kind`` by name, with what they add to it."""
+    """Returns a parameter of the adapters' base layer, named ``kind``, with the adapters' change added."""
     adapters = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
     if kind == "bias":
         for adapter in adapters:
