@@ -21,7 +21,7 @@ from recipes.callbacks.log_folder import log_folder
 from recipes.callbacks.optimizer_settings import apply_changes, settings_of
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.rank_agreement import RankAgreement
-from recipes.callbacks.signals import Stopped, StopRequests
+from recipes.callbacks.signals import Stopped, StopRequests, end_at_sigterm
 from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
@@ -109,6 +109,8 @@ class Checkpoints(ModelCheckpoint):
         if stage == "fit" and self._chosen:
             require_metric(str(self.monitor), pl_module)
         super().setup(trainer, pl_module, stage)
+        if not requeue_signals(trainer):
+            end_at_sigterm(trainer)
         self._trainer = trainer
         own = getattr(pl_module, "best_metric", None)
         if own is not None and not self._chosen and stage == "fit":

@@ -26,6 +26,28 @@ class Stopped(Exception):
         self.is_found_again = True
 
 
+def end_at_sigterm(trainer: Any) -> None:
+    """Makes SIGTERM end a run of several ranks at once while no training goes on: before the first batch, and in
+    evaluations.
+
+    Lightning's handler has all ranks communicate, on the rank that received the signal alone, so that the run would
+    hang. :class:`StopRequests` takes its place in training.
+
+    Args:
+        trainer: of the run, before it registers its handlers.
+    """
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signum)  # the ranks that this process started
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    if trainer.world_size > 1:
+        trainer._signal_connector._sigterm_notifier_fn = end
+
+
 class StopRequests:
     """Remembers SIGINT and SIGTERM instead of letting them interrupt an optimizer step.
 

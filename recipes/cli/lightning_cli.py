@@ -20,7 +20,7 @@ from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
-from recipes.callbacks.signals import Stopped
+from recipes.callbacks.signals import Stopped, end_at_sigterm
 from recipes.cli import config_files, resume, run_lock, runs, summary, trainer_settings
 from recipes.cli.classes import accepts, chosen_classes, with_full_names
 from recipes.cli.parser import RLParser, add_arguments
@@ -211,6 +211,8 @@ class RLCLI(LightningCLI):
                              f"of {trainer.world_size} has other records; leave it out, or give 1")  # fmt: skip
         if writes_nothing:
             trainer_settings.stop_writing(trainer)
+        if self.command != "fit":  # `Checkpoints` does so in a run
+            end_at_sigterm(trainer)
         if self.command == "fit" and trainer.is_global_zero and shows is None and not sys.stderr.isatty():
             checkpoints: Any = Checkpoints.of(trainer)
             checkpoints.progress = ProgressLines(

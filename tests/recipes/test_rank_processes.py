@@ -60,10 +60,10 @@ def test_a_rank_whose_starter_is_gone_already_ends_at_once():
     assert rank.returncode == 1 and not rank.stdout
 
 
-@pytest.mark.parametrize("starter", [None, str(os.getpid())])
-def test_ranks_of_another_launcher_and_of_a_living_starter_go_on(starter):
+@pytest.mark.parametrize("starter_lives", [False, True])
+def test_ranks_of_another_launcher_and_of_a_living_starter_go_on(starter_lives):
     environment = {name: value for name, value in os.environ.items() if name != "RL_RECIPES_STARTED_BY"}
-    environment |= {"LOCAL_RANK": "1", **({} if starter is None else {"RL_RECIPES_STARTED_BY": starter})}
+    environment |= {"LOCAL_RANK": "1", **({"RL_RECIPES_STARTED_BY": str(os.getpid())} if starter_lives else {})}
     short = RANK.replace("sleep(60)", "sleep(1.5)")
     rank = subprocess.run([sys.executable, "-c", short], env=environment, stdout=subprocess.PIPE, timeout=20)
     assert rank.returncode == 0 and rank.stdout == b"waits\n"

@@ -234,7 +234,8 @@ def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
 def pair(tmp_path: Path) -> Path:
     """A folder with ``last.ckpt`` and ``previous.ckpt``."""
     for name in ("last.ckpt", "previous.ckpt"):
-        AtomicCheckpointIO().save_checkpoint({"weights": torch.arange(1000.0), "n": 3}, tmp_path / name)
+        content = {"state_dict": {"weights": torch.arange(1000.0)}, "global_step": 3, "pytorch-lightning_version": "2"}
+        AtomicCheckpointIO().save_checkpoint(content, tmp_path / name)
     return tmp_path
 
 
@@ -250,7 +251,7 @@ def weights_at(path: Path) -> int:
 
 
 def test_a_whole_checkpoint_is_read(pair: Path) -> None:
-    assert torch.equal(resume.read(pair / "last.ckpt")["weights"], torch.arange(1000.0))
+    assert torch.equal(resume.read(pair / "last.ckpt")["state_dict"]["weights"], torch.arange(1000.0))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])

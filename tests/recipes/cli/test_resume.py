@@ -343,6 +343,25 @@ def make():
         assert_equal_checkpoints(next((tmp_path / "whole").glob("logs/*/version_0/checkpoints/last.ckpt")), last)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("moment", ["on_train_start", "on_test_start"])
+def test_ranks_end_at_a_signal_outside_of_training(moment: str, rank: str, tmp_path: Path) -> None:
+    """Lightning's own handler waits for the other ranks, which wait elsewhere."""
+    (tmp_path / "mine.py").write_text(f"""
+import os, signal
+import lightning as L
+class Ends(L.Callback):
+    def {moment}(self, trainer, module):
+        if trainer.global_rank == {rank}:
+            os.kill(os.getpid(), signal.SIGTERM)
+""")
+    words = ["fit", *RUN, "--trainer.callbacks+=mine.Ends", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+    done = subprocess.run([sys.executable, "-m", "recipes", *words], cwd=tmp_path, capture_output=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
+    assert done.returncode == (-signal.SIGTERM if rank == "0" else 1)
+
+
 class OneFolder(Logger):
     """A logger of the user's, all of whose runs have one name and version."""
 
