@@ -17,7 +17,9 @@ def end_with_starter() -> None:
     SIGTERM in the meantime. The first process calls this before it starts the others. ``torchrun`` and ``srun`` end the
     ranks that they started.
     """
-    if "LOCAL_RANK" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if "LOCAL_RANK" not in os.environ:  # the first process, or a rank of srun
         os.environ[STARTED_BY] = str(os.getpid())
         return
     starter = os.environ.get(STARTED_BY, "")
@@ -38,6 +40,6 @@ def _is_there(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it is another user's
+        pass
     return True

@@ -167,6 +167,7 @@ config("a list as key", "[a]: 2\n", "mine.yaml:1", "a key is a list")
 config("a list of models", "model: [PPO]\ndata: RolloutDataModule\n", "model=", "must be a class, such as PPO")
 cli("arguments before their class", "fit --config mine.yaml --config ppo/cartpole.yaml", "mine.yaml: data has arguments",
     "cartpole.yaml before it", mine__yaml="data: {init_args: {eval_freq: 256}}\n")  # fmt: skip
+cartpole("--trainer.barebones true", "trainer.barebones=true", "leave it out")
 cli("an environment that can't be made", [*CARTPOLE, "--data.env_id", "mine:make"], "mine:make can't be made: RuntimeError: boom",
     "mine.py:2", mine__py="def make():\n    raise RuntimeError('boom')\n")  # fmt: skip
 cli("a class that raises", ["fit", "--config", "ppo/cartpole.yaml", "--model", "mine.Bad"], "mine.py:4", "ValueError: boom",

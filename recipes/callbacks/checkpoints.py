@@ -109,8 +109,7 @@ class Checkpoints(ModelCheckpoint):
         if stage == "fit" and self._chosen:
             require_metric(str(self.monitor), pl_module)
         super().setup(trainer, pl_module, stage)
-        if not requeue_signals(trainer):
-            end_at_sigterm(trainer)
+        end_at_sigterm(trainer)
         self._trainer = trainer
         own = getattr(pl_module, "best_metric", None)
         if own is not None and not self._chosen and stage == "fit":

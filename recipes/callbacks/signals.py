@@ -27,15 +27,15 @@ class Stopped(Exception):
 
 
 def end_at_sigterm(trainer: Any) -> None:
-    """Makes SIGTERM end a run of several ranks at once while no training goes on: before the first batch, and in
-    evaluations.
+    """Replaces Lightning's SIGTERM handler for several ranks by one that ends the process and the ranks it started.
 
-    Lightning's handler has all ranks communicate, on the rank that received the signal alone, so that the run would
-    hang. :class:`StopRequests` takes its place in training.
+    Lightning's handler calls a collective on the signalled rank only, so the run hangs. While a run trains and writes
+    checkpoints, :class:`StopRequests` handles the signal instead. SLURM jobs that Lightning requeues are unchanged.
 
     Args:
         trainer: of the run, before it registers its handlers.
     """
+    from recipes.callbacks.slurm import requeue_signals  # imports Lightning, which `rl --help` does without
 
     def end(signum: int, frame: FrameType | None) -> None:
         launcher = trainer.strategy.launcher
@@ -44,7 +44,7 @@ def end_at_sigterm(trainer: Any) -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not requeue_signals(trainer):
         trainer._signal_connector._sigterm_notifier_fn = end
 
 

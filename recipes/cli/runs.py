@@ -129,7 +129,7 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
 
 
 def is_found_again(config: Any) -> bool:
-    """Whether ``--resume`` finds the run: the folder of a logger of another kind is not known before it is made."""
+    """Returns whether ``--resume`` finds the run: the folder of a user's own logger is not known in advance."""
     try:
         _parent_folder(config)
     except UsageError:

@@ -38,7 +38,7 @@ class ReturnsFromRanks:
     _has_returned = False
     #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
     reached: dict[str, Any] | None = None
-    #: Optimizer steps and tokens of a language run before the process that trained began to: above 0 where it resumed.
+    #: Optimizer steps and tokens of a language run at the start of the process that trains; above 0 if it resumed.
     began_at: tuple[int, int] = (0, 0)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +62,8 @@ class ReturnsFromRanks:
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         module: Any = self
         checkpoint = state_dict[CHECKPOINT]
-        self.reached = reached = checkpoint["reached"]
-        self.began_at = reached.get("began_at", (0, 0))
+        self.reached = checkpoint["reached"]
+        self.began_at = checkpoint["reached"]["began_at"]
         # Custom networks are those given here: a file of weights, which may have this key, must not select one.
         kept = getattr(module, "own_networks", ())
         for name, value in checkpoint["hyper_parameters"].items():

@@ -342,64 +342,55 @@ ROUNDS: dict[str, tuple[Any, Any]] = {
 def test_a_signal_stops_within_a_round_of_episodes_from_where_the_run_resumes_exactly(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model, make_data = ROUNDS[case]
-    fit(make_model(), make_data(), **saving(tmp_path / "whole", interval_s=1e9))
-    collect, asked = ReplayDataModule._collect, []
-
-    def counted(self: Any, act: Any, n_steps: int) -> int:
-        asked.append(n_steps)
-        if len(asked) == 22:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return collect(self, act, n_steps)
-
-    monkeypatch.setattr(ReplayDataModule, "_collect", counted)
-    with pytest.raises(Stopped) as stopped:
-        fit(make_model(), make_data(), **saving(tmp_path, interval_s=1e9))
-    monkeypatch.undo()
-    assert len(asked) == 22
-    saved = torch.load(stopped.value.checkpoint, weights_only=True)["ReplayDataModule"]["ranks"][0]["round"]
+    saved = resumed_after_a_signal_in(22, *ROUNDS[case], tmp_path, monkeypatch)["ranks"][0]["round"]
     assert saved is not None and 0 < saved[0] <= 21
-    fit(make_model(), make_data(), stopped.value.checkpoint, **saving(tmp_path, interval_s=1e9))
-    assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("case", "n_envs"),
-    [*((case, 1) for case in ROUNDS), ("dqn of steps", 3), ("sac next step", 2), ("hindsight", 1)],
-)  # fmt: skip
+WARM_UPS: dict[str, tuple[Any, Any]] = {
+    **ROUNDS,
+    "dqn of steps": (lambda: DQN(learning_rate="lin_0.01"), lambda: replay(n_envs=3, prioritized_replay=True)),
+    "sac next step": (
+        lambda: SAC(net_arch=[16], use_sde=True),
+        lambda: replay("tests.conformance.envs:make_short_pendulum", n_envs=2, autoreset_mode="next_step",
+                       norm_obs=True, n_steps=2),
+    ),
+    "hindsight": (lambda: DQN(), lambda: replay("datamodules.envs.bit_flipping:BitFlipping", n_sampled_goal=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WARM_UPS)
 def test_a_signal_stops_within_the_warm_up_from_where_the_run_resumes_exactly(
-    case: str, n_envs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pendulum = "tests.conformance.envs:make_short_pendulum"
-    make_model, make_data = {
-        **ROUNDS,
-        "dqn of steps": (lambda: DQN(learning_rate="lin_0.01"), lambda: replay(n_envs=3, prioritized_replay=True)),
-        "sac next step": (
-            lambda: SAC(net_arch=[16], use_sde=True),
-            lambda: replay(pendulum, n_envs=2, autoreset_mode="next_step", norm_obs=True, n_steps=2),
-        ),
-        "hindsight": (lambda: DQN(), lambda: replay("datamodules.envs.bit_flipping:BitFlipping", n_sampled_goal=2)),
-    }[case]
     monkeypatch.setattr("datamodules.replay.WARM_UP_STEPS", 3)
-    fit(make_model(), make_data(), **saving(tmp_path / "whole", interval_s=1e9))
-    collect, asked = ReplayDataModule._collect, []
+    saved = resumed_after_a_signal_in(2, *WARM_UPS[case], tmp_path, monkeypatch)
+    assert 0 < saved["num_timesteps"] < 20  # the warm-up has 20
+
+
+def resumed_after_a_signal_in(
+    number: int, make_model: Any, make_data: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Stops a run by SIGTERM in its ``number``-th collection, resumes it and compares its end with that of a whole run;
+    returns the datamodule's state at the stop.
+    """
+    fit(make_model(), make_data(), **saving(folder / "whole", interval_s=1e9))
+    collect, collected = ReplayDataModule._collect, []
 
     def counted(self: Any, act: Any, n_steps: int) -> int:
-        asked.append(n_steps)
-        if len(asked) == 2:
+        collected.append(n_steps)
+        if len(collected) == number:
             os.kill(os.getpid(), signal.SIGTERM)
         return collect(self, act, n_steps)
 
     monkeypatch.setattr(ReplayDataModule, "_collect", counted)
     with pytest.raises(Stopped) as stopped:
-        fit(make_model(), make_data(), **saving(tmp_path, interval_s=1e9))
+        fit(make_model(), make_data(), **saving(folder, interval_s=1e9))
     monkeypatch.setattr(ReplayDataModule, "_collect", collect)
-    saved = torch.load(stopped.value.checkpoint, weights_only=True)
-    assert (
-        asked == [3, 3] and saved["global_step"] == 0 and 0 < saved["ReplayDataModule"]["num_timesteps"] <= 6 * n_envs
-    )
-    fit(make_model(), make_data(), stopped.value.checkpoint, **saving(tmp_path, interval_s=1e9))
-    assert_equal_checkpoints(tmp_path / "whole/checkpoints/last.ckpt", tmp_path / "checkpoints/last.ckpt")
+    assert len(collected) == number
+    saved: dict[str, Any] = torch.load(stopped.value.checkpoint, weights_only=True)["ReplayDataModule"]
+    fit(make_model(), make_data(), stopped.value.checkpoint, **saving(folder, interval_s=1e9))
+    assert_equal_checkpoints(folder / "whole/checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
+    return saved
 
 
 @pytest.mark.parametrize("writes", [True, False])

@@ -521,3 +521,18 @@ def test_a_folder_may_be_named_by_home_or_a_variable(
     run = tmp_path / "mine/runs/logs/PPO-CartPole-v1/version_0"
     assert (run / "checkpoints/last.ckpt").is_file() and list(run.glob("events.*"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine.yaml"]
+
+
+@pytest.mark.long
+def test_weights_and_biases_without_a_key_is_one_sentence(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    code, _, err = rl(
+        "fit", "--config", "ppo/cartpole.yaml", "--data.total_timesteps=256", "--trainer.logger=WandbLogger"
+    )
+    assert code == 1 and "Traceback" not in err
+    assert "error: trainer.logger: Weights & Biases says: No API key configured" in err and "offline=true" in err
