@@ -9,7 +9,7 @@ from recipes.cli import runs
 from recipes.cli.sweep_file import Sweep, read
 from recipes.cli.sweep_finals import run_finals
 from recipes.cli.sweep_run import FAILURES, Judge, Pruned, remove_checkpoints, run_once
-from recipes.cli.sweep_storage import best_trials, locked, open_study, write_hparams
+from recipes.cli.sweep_storage import best_trials, locked, open_study, same_settings, write_hparams
 from rl_modules.common.errors import UsageError
 
 #: Failed trials after which a sweep without a single result stops.
@@ -75,6 +75,8 @@ def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) ->
 def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
     """Runs the seeds of a trial that have no result yet, and tells the study the mean.
 
+    A trial whose settings another had takes that one's result.
+
     Raises:
         UsageError: several trials failed and none has a result.
     """
@@ -86,9 +88,12 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
     run_folder = folder / "runs" / f"trial_{trial.number:04}"
     value: float | None = None
     try:
-        results = [run_seed(sweep, trial, chosen, run_folder, index) for index in range(sweep.seeds)]
-        value = sum(results) / len(results)
-        state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}"
+        if (first := same_settings(study, trial)) is not None:
+            value, source = first.value, f" of trial {first.number}, which had the same settings"
+        else:
+            results = [run_seed(sweep, trial, chosen, run_folder, index) for index in range(sweep.seeds)]
+            value, source = sum(results) / len(results), ""
+        state, outcome = TrialState.COMPLETE, f"{sweep.objective} {value:.6g}{source}"
     except Pruned as pruned:
         state, outcome = TrialState.PRUNED, f"pruned at {pruned}"
     except FAILURES as error:

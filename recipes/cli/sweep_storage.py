@@ -97,9 +97,19 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def best_trials(sweep: Sweep, study: Any, most: int) -> list[FrozenTrial]:
-    """Returns the complete trials with the best results, the best first, ``most`` at most."""
+    """Returns the complete trials with the best results, the best first, ``most`` at most, all with other settings."""
     done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    return sorted(done, key=lambda trial: trial.value, reverse=sweep.mode == "max")[:most]
+    best: list[FrozenTrial] = []
+    for trial in sorted(done, key=lambda trial: trial.value, reverse=sweep.mode == "max"):
+        if all(trial.params != better.params for better in best):
+            best.append(trial)
+    return best[:most]
+
+
+def same_settings(study: Any, trial: Any) -> FrozenTrial | None:
+    """Returns the complete trial that drew ``trial``'s settings first, whose runs would only be repeated; else None."""
+    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    return next((one for one in done if one.params == trial.params), None)
 
 
 def write_hparams(

@@ -275,6 +275,31 @@ def by_setting(monkeypatch, run_once):
 FINALS = {"n_trials": 4, "seeds": 1, "finalists": 3, "final_seeds": 2}
 
 
+def test_a_trial_that_draws_an_earlier_one_s_settings_runs_nothing(sweep, monkeypatch):
+    runs = []
+
+    def run(settings, chosen, seed, folder, judge=None):
+        runs.append((chosen["model.learning_rate"], seed))
+        if judge is not None:
+            judge.values.append(0.0)
+        return float(chosen["model.learning_rate"])
+
+    monkeypatch.setattr(sweep_module, "run_once", run)
+    monkeypatch.setattr("recipes.cli.sweep_finals.run_once", run)
+    search = {"model.learning_rate": {"values": [0.001, 0.002]}}
+    code, out, err = sweep(search=search, n_trials=6, finalists=3, final_seeds=1)
+    assert code == 0, err
+    # Six trials, two settings: each ran once per seed, and once in the second round, whose seed is 1002.
+    assert sorted(runs) == [(rate, seed) for rate in ("0.001", "0.002") for seed in (1000, 1001, 1002)]
+    assert [trial.value for trial in trials()] == [float(trial.params["model.learning_rate"]) for trial in trials()]
+    firsts = {trial.params["model.learning_rate"]: trial.number for trial in reversed(trials())}
+    assert set(finals()) == {f"final_{number}_1002" for number in firsts.values()}
+    repeated = next(trial for trial in trials() if trial.number not in firsts.values())
+    rate = repeated.params["model.learning_rate"]
+    assert f"learning_rate={rate}: eval/mean_reward {rate} of trial {firsts[rate]}, which had the same settings" in out
+    assert row(repeated.number)["eval/mean_reward"] == pytest.approx(repeated.value)
+
+
 def test_a_finalist_that_fails_does_not_win_and_costs_the_others_nothing(sweep, monkeypatch):
     def diverges(chosen, seed):
         rate = float(chosen["model.learning_rate"])
