@@ -21,6 +21,7 @@ from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.vector import EnvId, environment_name, make_env, make_vector_env
 from datamodules.evaluation import KeptEnvs
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import split_space
 from rl_modules.common.spaces import example_arrays, space_brief, space_to_dict, tree_leaves
 
 Wrappers = list[str | dict[str, Any]]
@@ -259,8 +260,10 @@ def require_entries(name: str, observation_space: gym.Space, action_space: gym.S
         UsageError: the observation space is of a kind that can't be stored, or one of them has no entries.
     """
     space_to_dict(observation_space)
-    if not sum(leaf.size for leaf in tree_leaves(example_arrays(observation_space))):
-        raise UsageError(f"the environment {name} has the observation_space {observation_space}, which has no entries; "
+    observed, is_masked = split_space(observation_space, action_space)
+    if not sum(leaf.size for leaf in tree_leaves(example_arrays(observed))):
+        raise UsageError(f"the environment {name} has the observation_space {observation_space}, which has no entries"
+                         f"{' beside its action_mask' if is_masked else ''}; "
                          "give one that holds at least a constant, such as Box(0, 1, (1,)) with zeros")  # fmt: skip
     if action_space.shape is not None and 0 in action_space.shape:
         raise UsageError(f"the environment {name} has the action_space {action_space}, which has no entries; give one "

@@ -68,11 +68,11 @@ class VectorEncoder(nn.Module):
         self.out_features = sum(self.options) or math.prod(space.shape or ())
 
     def forward(self, observation: Tensor) -> Tensor:
+        flat = observation.flatten(1) if observation.dim() > 1 else observation[:, None]
         if not self.options:
-            flat = observation.reshape(observation.shape[0], -1)
             flat = flat if flat.is_floating_point() else flat.float()
             return flat if self.scale == 1.0 else flat / self.scale
-        choices = observation.reshape(observation.shape[0], -1).long().unbind(1)
+        choices = flat.long().unbind(1)
         return torch.cat([nnf.one_hot(c, n) for c, n in zip(choices, self.options, strict=True)], dim=1).float()
 
 

@@ -241,6 +241,9 @@ class RecurrentMixin(ActorCriticModule):
             memory = given
         if episode_start is not None:
             begins = torch.as_tensor(np.asarray(episode_start, bool).reshape(-1), device=memory.device)
+            if len(begins) not in (1, n):
+                raise UsageError(f"episode_start has {len(begins)} values for {n} observations: give one per "
+                                 "observation, or a single one for all")  # fmt: skip
             memory = memory * ~begins.expand(n)[:, None, None]
         return {"state": memory}
 

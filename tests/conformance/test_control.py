@@ -486,6 +486,8 @@ def test_the_module_is_copied_and_pickled(case: Case) -> None:
     data.setup("test")
     observation = np.stack([data.observation_space.sample() for _ in range(8)])
     expected, _ = model.predict(observation, deterministic=True)
+    # A batch of none, as a service has it whose queue is empty, is answered too.
+    assert model.predict(observation[:0])[0].shape == expected[:0].shape
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again._trainer is None, "the copy holds the Trainer, and with it the environments"
         np.testing.assert_array_equal(again.predict(observation, deterministic=True)[0], expected)

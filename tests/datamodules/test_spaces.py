@@ -80,6 +80,16 @@ def test_an_observation_without_entries_is_refused(space: spaces.Space) -> None:
         fit(PPO(net_arch=[8]), data)
 
 
+def test_an_observation_of_a_mask_alone_is_refused() -> None:
+    class Masked(Fixed):
+        action_space = spaces.Discrete(3)  # type: ignore[assignment]
+
+    space = spaces.Dict(action_mask=spaces.MultiBinary(3))
+    data = RolloutDataModule(lambda: Masked(space, {"action_mask": np.ones(3, np.int8)}), n_steps=32)
+    with pytest.raises(UsageError, match="which has no entries beside its action_mask; give one that holds"):
+        fit(PPO(net_arch=[8]), data)
+
+
 def test_an_action_without_entries_is_refused() -> None:
     class NoAction(Fixed):
         action_space = spaces.Box(-1, 1, (0,))  # type: ignore[assignment]

@@ -303,6 +303,8 @@ def test_predict_carries_the_state() -> None:
     assert one.shape == () and after_one.shape == (1, *model.network.state_shape)
     with pytest.raises(UsageError, match=r"state has shape \(2, 4, 8\); 3 observations have \(3, 4, 8\)"):
         model.predict(np.zeros((3, 4), np.float32), state)
+    with pytest.raises(UsageError, match=r"episode_start has 3 values for 2 observations: give one per observation"):
+        model.predict(observations[0], state, np.ones(3, bool))
 
 
 def test_sb3s_evaluate_policy_carries_the_state() -> None:
