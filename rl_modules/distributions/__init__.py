@@ -6,6 +6,7 @@ is the batch shape; every distribution is over one action per batch element, so 
 have shape S, summed over the action's components.
 """
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +62,7 @@ def as_distribution(policy: Any) -> Distribution:
 
 
 def parameter_count(space: spaces.Space) -> int:
-    """How many numbers per state a policy must output for this action space.
+    """How many numbers per state a policy must output for this action space; a Box of any shape counts as a vector.
 
     Raises:
         UsageError: the space has no distribution here.
@@ -72,11 +73,11 @@ def parameter_count(space: spaces.Space) -> int:
         return int(space.nvec.sum())
     if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
         return int(space.shape[0])
-    if isinstance(space, spaces.Box) and len(space.shape) == 1:
-        return int(space.shape[0])
+    if isinstance(space, spaces.Box):
+        return math.prod(space.shape)
     raise UsageError(
-        f"the action space {space} has no action distribution; it must be Discrete, a vector Box, a vector "
-        "MultiDiscrete or a vector MultiBinary"
+        f"the action space {space} has no action distribution; it must be Discrete, a Box, a vector MultiDiscrete or a "
+        "vector MultiBinary"
     )
 
 

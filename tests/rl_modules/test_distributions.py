@@ -107,8 +107,8 @@ def test_parameters_make_the_same_distribution(name):
 
 
 def test_spaces_without_a_distribution_are_refused():
-    with pytest.raises(UsageError, match="has no action distribution; it must be Discrete, a vector Box"):
-        parameter_count(spaces.Box(-1, 1, (2, 2)))
+    with pytest.raises(UsageError, match="has no action distribution; it must be Discrete, a Box, a vector Multi"):
+        parameter_count(spaces.MultiBinary((2, 2)))
 
 
 class Slow(td.Categorical):

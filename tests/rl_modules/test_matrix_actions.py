@@ -1,0 +1,82 @@
+"""Box actions of any shape: training is that of the vector with the same entries."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from datamodules.envs.tensors import action_tensors
+from rl_modules import A2C, PPO, REINFORCE, TRPO, RecurrentPPO
+from rl_modules.common.spaces import to_environment
+from tests.training import fit, rollouts
+
+SHAPES = {(2, 2): (4,), (): (1,), (1, 3): (3,)}
+MODELS = {
+    "PPO": lambda: PPO(net_arch=[8]),
+    "PPO with gSDE": lambda: PPO(net_arch=[8], use_sde=True),
+    "A2C": lambda: A2C(net_arch=[8]),
+    "REINFORCE": lambda: REINFORCE(net_arch=[8]),
+    "TRPO": lambda: TRPO(net_arch=[8]),
+    "RecurrentPPO": lambda: RecurrentPPO(net_arch=[8], lstm_hidden_size=8),
+}
+
+
+def make_space(shape: tuple[int, ...]) -> spaces.Box:
+    n = int(np.prod(shape))
+    low = np.linspace(-1, -0.1, n, dtype=np.float32).reshape(shape)
+    return spaces.Box(low, low + 0.5, dtype=np.float32)
+
+
+class Follow(gym.Env):
+    """The reward is minus the distance of each entry of the action from the observation's."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.action_space = make_space(shape)
+        self.observation_space = spaces.Box(-1, 1, (max(1, int(np.prod(shape))),))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.n = 0
+        return self._observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.n += 1
+        reward = -float(np.abs(action.reshape(-1) - self.seen).sum())
+        return self._observe(), reward, self.n == 5, False, {}
+
+    def _observe(self) -> np.ndarray:
+        self.seen = self.np_random.uniform(-1, 1, self.observation_space.shape).astype(np.float32)
+        return self.seen
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_matrix_of_actions_is_learned_as_the_vector_of_its_entries(name: str, shape: tuple[int, ...]) -> None:
+    def train(shape: tuple[int, ...]) -> Any:
+        model = MODELS[name]()
+        data = rollouts(lambda: Follow(shape), n_envs=2, n_steps=8, total_timesteps=64, eval_freq=32, n_eval_episodes=1)
+        fit(model, data)
+        return model
+
+    model, flat = train(shape), train(SHAPES[shape])
+    expected = flat.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    observations = np.linspace(-1, 1, 6 * len(flat.action_space.low), dtype=np.float32).reshape(6, -1)
+    actions, _ = model.predict(observations, deterministic=True)
+    assert actions.shape == (6, *shape)
+    np.testing.assert_array_equal(actions.reshape(6, -1), flat.predict(observations, deterministic=True)[0])
+    assert np.shape(model.predict(observations[0])[0]) == shape
+    assert model(torch.from_numpy(observations)).shape == (6, *shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensors_and_arrays_agree_on_the_environments_actions(shape: tuple[int, ...]) -> None:
+    raw = torch.randn(5, int(np.prod(shape)), generator=torch.Generator().manual_seed(0))
+    space = make_space(shape)
+    found = to_environment(space, raw.numpy())
+    assert found.shape == (5, *shape) and all(action in space for action in found)
+    np.testing.assert_array_equal(found, action_tensors(space, raw).numpy())
