@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 
 from rl_modules.common.errors import UsageError
+from rl_modules.common.masks import MASK, mask_size
 
 
 def episode_seed(stream: int, episode: int) -> int:
@@ -28,10 +29,16 @@ class SeededEpisodes(gym.Wrapper):
     If a wrapper has the attributes of :class:`~datamodules.envs.atari.EpisodicLife`, an episode may continue the game
     of the previous one. ``episode_state`` then holds the whole game: the number of its first episode, all actions, and
     the numbers of actions after which it was reset.
+
+    Args:
+        env: the environment.
+        expects_no_masks: the environment had no action mask after a reset. One after a step is then refused, because
+            the policy would act without it.
     """
 
-    def __init__(self, env: gym.Env) -> None:
+    def __init__(self, env: gym.Env, expects_no_masks: bool = False) -> None:
         super().__init__(env)
+        self._refuses_masks = expects_no_masks and mask_size(env.action_space) is not None
         self._stream = 0
         self._episode = 0
         self._first_episode = 0
@@ -69,6 +76,9 @@ class SeededEpisodes(gym.Wrapper):
             wrong = "info" if not isinstance(info, dict) else "reward"
             value, kind = (info, "a dictionary") if wrong == "info" else (reward, "a number")
             raise UsageError(f"step of {_name(self.unwrapped)} returned {wrong}={value!r}; it must be {kind}")
+        if self._refuses_masks and MASK in info:
+            raise UsageError("the environment's info has an action_mask after a step, but had none after the reset; "
+                             "give one there too, or data.action_masks=false")  # fmt: skip
         if terminated or truncated:
             # An environment that returns the same objects each time overwrites them in the reset that follows.
             observation, info = copy.deepcopy(observation), dict(info)

@@ -12,7 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from datamodules.envs.agents import as_vector
 from datamodules.envs.episodes import SeededEpisodes
-from datamodules.envs.masks import IGNORED, VectorWithoutMasks, with_source
+from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask, with_source
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
 
@@ -65,7 +65,7 @@ def make_env(
         env_kwargs: keyword arguments of ``gymnasium.make`` (``max_episode_steps`` among them) or of the callable.
         wrappers: names from ``gymnasium.wrappers``, import paths, or ``{"class_path": ..., "init_args": {...}}``.
         masks: where it gives action masks, as :func:`datamodules.envs.masks.mask_source` says; None: nowhere;
-            :data:`datamodules.envs.masks.IGNORED`: they are taken out of its observations.
+            :data:`datamodules.envs.masks.IGNORED`: they are not read, and taken out of its observations.
 
     Raises:
         UsageError: unknown id, missing extra, unknown wrapper, unknown keyword, a wrapper that does not fit.
@@ -112,7 +112,7 @@ def make_vector_env(
                              f"them out{'' if wrappers else ' (action_masks=False)'}, or use 'sync'")  # fmt: skip
         make_engine = _make_engine if vectorization_mode == "vector_entry_point" else _make_pool
         envs = make_engine(env_id, n_envs, env_kwargs or {})
-        return VectorWithoutMasks(envs) if masks == IGNORED else envs
+        return VectorWithoutMasks(envs) if masks == IGNORED and has_mask(envs) else envs
     make = functools.partial(_make_seeded, env_id, env_kwargs, tuple(wrappers), masks)
     mode = AUTORESET[autoreset_mode]
     # Observations are copied into the rollout right away: the vector's own copy would be a second one.
@@ -126,7 +126,7 @@ def make_vector_env(
 def _make_seeded(
     env_id: EnvId, env_kwargs: dict[str, Any] | None, wrappers: Sequence[str | dict[str, Any]], masks: str | None
 ) -> gym.Env:
-    return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks))
+    return SeededEpisodes(make_env(env_id, env_kwargs, wrappers, masks), expects_no_masks=masks is None)
 
 
 #: Games that other libraries call by their name alone.

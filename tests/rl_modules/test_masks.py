@@ -255,6 +255,32 @@ def test_masks_can_be_left_alone() -> None:
     assert isinstance(data.observation_space, spaces.Discrete)
 
 
+class Late(Guarded):
+    """Gives no mask after a reset, and fails on no action."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed)[0], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        observation, info = self._draw()
+        return observation, 0.0, False, self.t == self.length, info
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_masks_that_a_reset_lacks_are_not_passed_over(replays: bool) -> None:
+    def run(**arguments: Any) -> None:
+        make = lambda: Late(spaces.Discrete(6), "info")  # noqa: E731
+        if replays:
+            fit(DQN(), ReplayDataModule(make, learning_starts=16, total_timesteps=32, eval_freq=0, **arguments))
+        else:
+            fit(PPO(), rollouts(make, total_timesteps=128, **arguments))
+
+    with pytest.raises(UsageError, match="has an action_mask after a step, but had none after the reset; give one"):
+        run()
+    run(action_masks=False)
+
+
 def test_normalised_observations_leave_the_mask_as_it_is() -> None:
     model, data = PPO(), rollouts(**guarded("discrete", "method"), total_timesteps=256, norm_obs=True)
     fit(model, data)
