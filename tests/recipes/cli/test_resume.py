@@ -308,12 +308,14 @@ def test_an_epoch_goes_on_with_another_total(rl: Any, stopped: Path) -> None:
 @pytest.mark.slow
 def test_ranks_stop_together_within_the_warm_up_of_replay(tmp_path: Path) -> None:
     (tmp_path / "pole.py").write_text("""
-import os, signal
+import os, signal, time
 import gymnasium as gym
 class Stops(gym.Wrapper):
     steps = 0
     def step(self, action):
         Stops.steps += 1
+        if "STOP" in os.environ:
+            time.sleep(0.0005)  # the ranks agree four times a second, and a quick warm-up would be over before
         if Stops.steps == 700 and "STOP" in os.environ and os.environ["LOCAL_RANK"] == os.environ["STOP"]:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().step(action)
