@@ -327,8 +327,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     def forward(self, observation: Any) -> Tensor:
         """Returns the most likely actions, [N, *act], for a batch of observations as in ``act``."""
-        action = self.act(observation, deterministic=True)["action"]
-        return action.reshape(-1, *self.action_space.shape) if isinstance(self.action_space, spaces.Box) else action
+        return self.act(observation, deterministic=True)["action"]
 
     @torch.no_grad()
     def predict(

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules.common.spaces import is_image
-from rl_modules.distributions import Distribution, make_distribution, parameter_count
+from rl_modules.distributions import Distribution, make_distribution, matrix_shape, parameter_count
 from rl_modules.encoders import build_encoder, encoding_width, init_orthogonal
 from rl_modules.layers import ParallelMLP, call, full_precision, hidden_widths, last_layer, mlp, orthogonal
 from rl_modules.state_dependent_noise import StateDependentGaussian
@@ -100,7 +100,7 @@ def make_policy(action_space: spaces.Space, numbers: Tensor, log_std: Tensor | N
     """
     if log_std is not None and log_std.ndim == 2:
         # As in Stable-Baselines3, the noise does not train the features.
-        return StateDependentGaussian(numbers, log_std, full_precision(latent).detach())
+        return StateDependentGaussian(numbers, log_std, full_precision(latent).detach(), matrix_shape(action_space))
     return make_distribution(action_space, numbers, log_std)
 
 

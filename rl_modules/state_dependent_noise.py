@@ -56,14 +56,15 @@ class StateDependentGaussian(DiagGaussian):
         mean: μ(s), [B, A].
         log_std: log σ, [H, A].
         features: z, [B, H].
+        shape: of an action that is no vector, with A entries; None: [A].
 
     Source: Raffin et al. 2021, arXiv:2005.05719, section 3; ε of the variance as in Stable-Baselines3.
     """
 
-    def __init__(self, mean: Tensor, log_std: Tensor, features: Tensor) -> None:
+    def __init__(self, mean: Tensor, log_std: Tensor, features: Tensor, shape: tuple[int, ...] | None = None) -> None:
         std = log_std.exp()
         variance = features.square() @ std.square()
-        super().__init__(mean, 0.5 * torch.log(variance + EPSILON))
+        super().__init__(mean, 0.5 * torch.log(variance + EPSILON), shape)
         self.features, self.std = features.detach(), std.detach()
         #: Matrices of the rollout that is being collected; None: no rollout is being collected.
         self.matrices: NoiseMatrices | None = None
@@ -74,7 +75,7 @@ class StateDependentGaussian(DiagGaussian):
             matrices = self.matrices.next(len(self.mean), self.std, generator)
         if matrices is None:
             return super().sample(generator)
-        return self.mean.detach() + torch.bmm(self.features[:, None], matrices)[:, 0]
+        return self._shaped(self.mean.detach() + torch.bmm(self.features[:, None], matrices)[:, 0])
 
 
 class ExploringMixin:

@@ -49,7 +49,7 @@ def action_tensors(space: spaces.Space, action: Tensor) -> Tensor:
     """
     if isinstance(space, spaces.Box):
         low, high = (torch.as_tensor(bound, device=action.device) for bound in (space.low, space.high))
-        clipped = action.reshape(-1, *space.shape).clamp(low, high)
+        clipped = action.clamp(low, high)
         return (clipped if low.is_floating_point() else clipped.round()).to(low.dtype)
     if isinstance(space, spaces.Discrete):
         return action + int(space.start)

@@ -28,7 +28,8 @@ def sweep_command(words: list[str]) -> None:
     sweep = read(words[0], words[1:])
     folder = Path(runs.LOGS) / f"sweep-{sweep.name}"
     folder.mkdir(parents=True, exist_ok=True)
-    study = open_study(sweep, folder)
+    with locked(folder / "begin.lock", wait=True):
+        study = open_study(sweep, folder)
     print(f"sweep of {', '.join(sweep.search)} in {folder}: {_finished(study)} of {sweep.n_trials} trials done",
           flush=True)  # fmt: skip
     resume_trials(sweep, study, folder)
@@ -46,7 +47,10 @@ def sweep_command(words: list[str]) -> None:
     if sweep.finalists:
         # Which trials are the best is known once those of the other processes have ended.
         resume_trials(sweep, study, folder, wait=True)
-    print("\n".join(_report(sweep, study, folder, run_finals(sweep, study, folder))))
+    finals = run_finals(sweep, study, folder)
+    if not best_trials(sweep, study, 1):
+        raise UsageError("no trial of the sweep has a result; what each one said is above")
+    print("\n".join(_report(sweep, study, folder, finals)))
 
 
 def _finished(study: Any) -> int:
@@ -137,8 +141,6 @@ def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) ->
     """
     where = f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"
     best = best_trials(sweep, study, max(5, sweep.finalists))  # the winner may be the last of the finalists
-    if not best:
-        return ["no trial has a result", where]
     lines = []
     for trial in best:
         settings = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in trial.params.items())

@@ -21,6 +21,8 @@ KINDS = {
 }
 
 
+#: Arguments that a sweep sets itself.
+SEEDS = ("seed_everything", "data.seed", "data.init_args.seed")
 #: Settings that may change when a sweep resumes.
 CHANGEABLE = ("n_trials", "keep_checkpoints", "finalists", "final_seeds")
 
@@ -148,6 +150,11 @@ def _check(path: Path, sweep: Sweep) -> None:
                         ("final_seeds", 1)):  # fmt: skip
         if getattr(sweep, name) < least:
             raise UsageError(f"{path}: {name}={getattr(sweep, name)} must be at least {least}")
+    for word in [*sweep.search, *sweep.arguments]:
+        name = word.lstrip("-").partition("=")[0]
+        if name in SEEDS:
+            raise UsageError(f"{name} can't be given: a trial runs with the seeds from first_seed={sweep.first_seed} "
+                             "up, as many as seeds says")  # fmt: skip
     if sweep.mode not in ("max", "min"):
         raise UsageError(f"{path}: mode={sweep.mode!r} must be max or min")
 

@@ -272,11 +272,11 @@ def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | N
 
 
 def to_environment(space: spaces.Space, action: np.ndarray) -> np.ndarray:
-    """A batch of actions, [N, …], as a Gymnasium environment takes them, in its dtype. Box: in its shape, clipped to
-    its bounds, and rounded where it holds integers. Discrete: shifted by its start.
+    """Actions as a Gymnasium environment takes them, in its dtype. Box: clipped to its bounds, and rounded where it
+    holds integers. Discrete: shifted by its start.
     """
     if isinstance(space, spaces.Box):
-        clipped = np.clip(action.reshape(-1, *space.shape), space.low, space.high)
+        clipped = np.clip(action, space.low, space.high)
         if space.dtype.kind in "iu":
             clipped = np.rint(clipped)
         return clipped.astype(space.dtype, copy=False)

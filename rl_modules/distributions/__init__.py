@@ -62,7 +62,7 @@ def as_distribution(policy: Any) -> Distribution:
 
 
 def parameter_count(space: spaces.Space) -> int:
-    """How many numbers per state a policy must output for this action space; a Box of any shape counts as a vector.
+    """How many numbers per state a policy must output for this action space.
 
     Raises:
         UsageError: the space has no distribution here.
@@ -81,6 +81,11 @@ def parameter_count(space: spaces.Space) -> int:
     )
 
 
+def matrix_shape(space: spaces.Space) -> tuple[int, ...] | None:
+    """Returns the shape of a Box's actions; None if they are vectors."""
+    return None if space.shape is None or len(space.shape) == 1 else space.shape
+
+
 def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor | None = None) -> Distribution:
     """Returns the distribution over ``space`` with a policy's outputs as its parameters.
 
@@ -94,7 +99,7 @@ def make_distribution(space: spaces.Space, parameters: Tensor, log_std: Tensor |
             raise UsageError(f"the action space {space} needs log_std, the log standard deviation")
         from rl_modules.distributions.gaussian import DiagGaussian
 
-        return DiagGaussian(parameters, log_std)
+        return DiagGaussian(parameters, log_std, matrix_shape(space))
     if isinstance(space, spaces.MultiDiscrete):
         return MultiCategorical(parameters, space.nvec.tolist())
     if isinstance(space, spaces.MultiBinary):

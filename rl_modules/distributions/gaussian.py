@@ -17,20 +17,27 @@ class DiagGaussian:
     Args:
         mean: shape [*S, D], in the action's units.
         log_std: log of the standard deviation, shape [D] where it is the same in every state, else [*S, D].
+        shape: of an action that is no vector, with D entries; None: [D].
     """
 
-    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+    def __init__(self, mean: Tensor, log_std: Tensor, shape: tuple[int, ...] | None = None) -> None:
         self.mean = mean
         self.log_std = log_std
+        self.shape = shape
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.empty_like(self.mean).normal_(generator=generator)
-        return self.mean.detach() + self.log_std.detach().exp() * noise
+        return self._shaped(self.mean.detach() + self.log_std.detach().exp() * noise)
 
     def mode(self) -> Tensor:
-        return self.mean.detach()
+        return self._shaped(self.mean.detach())
+
+    def _shaped(self, action: Tensor) -> Tensor:
+        return action if self.shape is None else action.reshape(*action.shape[:-1], *self.shape)
 
     def log_prob(self, action: Tensor) -> Tensor:
+        if self.shape is not None:
+            action = action.reshape(self.mean.shape)
         z = (action - self.mean) * torch.exp(-self.log_std)
         return -0.5 * (z * z).sum(-1) - self.log_std.sum(-1) - 0.5 * LOG_2PI * self.mean.shape[-1]
 
@@ -44,10 +51,10 @@ class DiagGaussian:
         return 0.5 * (variance_ratio + distance - 1).sum(-1) + (other.log_std - self.log_std).sum(-1)
 
     def detach(self) -> "DiagGaussian":
-        return DiagGaussian(self.mean.detach(), self.log_std.detach())
+        return DiagGaussian(self.mean.detach(), self.log_std.detach(), self.shape)
 
     def rows(self, rows: Tensor) -> "DiagGaussian":
-        return DiagGaussian(self.mean[rows], self.log_std.expand_as(self.mean)[rows])
+        return DiagGaussian(self.mean[rows], self.log_std.expand_as(self.mean)[rows], self.shape)
 
     def masked(self, mask: Tensor) -> "DiagGaussian":
         raise UsageError("action_mask: a Box has no single actions that a mask could forbid; leave it out")

@@ -192,6 +192,7 @@ def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch
     ({"mode": "best"}, "mode='best' must be max or min"),
     ({"finalists": -1}, "finalists=-1 must be at least 0"),
     ({"finalists": 2, "final_seeds": 0}, "final_seeds=0 must be at least 1"),
+    ({"search": {"data.seed": {"values": [1, 2]}}}, "data.seed can't be given: a trial runs with the seeds from"),
     ({"config": "ppo/cartpol.yaml"}, "did you mean ppo/cartpole.yaml"),
     ({"config": None}, "config=None must be the config"),
     ({"search": {"model.gama": {"log": [0.9, 1]}}, "n_trials": 3},
@@ -204,6 +205,39 @@ def test_a_wrong_file_is_one_sentence(sweep, changes, sentence):
     assert code == 1
     assert sentence in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [["--data.seed", "7"], ["--seed_everything=7"]], ids=" ".join)
+def test_a_seed_for_all_runs_is_refused(sweep, words):
+    code, _, err = sweep(*words)
+    assert code == 1
+    assert f"{words[0].lstrip('-').partition('=')[0]} can't be given: a trial runs with the seeds from" in err
+
+
+def test_a_sweep_without_a_result_fails(sweep, monkeypatch):
+    def diverges(*arguments):
+        raise FloatingPointError("the weights are NaN")
+
+    monkeypatch.setattr(sweep_module, "run_once", diverges)
+    code, out, err = sweep(n_trials=2)
+    assert code == 1
+    assert "trial 1" in out and "the weights are NaN" in out
+    assert "no trial of the sweep has a result" in err
+
+
+@pytest.mark.slow
+def test_processes_that_begin_a_sweep_together_share_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.yaml").write_text(yaml.safe_dump({**SMALL, "seeds": 1, "n_trials": 3}))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-m", "recipes", "sweep", "sweep.yaml", *RUN]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err.decode()
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 3
 
 
 @pytest.mark.long
