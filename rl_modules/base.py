@@ -21,7 +21,7 @@ from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkp
 from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import warn_of_missing
+from rl_modules.common.factories import build, warn_of_missing
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.import_path import networks_to_plain, require_class
@@ -469,13 +469,13 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         return (FusedAdam if fused else torch.optim.Adam)(parameters, lr=lr, eps=eps)
 
     def configure_optimizers(self) -> Any:
-        optimizer = (self.optimizer_factory or self.default_optimizer)(self.trainable_parameters())
+        optimizer = build("optimizer", self.optimizer_factory or self.default_optimizer, self.trainable_parameters())
         if self.learning_rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = parse_schedule(self.learning_rate, "learning_rate")[0]
         if self.scheduler_factory is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
+        return {"optimizer": optimizer, "lr_scheduler": build("lr_scheduler", self.scheduler_factory, optimizer)}
 
     def step_schedulers(self) -> None:
         """Steps the learning-rate schedulers of epochs after one, as Lightning does under automatic optimization: those

@@ -256,7 +256,13 @@ class OffPolicyActorCritic(ControlModule):
             q: what the critics predict, [K, B].
             target: [B].
             weight: importance weights of prioritised replay, [B].
+
+        Raises:
+            ValueError: a target of another shape, such as [B, 1], which would be broadcast.
         """
+        if target.shape != q.shape[1:]:
+            raise ValueError(f"td_target has shape {tuple(target.shape)}, expected {tuple(q.shape[1:])}, one number "
+                             "per transition")  # fmt: skip
         error = (q - target).square()
         return (error if weight is None else error * weight).mean(1).sum()
 

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from datamodules.base import ControlDataModule
-from recipes import language
+from recipes import callbacks, language
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.config_record import ConfigRecord
 from recipes.callbacks.progress import TransitionProgressBar
@@ -82,6 +82,9 @@ class RLCLI(LightningCLI):
         return {self.command: LightningCLI.subcommands()[self.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # A class's bare name is looked up among the imported ones, and these are imported when they are asked for.
+        for name in callbacks.__all__:
+            getattr(callbacks, name)
         add_arguments(parser, self.command, self.records)
 
     def _parse_ckpt_path(self) -> None:

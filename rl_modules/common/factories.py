@@ -1,13 +1,32 @@
 """Callables that make optimizers and schedulers; a checkpoint holds only their names, because it holds no code."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import name_of
 
 #: Arguments of a module, and the attributes that hold them.
 _ATTRIBUTES = {"optimizer": "optimizer_factory", "lr_scheduler": "scheduler_factory"}
+
+
+def build(argument: str, factory: Callable[[Any], Any], given: Any) -> Any:
+    """Returns what a factory makes.
+
+    Args:
+        argument: ``optimizer`` or ``lr_scheduler``.
+        factory: takes the parameters, or the optimizer.
+        given: these.
+
+    Raises:
+        UsageError: the factory's class refuses its arguments.
+    """
+    try:
+        return factory(given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{argument} can't be made with its arguments: {type(error).__name__}: {error}") from error
 
 
 def factory_names(module: Any) -> dict[str, str]:

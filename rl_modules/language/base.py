@@ -16,6 +16,7 @@ from rl_modules.common.arguments import save_arguments
 from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import CheckedCall, default_of
 from rl_modules.common.errors import UsageError
+from rl_modules.common.factories import build
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.pairing import check_batch
@@ -421,13 +422,13 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
 
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = (self.optimizer_factory or self.default_optimizer)(trainable)
+        optimizer = build("optimizer", self.optimizer_factory or self.default_optimizer, trainable)
         if self.optimizer_factory is not None and self.learning_rate != default_of(type(self), "learning_rate"):
             rank_zero_warn(f"learning_rate={self.learning_rate} is AdamW's and has no effect: optimizer="
                            f"{type(optimizer).__name__} brings its own, {optimizer.param_groups[0]['lr']}")  # fmt: skip
         warn_of_idle(self, self.idle_arguments())
         if self.scheduler_factory is not None:
-            scheduler: Any = self.scheduler_factory(optimizer)
+            scheduler: Any = build("lr_scheduler", self.scheduler_factory, optimizer)
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise UsageError("lr_scheduler=ReduceLROnPlateau needs a metric; override configure_optimizers, and "
                                  "return it there with the monitor, or take another scheduler")  # fmt: skip

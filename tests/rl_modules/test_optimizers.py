@@ -1,6 +1,7 @@
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -182,3 +183,13 @@ def test_torchs_adam_resumes_the_state_of_the_fused_one(tmp_path) -> None:
     adam = partial(torch.optim.Adam, lr=3e-4, eps=1e-5)
     trainer = fit(PPO(net_arch=[8], optimizer=adam), small(), ckpt_path=tmp_path / "a.ckpt")
     assert type(trainer.optimizers[0]) is torch.optim.Adam
+
+
+@pytest.mark.parametrize(("argument", "factory"), [
+    ("optimizer", partial(torch.optim.Adam, betas=(2.0, 3.0))),
+    ("lr_scheduler", partial(torch.optim.lr_scheduler.StepLR)),
+])  # fmt: skip
+def test_arguments_that_a_class_refuses_are_one_sentence(argument: str, factory: Any) -> None:
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=16, eval_freq=0)
+    with pytest.raises(UsageError, match=rf"{argument} can't be made with its arguments: \w+Error: .*(beta|step_size)"):
+        fit(PPO(net_arch=[8], **{argument: factory}), data)

@@ -194,3 +194,13 @@ def test_pendulum_is_learned(cls: Any) -> None:
     fit(model, data)
     # A policy that does nothing gets about -1,200; after 6,000 transitions TD3 gets -350 to -470, as SB3's does.
     assert mean_return(model, gym.make("Pendulum-v1"), n_episodes=10) > -300
+
+
+def test_a_target_of_another_shape_is_not_broadcast() -> None:
+    class Column(DDPG):
+        def td_target(self, *arguments: Any) -> Tensor:
+            return super().td_target(*arguments)[:, None]
+
+    data = ReplayDataModule("Pendulum-v1", learning_starts=16, batch_size=8, total_timesteps=32, eval_freq=0)
+    with pytest.raises(ValueError, match=r"td_target has shape \(8, 1\), expected \(8,\), one number per transition"):
+        fit(Column(net_arch=[8]), data)

@@ -238,6 +238,15 @@ def test_the_simple_profiler_prints_its_report(tmp_path: Path) -> None:
     assert "run_training_batch" in done.stdout + done.stderr
 
 
+def test_own_callbacks_are_known_by_their_bare_names() -> None:
+    names = [f"--trainer.callbacks+={name}" for name in ("EpisodeMonitor", "ValuePictures")]
+    # In a process of its own, into which nothing else imported the classes.
+    done = subprocess.run([sys.executable, "-m", "recipes", "fit", *RUN, *names, "--print_config"], capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "recipes.callbacks.EpisodeMonitor" in done.stdout and "recipes.callbacks.ValuePictures" in done.stdout
+
+
 # -------------------------------------------------------------------- progress
 
 
