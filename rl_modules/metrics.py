@@ -183,7 +183,8 @@ class MetricsMixin(HeldPoints, L.LightningModule):
             # A cut epoch's point is written at its end, by the run that resumes; callbacks monitor the means so far.
             self._hand_to_callbacks(self.means_so_far())
         if writes:
-            if self.trainer.optimizers:
+            # Without an optimizer Lightning has one that has no parameters.
+            if self.trainer.optimizers and self.trainer.optimizers[0].param_groups:
                 self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
             if self.grad_norm is not None:
                 self.record_now(grad_norm=float(self.grad_norm))

@@ -47,7 +47,7 @@ class TorchDistribution:
         if log_prob.shape != self.distribution.batch_shape or log_prob.dim() != 1:
             raise UsageError(f"the policy's {type(self.distribution).__name__} has log_prob of shape "
                              f"{tuple(log_prob.shape)}, expected one number per action; join its components by "
-                             "torch.distributions.Independent(…, 1)")  # fmt: skip
+                             f"torch.distributions.Independent(…, {max(1, log_prob.dim() - 1)})")  # fmt: skip
         return log_prob
 
     def entropy(self) -> Tensor:

@@ -111,6 +111,16 @@ def test_spaces_without_a_distribution_are_refused():
         parameter_count(spaces.MultiBinary((2, 2)))
 
 
+@pytest.mark.parametrize(("shape", "dimensions"), [((2, 3), 1), ((2, 3, 4), 2)])
+def test_components_that_are_not_joined_are_answered_with_how_to_join_them(shape, dimensions):
+    policy = as_distribution(td.Normal(torch.zeros(shape), 1.0))
+    with pytest.raises(UsageError, match=rf"join its components by torch.distributions.Independent\(…, {dimensions}\)"):
+        policy.log_prob(torch.zeros(shape))
+    assert as_distribution(td.Independent(td.Normal(torch.zeros(shape), 1.0), dimensions)).log_prob(
+        torch.zeros(shape)
+    ).shape == (2,)
+
+
 class Slow(td.Categorical):
     """Leaves another thread time between the seed and the draw."""
 

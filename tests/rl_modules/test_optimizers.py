@@ -193,3 +193,15 @@ def test_arguments_that_a_class_refuses_are_one_sentence(argument: str, factory:
     data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=16, eval_freq=0)
     with pytest.raises(UsageError, match=rf"{argument} can't be made with its arguments: \w+Error: .*(beta|step_size)"):
         fit(PPO(net_arch=[8], **{argument: factory}), data)
+
+
+def test_a_module_without_an_optimizer_collects_and_learns_nothing() -> None:
+    class Frozen(PPO):
+        def configure_optimizers(self) -> None:
+            """Lightning allows this."""
+
+    model = Frozen(net_arch=[8])
+    data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, total_timesteps=64, eval_freq=32,
+                             n_eval_episodes=1)  # fmt: skip
+    trainer = fit(model, data)
+    assert data.num_timesteps == 64 and "eval/mean_reward" in trainer.callback_metrics
