@@ -5,7 +5,8 @@
 Each contestant trains on CartPole-v1 with the rl-baselines3-zoo settings. ``dqn_defaults``: the settings of
 Stable-Baselines3 itself, an update per four transitions of one environment; ``sac`` and ``td3``: Pendulum-v1 with its
 defaults and two hidden layers of 256, an update with 256 transitions per step; ``ppo_envpool``: PPO's whole run with
-EnvPool's engine, beside ``sync`` and Stable-Baselines3; ``overlap_cheetah`` and ``overlap_pong``: PPO on HalfCheetah-v5
+EnvPool's engine, beside ``sync``, the steps of ``sync`` alone, whose share of the run the ratio is, and
+Stable-Baselines3; ``overlap_cheetah`` and ``overlap_pong``: PPO on HalfCheetah-v5
 with one environment and on Pong with eight, the zoo's settings, environments in processes of their own, with
 ``overlap``, without it, and with the environments in this process; ``pong``: environments alone, eight games of Pong
 with their preprocessing and random actions, a step is four frames.
@@ -136,6 +137,12 @@ def _sb3_on_pendulum(name: str, total_timesteps: int) -> None:
     envs.close()
 
 
+def cartpole_steps(total_timesteps: int) -> None:
+    from datamodules.envs.vector import make_vector_env
+
+    _step(make_vector_env("CartPole-v1", 8, "sync"), total_timesteps, n_actions=2)
+
+
 def ours_pong(total_timesteps: int, vectorization_mode: str = "envpool") -> None:
     from datamodules.envs.vector import make_vector_env
 
@@ -173,9 +180,9 @@ def sb3_pong(total_timesteps: int) -> None:
     _step(envs, total_timesteps)
 
 
-def _step(envs: Any, total_timesteps: int) -> None:
+def _step(envs: Any, total_timesteps: int, n_actions: int = 6) -> None:
     """Takes ``total_timesteps`` transitions of eight environments with random actions."""
-    actions = np.random.default_rng(0).integers(6, size=(total_timesteps // 8, 8))
+    actions = np.random.default_rng(0).integers(n_actions, size=(total_timesteps // 8, 8))
     envs.reset()
     for action in actions:
         envs.step(action)
@@ -196,7 +203,7 @@ def _fit(model: object, data: object) -> None:
 CONTESTANTS: dict[str, dict[str, Callable[[int], None]]] = {
     "ppo": {"ours": ours_ppo, "stable-baselines3": sb3_ppo, "bare torch loop": bare_ppo},
     "ppo_envpool": {"ours": partial(ours_ppo, vectorization_mode="envpool"), "ours, sync": ours_ppo,
-                    "stable-baselines3": sb3_ppo},
+                    "sync's steps alone": cartpole_steps, "stable-baselines3": sb3_ppo},
     **{
         f"overlap_{kind}": {
             "ours": partial(ours_overlapping, kind, overlap=True),

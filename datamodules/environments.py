@@ -177,6 +177,7 @@ class Environments:
     def mask_source_of(self, env: Any) -> str | None:
         """Returns where an environment gives its masks; those of a user's vector are in its observations already."""
         if not self.action_masks:
+            # A single environment may have masks in the infos of steps alone, which no one has seen yet.
             return IGNORED if has_mask(env) or not isinstance(env, VectorEnv) else None
         return None if isinstance(env, VectorEnv) else mask_source(env)
 

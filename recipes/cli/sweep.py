@@ -9,7 +9,7 @@ from recipes.cli import runs
 from recipes.cli.sweep_file import Sweep, read
 from recipes.cli.sweep_finals import run_finals
 from recipes.cli.sweep_run import FAILURES, Judge, Pruned, remove_checkpoints, run_once
-from recipes.cli.sweep_storage import best_trials, locked, open_study, same_settings, write_hparams
+from recipes.cli.sweep_storage import best_trials, copy_evaluations, locked, open_study, same_settings, write_hparams
 from rl_modules.common.errors import UsageError
 
 #: Failed trials after which a sweep without a single result stops.
@@ -79,7 +79,7 @@ def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) ->
 def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
     """Runs the seeds of a trial that have no result yet, and tells the study the mean.
 
-    A trial whose settings another had takes that one's result.
+    A trial with the settings of an earlier complete trial takes its result and its evaluations.
 
     Raises:
         UsageError: several trials failed and none has a result.
@@ -94,6 +94,7 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
     try:
         if (first := same_settings(study, trial)) is not None:
             value, source = first.value, f" of trial {first.number}, which had the same settings"
+            copy_evaluations(study, first, trial)
         else:
             results = [run_seed(sweep, trial, chosen, run_folder, index) for index in range(sweep.seeds)]
             value, source = sum(results) / len(results), ""

@@ -112,6 +112,14 @@ def same_settings(study: Any, trial: Any) -> FrozenTrial | None:
     return next((one for one in done if one.params == trial.params), None)
 
 
+def copy_evaluations(study: Any, source: FrozenTrial, trial: Any) -> None:
+    """Reports the evaluations of ``source`` as those of ``trial``, so that later trials are pruned as if it had run."""
+    known = study.get_trials(deepcopy=False)[trial.number].intermediate_values
+    for step, value in sorted(source.intermediate_values.items()):
+        if step not in known:  # a resumed trial has reported some
+            trial.report(value, step)
+
+
 def write_hparams(
     folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[str, str], final: float | None = None
 ) -> None:

@@ -1,5 +1,6 @@
 """Box actions of any shape: they are learned as the vector of their entries, and keep their shape everywhere."""
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -8,17 +9,19 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rl_modules import A2C, PPO, REINFORCE, TRPO, RecurrentPPO
-from tests.training import fit, rollouts
+from rl_modules import A2C, PPO, REINFORCE, TRPO, RecurrentA2C, RecurrentPPO
+from tests.training import assert_equal_checkpoints, fit, rollouts
 
 SHAPES = {(2, 2): (4,), (): (1,), (1, 3): (3,)}
 MODELS = {
     "PPO": lambda: PPO(net_arch=[8]),
     "PPO with gSDE": lambda: PPO(net_arch=[8], use_sde=True),
+    "PPO with a penalty": lambda: PPO(net_arch=[8], policy_objective="penalty", target_kl=0.01),
     "A2C": lambda: A2C(net_arch=[8]),
     "REINFORCE": lambda: REINFORCE(net_arch=[8]),
     "TRPO": lambda: TRPO(net_arch=[8]),
     "RecurrentPPO": lambda: RecurrentPPO(net_arch=[8], lstm_hidden_size=8),
+    "RecurrentA2C": lambda: RecurrentA2C(net_arch=[8], lstm_hidden_size=8),
 }
 
 
@@ -70,3 +73,17 @@ def test_a_matrix_of_actions_is_learned_as_the_vector_of_its_entries(name: str, 
     np.testing.assert_array_equal(actions.reshape(6, -1), flat.predict(observations, deterministic=True)[0])
     assert np.shape(model.predict(observations[0])[0]) == shape
     assert model(torch.from_numpy(observations)).shape == (6, *shape)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_run_resumes_within_an_episode(shape: tuple[int, ...], precision: str, tmp_path: Path) -> None:
+    def run(epochs: int, ckpt_path: Path | None = None) -> Path:
+        # Episodes of 5 steps and rollouts of 8: the environment repeats stored actions.
+        data = rollouts(lambda: Follow(shape), n_envs=2, n_steps=8, overlap=True)
+        trainer = fit(PPO(net_arch=[8]), data, ckpt_path, max_epochs=epochs, precision=precision)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return tmp_path / f"{epochs}.ckpt"
+
+    whole = run(4).rename(tmp_path / "whole.ckpt")
+    assert_equal_checkpoints(whole, run(4, run(2)))

@@ -3,6 +3,7 @@ import math
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -200,8 +201,13 @@ def test_a_module_without_an_optimizer_collects_and_learns_nothing() -> None:
         def configure_optimizers(self) -> None:
             """Lightning allows this."""
 
-    model = Frozen(net_arch=[8])
+    class Start(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.weights = copy.deepcopy(pl_module.state_dict())
+
+    model, start = Frozen(net_arch=[8]), Start()
     data = RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, batch_size=8, total_timesteps=64, eval_freq=32,
                              n_eval_episodes=1)  # fmt: skip
-    trainer = fit(model, data)
+    trainer = fit(model, data, callbacks=[start])
+    assert all(torch.equal(value, start.weights[name]) for name, value in model.state_dict().items())
     assert data.num_timesteps == 64 and "eval/mean_reward" in trainer.callback_metrics

@@ -316,6 +316,7 @@ def test_a_trial_that_draws_an_earlier_one_s_settings_runs_nothing(sweep, monkey
         runs.append((chosen["model.learning_rate"], seed))
         if judge is not None:
             judge.values.append(0.0)
+            judge.trial.report(float(seed), len(judge.before))
         return float(chosen["model.learning_rate"])
 
     monkeypatch.setattr(sweep_module, "run_once", run)
@@ -328,6 +329,8 @@ def test_a_trial_that_draws_an_earlier_one_s_settings_runs_nothing(sweep, monkey
     assert [trial.value for trial in trials()] == [float(trial.params["model.learning_rate"]) for trial in trials()]
     firsts = {trial.params["model.learning_rate"]: trial.number for trial in reversed(trials())}
     assert set(finals()) == {f"final_{number}_1002" for number in firsts.values()}
+    # A repeated trial counts for pruning as if it had run.
+    assert all(trial.intermediate_values == {0: 1000.0, 1: 1001.0} for trial in trials())
     repeated = next(trial for trial in trials() if trial.number not in firsts.values())
     rate = repeated.params["model.learning_rate"]
     assert f"learning_rate={rate}: eval/mean_reward {rate} of trial {firsts[rate]}, which had the same settings" in out
