@@ -1,29 +1,41 @@
 """The tables for people who come from another library name what exists, there and here."""
 
+import ast
 import collections
+import contextlib
 import dataclasses
+import functools
+import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import lightning as L
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 import datamodules
 import rl_modules
+from recipes.callbacks import Checkpoints
+from recipes.cli.options import ALONE
 from tests.training import fit
 
 PAGES = Path(__file__).parents[1] / "docs" / "how_to"
 
 
 def arguments(*classes: type) -> dict[str, Any]:
-    """The arguments of constructors and of those that they extend, with their defaults."""
+    """The arguments of constructors, and of those that get what these pass on, with their defaults."""
     found: dict[str, Any] = {}
-    for base in (base for cls in classes for base in inspect.getmro(cls) if "__init__" in base.__dict__):
-        for name, parameter in inspect.signature(base).parameters.items():
-            found.setdefault(name, parameter.default)
+    for cls in classes:
+        for base in (base for base in inspect.getmro(cls) if "__init__" in base.__dict__):
+            parameters = inspect.signature(base).parameters
+            for name, parameter in parameters.items():
+                found.setdefault(name, parameter.default)
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                break
     return found
 
 
@@ -151,3 +163,186 @@ def test_passes_over_prompts_take_as_many_epochs_as_the_page_says() -> None:
     fit(model, data, max_epochs=passes * prompts * g // (batch_size * steps), accumulate_grad_batches=4)
     assert len(asked) == prompts and set(asked.values()) == {passes}
     assert set(rows_of_steps) == {batch_size}
+
+
+# ---------------------------------------------------------------- the tables of every argument
+
+#: Where the classes are that the pages name without a path.
+PLACES = (
+    "rl_modules", "datamodules", "lightning", "recipes.callbacks", "rl_modules.action_noise", "gymnasium.vector",
+    "gymnasium.wrappers", "lightning.pytorch.callbacks", "lightning.pytorch.strategies", "lightning.pytorch.loggers",
+    "lightning.pytorch.tuner", "peft",
+)  # fmt: skip
+#: Modules and datamodules by the peer's algorithms.
+COUNTERPARTS = {
+    "from_sb3.md": {
+        "on-policy": {name: (getattr(rl_modules, name.removeprefix("Maskable")), datamodules.RolloutDataModule)
+                      for name in ("PPO", "A2C", "TRPO", "RecurrentPPO", "MaskablePPO")},
+        "off-policy": {name: (getattr(rl_modules, name), datamodules.ReplayDataModule)
+                       for name in ("DQN", "QRDQN", "SAC", "TQC", "CrossQ", "TD3", "DDPG")},
+    },
+    "from_trl.md": {
+        "trained": {
+            "SFT": (rl_modules.SFT, datamodules.InstructionDataModule),
+            "Reward": (rl_modules.RewardModel, datamodules.PreferenceDataModule),
+            "DPO": (rl_modules.DPO, datamodules.PreferenceDataModule),
+            "KTO": (rl_modules.KTO, datamodules.PreferenceDataModule),
+            "GRPO": (rl_modules.GRPO, datamodules.PromptDataModule),
+            "RLOO": (rl_modules.RLOO, datamodules.PromptDataModule),
+        }
+    },
+}  # fmt: skip
+#: Pages, and the first columns of their tables of every argument.
+KINDS = [("from_trl.md", kind) for kind in ("config field", "trainer argument", "script field")] + [
+    ("from_sb3.md", kind)
+    for kind in ("argument", "key of policy_kwargs", "argument of a method", "argument of a class or function")
+]
+Row = tuple[list[str], list[str], str]
+
+
+def table(page: str, kind: str) -> list[Row]:
+    """The rows of the tables with the columns ``kind``, of and here: their names, owners and counterparts."""
+    found: list[Row] = []
+    inside = False
+    for line in (PAGES / page).read_text("utf-8").splitlines():
+        columns = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if columns[1:] == ["of", "here"]:
+            inside = columns[0] == kind
+        elif not columns:
+            inside = False
+        elif inside and columns[0].startswith("`"):
+            found.append((re.findall(r"`(\w+)`", columns[0]), columns[1].split(", "), columns[2]))
+    assert found, f"{page} has no table with the columns {kind}, of, here"
+    return found
+
+
+def peer_arguments(page: str, kind: str) -> dict[str, dict[str, Any]]:
+    """The peer's arguments with their defaults, by what the tables of one kind call their owners."""
+    if page == "from_trl.md":
+        trl = pytest.importorskip("trl", reason="needs the bench extra")
+        ends = {"config field": "Config", "trainer argument": "Trainer"}
+        owners = [*COUNTERPARTS[page]["trained"], "Distillation"] if kind in ends else [
+            "`ModelConfig`", "`ScriptArguments`", "`DatasetMixtureConfig`"]  # fmt: skip
+        return {name: parameters(getattr(trl, name.strip("`") + ends.get(kind, ""))) for name in owners}
+    base, contrib = (pytest.importorskip(name, reason="needs the bench extra")
+                     for name in ("stable_baselines3", "sb3_contrib"))  # fmt: skip
+    names = [name for group in COUNTERPARTS[page].values() for name in group]
+    algorithms = {name: getattr(base, name, None) or getattr(contrib, name) for name in [*names, "ARS"]}
+    if kind == "argument":
+        return {name: parameters(cls) for name, cls in algorithms.items()}
+    if kind == "key of policy_kwargs":
+        return {name: parameters(*cls.policy_aliases.values()) for name, cls in algorithms.items()}
+    labels = {label for _, of, _ in table(page, kind) for label in of}
+    if kind == "argument of a method":
+        assert {"`learn`", "`predict`", "`save`", "`load`"} <= labels
+        return {label: parameters(*(getattr(cls, label.strip("`"), list) for cls in algorithms.values()))
+                for label in labels}  # fmt: skip
+    places = ["stable_baselines3", *(f"stable_baselines3.common.{name}" for name in (
+        "vec_env", "env_util", "callbacks", "monitor", "buffers", "noise", "atari_wrappers")),
+        "sb3_contrib.common.wrappers", "sb3_contrib.common.maskable.callbacks"]  # fmt: skip
+    return {label: parameters(resolve(label.strip("`"), places)) for label in labels}
+
+
+def parameters(*functions: Any) -> dict[str, Any]:
+    """The arguments of functions and classes with their defaults; of a dataclass its fields."""
+    found = {name: p.default for f in functions if f is not list for name, p in inspect.signature(f).parameters.items()}
+    return {name: default for name, default in found.items() if name != "self"}
+
+
+def resolve(name: str, places: Iterable[str] = PLACES) -> Any:
+    """A class or function by its bare name."""
+    for place in places:
+        with contextlib.suppress(ModuleNotFoundError):  # an extra
+            if (found := getattr(importlib.import_module(place), name, None)) is not None:
+                return found
+    raise AssertionError(f"{name} does not exist")
+
+
+def entries(page: str, kind: str, theirs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Each owner, argument and counterpart of the tables; "all" and a group are those owners that have the argument."""
+    groups: dict[str, Any] = {"all": theirs, **COUNTERPARTS[page]}
+    for row, of, here in table(page, kind):
+        for name, label in ((name, label) for name in row for label in of):
+            found = [owner for owner in groups[label] if name in theirs[owner]] if label in groups else [label]
+            assert found, f"{name}: nothing in {label} has it"
+            yield from ((owner, name, here) for owner in found)
+
+
+@functools.lru_cache
+def known_here(page: str, owner: str) -> dict[str, Any]:
+    """The arguments of an algorithm's counterparts and of the Trainer; for another owner those of all counterparts."""
+    algorithms = {name: pair for group in COUNTERPARTS[page].values() for name, pair in group.items()}
+    classes = algorithms.get(owner) or [cls for pair in algorithms.values() for cls in pair]
+    return arguments(*classes, L.Trainer)
+
+
+def check_code(code: str, known: Collection[str]) -> None:
+    """Asserts that the arguments, options, classes and methods in a piece of code exist."""
+    for option in re.findall(r"--([\w.]+)", code) if code.startswith(("rl ", "--")) else ():
+        group, _, rest = option.partition(".")
+        assert option in ALONE or rest in arguments({"trainer": L.Trainer, "checkpoint": Checkpoints}[group]), code
+    for text in (code, f"f({code})"):
+        with contextlib.suppress(SyntaxError):  # else a path or a command
+            check_tree(ast.parse(text.replace("…", "..."), mode="eval").body, known)
+            break
+
+
+def check_tree(node: ast.expr, known: Collection[str]) -> None:
+    text = ast.unparse(node)
+    if isinstance(node, ast.Name):
+        assert text in known or (text[0].isupper() and resolve(text)), f"{text} does not exist here"
+    elif isinstance(node, ast.Attribute) and text[0].isupper():
+        assert hasattr(resolve(text.split(".")[0]), node.attr), f"{text} does not exist"
+    elif isinstance(node, ast.Attribute) and text.split(".")[0] in ("rl_modules", "datamodules", "recipes"):
+        assert locate(text), f"{text} does not exist"
+    elif isinstance(node, ast.Call):
+        called = ast.unparse(node.func)
+        taken: Collection[str] = known
+        if called != "f":
+            check_tree(node.func, known)
+            if not called[0].isupper() or "." in called:
+                return
+            more = [DistributedDataParallel] if called == "DDPStrategy" else []
+            taken = arguments(resolve(called), *more)
+        for keyword in node.keywords:
+            assert keyword.arg in taken, f"{called} takes no {keyword.arg}"
+            if isinstance(keyword.value, ast.Call):
+                check_tree(keyword.value, known)
+
+
+@pytest.mark.parametrize(("page", "kind"), KINDS)
+def test_the_page_lists_every_argument_of_the_peer(page: str, kind: str) -> None:
+    theirs = peer_arguments(page, kind)
+    missing = {owner: set(found) for owner, found in theirs.items()}
+    for owner, name, _ in entries(page, kind, theirs):
+        assert name in theirs[owner], f"{owner} has no {name}"
+        missing[owner].discard(name)
+        if owner == "GRPO" and "Distillation" in missing:  # as the page says
+            missing["Distillation"].discard(name)
+    assert {owner: names for owner, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize(("page", "kind"), KINDS)
+def test_what_the_page_names_here_exists(page: str, kind: str) -> None:
+    for owner, name, here in entries(page, kind, peer_arguments(page, kind)):
+        known = known_here(page, owner)
+        if here.startswith("the same name"):
+            assert name in known, f"{owner} has no {name} here"
+        if owner not in ("ARS", "Distillation"):  # of which nothing is here
+            for code in re.findall(r"`([^`]+)`", here):
+                check_code(code, known)
+
+
+@pytest.mark.parametrize(("page", "kind"), [KINDS[0], *KINDS[3:5]])
+def test_a_default_that_differs_is_on_the_page(page: str, kind: str) -> None:
+    theirs = peer_arguments(page, kind)
+    table_of_defaults = {name for what, *_ in cells(page, 3) for name in names(what)} if kind == "config field" else ()
+    checked = 0
+    for owner, name, here in entries(page, kind, theirs):
+        default, ours = theirs[owner][name], known_here(page, owner).get(name)
+        # A peer's class and its name here are compared elsewhere; None and auto are the algorithm's own value.
+        if here.startswith("the same name") and isinstance(default, bool | int | float | str | None):
+            checked += 1
+            stated = "default" in here or name in table_of_defaults or ours in (None, "auto")
+            assert ours == default or stated, f"{owner}: {name} is {default} there, {ours} here"
+    assert checked > 20
