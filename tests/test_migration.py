@@ -173,6 +173,10 @@ PLACES = (
     "gymnasium.wrappers", "lightning.pytorch.callbacks", "lightning.pytorch.strategies", "lightning.pytorch.loggers",
     "lightning.pytorch.tuner", "peft",
 )  # fmt: skip
+#: The public modules of Stable-Baselines3 and sb3-contrib.
+SB3 = ("stable_baselines3", *(f"stable_baselines3.common.{name}" for name in (
+    "vec_env", "env_util", "callbacks", "monitor", "buffers", "noise", "atari_wrappers", "torch_layers", "evaluation")),
+    "sb3_contrib", "sb3_contrib.common.wrappers", "sb3_contrib.common.maskable.callbacks")  # fmt: skip
 #: Modules and datamodules by the peer's algorithms.
 COUNTERPARTS = {
     "from_sb3.md": {
@@ -193,9 +197,9 @@ COUNTERPARTS = {
     },
 }  # fmt: skip
 #: Pages, and the first columns of their tables of every argument.
-KINDS = [("from_trl.md", kind) for kind in ("config field", "trainer argument", "script field")] + [
-    ("from_sb3.md", kind)
-    for kind in ("argument", "key of policy_kwargs", "argument of a method", "argument of a class or function")
+OTHERS = "argument of a class or function"
+KINDS = [("from_trl.md", kind) for kind in ("config field", "trainer argument", "script field", OTHERS)] + [
+    ("from_sb3.md", kind) for kind in ("argument", "key of policy_kwargs", "argument of a method", OTHERS)
 ]
 Row = tuple[list[str], list[str], str]
 
@@ -221,8 +225,7 @@ def peer_arguments(page: str, kind: str) -> dict[str, dict[str, Any]]:
     if page == "from_trl.md":
         trl = pytest.importorskip("trl", reason="needs the bench extra")
         ends = {"config field": "Config", "trainer argument": "Trainer"}
-        owners = [*COUNTERPARTS[page]["trained"], "Distillation"] if kind in ends else [
-            "`ModelConfig`", "`ScriptArguments`", "`DatasetMixtureConfig`"]  # fmt: skip
+        owners = [*COUNTERPARTS[page]["trained"], "Distillation"] if kind in ends else labels(page, kind)
         return {name: parameters(getattr(trl, name.strip("`") + ends.get(kind, ""))) for name in owners}
     base, contrib = (pytest.importorskip(name, reason="needs the bench extra")
                      for name in ("stable_baselines3", "sb3_contrib"))  # fmt: skip
@@ -232,15 +235,15 @@ def peer_arguments(page: str, kind: str) -> dict[str, dict[str, Any]]:
         return {name: parameters(cls) for name, cls in algorithms.items()}
     if kind == "key of policy_kwargs":
         return {name: parameters(*cls.policy_aliases.values()) for name, cls in algorithms.items()}
-    labels = {label for _, of, _ in table(page, kind) for label in of}
     if kind == "argument of a method":
-        assert {"`learn`", "`predict`", "`save`", "`load`"} <= labels
         return {label: parameters(*(getattr(cls, label.strip("`"), list) for cls in algorithms.values()))
-                for label in labels}  # fmt: skip
-    places = ["stable_baselines3", *(f"stable_baselines3.common.{name}" for name in (
-        "vec_env", "env_util", "callbacks", "monitor", "buffers", "noise", "atari_wrappers")),
-        "sb3_contrib.common.wrappers", "sb3_contrib.common.maskable.callbacks"]  # fmt: skip
-    return {label: parameters(resolve(label.strip("`"), places)) for label in labels}
+                for label in labels(page, kind)}  # fmt: skip
+    return {label: parameters(resolve(label.strip("`"), SB3)) for label in labels(page, kind)}
+
+
+def labels(page: str, kind: str) -> list[str]:
+    """What the tables of one kind call the owners of arguments."""
+    return list(dict.fromkeys(label for _, of, _ in table(page, kind) for label in of))
 
 
 def parameters(*functions: Any) -> dict[str, Any]:
@@ -322,6 +325,27 @@ def test_the_page_lists_every_argument_of_the_peer(page: str, kind: str) -> None
     assert {owner: names for owner, names in missing.items() if names} == {}
 
 
+def test_the_pages_list_every_class_of_the_peers() -> None:
+    """Those that a user makes: configs, trainers, algorithms, wrappers, callbacks, buffers, noises, extractors."""
+    trl = pytest.importorskip("trl", reason="needs the bench extra")
+    public = {name for name in dir(trl) if re.search("(Config|Arguments|Callback)$", name)}
+    named = {label.strip("`") for kind in ("script field", OTHERS) for label in labels("from_trl.md", kind)}
+    configs = {f"{name}Config" for name in peer_arguments("from_trl.md", "config field")}
+    assert public - named - configs == {"RichProgressCallback"}  # without an argument
+
+    peer_arguments("from_sb3.md", OTHERS)  # skips where the peer is missing
+    classes = {name: cls for place in SB3 for name, cls in vars(importlib.import_module(place)).items()
+               if inspect.isclass(cls) and cls.__module__.startswith(("stable_baselines3", "sb3_contrib"))}  # fmt: skip
+    ends = ("Callback", "Env", "Wrapper", "Buffer", "Noise", "CNN", "Extractor")
+    made = {cls for cls in classes.values() for base in cls.__mro__ if base.__name__.endswith(ends)}
+    assert len(made) > 30
+    named = {label.strip("`") for label in labels("from_sb3.md", OTHERS)}
+    bases = {"VecEnv", "VecEnvWrapper", "BaseBuffer", "BaseFeaturesExtractor", "MlpExtractor", "CloudpickleWrapper"}
+    assert {cls.__name__ for cls in made if parameters(cls)} - named == bases
+    algorithms = {name for name, cls in classes.items() if hasattr(cls, "learn")}
+    assert algorithms - peer_arguments("from_sb3.md", "argument").keys() <= {"BaseAlgorithm", "OnPolicyAlgorithm"}
+
+
 @pytest.mark.parametrize(("page", "kind"), KINDS)
 def test_what_the_page_names_here_exists(page: str, kind: str) -> None:
     for owner, name, here in entries(page, kind, peer_arguments(page, kind)):
@@ -333,7 +357,7 @@ def test_what_the_page_names_here_exists(page: str, kind: str) -> None:
                 check_code(code, known)
 
 
-@pytest.mark.parametrize(("page", "kind"), [KINDS[0], *KINDS[3:5]])
+@pytest.mark.parametrize(("page", "kind"), [KINDS[0], *KINDS[4:6]])
 def test_a_default_that_differs_is_on_the_page(page: str, kind: str) -> None:
     theirs = peer_arguments(page, kind)
     table_of_defaults = {name for what, *_ in cells(page, 3) for name in names(what)} if kind == "config field" else ()
