@@ -20,7 +20,20 @@ BLOCKS = {
     name: [json.loads(line) for line in text.splitlines()]
     for name, text in re.findall(r"```jsonl ([^\n]+)\n(.*?)```", PAGE, re.DOTALL)
 }
-REFUSED = {"stepwise supervision": "stepwise supervision of a process reward model", "vision": "vision dataset"}
+#: The kind of data that each refused format was meant as, and what the errors of its rows name.
+REFUSED = {
+    "stepwise supervision": ("prompt-completion", ["stepwise supervision of a process reward model"] * 3),
+    "vision": ("prompt-completion", ["'images' belongs to a vision dataset"] * 2 + ["'image' belongs to a vision"]),
+    "ShareGPT": ("language modeling, conversational", ["from and value, ShareGPT's format"] * 3),
+    "a list of parts": ("prompt-completion, conversational", ["message 0 has a list of parts as its content"] * 3),
+    "a conversation without an answer": ("language modeling, conversational", [
+        "'messages' has roles user,", "'messages' has roles assistant, user,", "'messages' has roles system, user,"]),
+    "no pair": ("preference, conversational", [
+        "one of chosen and rejected is text, the other a list", "'chosen' has 2 messages after the 0 that both",
+        "'rejected' .*user"]),
+    "no judgement": ("unpaired preference, conversational", [
+        "label='good' must be true or false", "where completion and label", "'completion' has .*messages"]),
+}  # fmt: skip
 KINDS = {
     "language modeling": InstructionDataModule, "prompt-only": PromptDataModule,
     "prompt-completion": InstructionDataModule, "preference": PreferenceDataModule,
@@ -107,9 +120,10 @@ def test_what_is_learned_of_each_format(tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("number", range(3))
 def test_what_nothing_learns_from_is_refused_by_name(name, number, tmp_path):
+    kind, errors = REFUSED[name]
     path = write([BLOCKS[name][number]], tmp_path / "rows.jsonl")
-    with pytest.raises(UsageError, match=REFUSED[name]):
-        records("prompt-completion", path=path)
+    with pytest.raises(UsageError, match=f"rows.jsonl:1: .*{errors[number]}"):
+        records(kind, path=path)
 
 
 @pytest.mark.parametrize(("module", "data", "name"), [
