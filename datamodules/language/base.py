@@ -1,6 +1,6 @@
 """Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -299,11 +299,15 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """Token ids of prompts, texts or chat messages; see :meth:`TextEncoder.prompts`."""
         return self.encoder.prompts(prompts, records)
 
-    def encode_completions(self, completions: list[str]) -> list[list[int]]:
-        """Token ids of completions, each with the EOS token that ends it."""
-        if completions and not self._warned_of_ends:
+    def encode_answers(self, records: Sequence[Record], *names: str) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """Token ids of the records' prompts, and for each named column of the answers to them; see
+        :meth:`TextEncoder.answered`.
+        """
+        if records and not self._warned_of_ends:
             self._warned_of_ends = note_demonstrations(self.encoder, self.source)
-        return self.encoder.completions(completions)
+        prompts = [record["prompt"] for record in records]
+        sides = [[record[name] for record in records] for name in names]
+        return self.encoder.answered(prompts, *sides, records=records)
 
     @property
     def policy(self) -> TextLearner:
@@ -519,7 +523,12 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def _ready_rewards(self) -> None:
         self.rewards.trainer_state = trainer_state(self.trainer, self.epochs_seen)
+        self.rewards.as_read = self._as_read
         self.rewards.by_token = getattr(self.policy, "takes_token_rewards", False)
+
+    def _as_read(self, record: Record) -> str:
+        """The text of a record's prompt as the model reads it."""
+        return str(self.policy.tokenizer.decode(record["prompt_ids"]))
 
     @property
     def _rank(self) -> int:

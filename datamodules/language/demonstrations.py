@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.language.preference_forms import refuse_other
-from datamodules.language.records import as_messages, as_text
 from datamodules.language.sequences import Sequences
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
@@ -74,23 +72,3 @@ class Demonstrations:
             for i in passes
         ]
         return torch.cat(orders)[first % n : first % n + count]
-
-
-def demonstrated_text(completion: Any, place: str) -> str:
-    """Returns a completion as text: of a list of messages the content of its only one, a number as it is written.
-
-    Args:
-        completion: of a record.
-        place: of the record, for messages.
-
-    Raises:
-        UsageError: another value, several messages, or a message with more than text.
-    """
-    if not isinstance(completion, list):
-        return as_text(completion, f"{place}: 'completion'")
-    messages = as_messages(completion, f"{place}: 'completion'")
-    if [message["role"] for message in messages] != ["assistant"]:
-        raise UsageError(f"{place}: 'completion' has messages of {', '.join(m['role'] for m in messages)}, where "
-                         "exactly one of the assistant should be")  # fmt: skip
-    refuse_other(messages[0], "completion", place)
-    return str(messages[0]["content"])

@@ -2,13 +2,17 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.language.notices import notice
+from datamodules.language.records import place_of
 from datamodules.language.text import TAGS
 from rl_modules.common.errors import UsageError
 from rl_modules.language.tokenizer import tokenizer_to_dict
@@ -18,6 +22,8 @@ Messages = list[dict[str, Any]]
 _SHOWN = 20
 #: The tag at which a template begins to mark the assistant's text; transformers searches with the same expression.
 _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+#: Processor time that a chat template may take for one conversation; usual ones take a millisecond.
+TEMPLATE_LIMIT_S = 5.0
 
 
 class TextEncoder:
@@ -47,6 +53,7 @@ class TextEncoder:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._unknown: dict[str, None] = {}
         self._reported = 0
+        self._warned_of_cut = False
 
     # ---------------------------------------------------------------- prompts and completions
 
@@ -73,20 +80,125 @@ class TextEncoder:
             return self._open(texts)
         ids: list[list[int]] = []
         for prompt, record in zip(prompts, columns, strict=True):
-            if isinstance(prompt, str) and not self.chats:
-                ids += self._open([prompt])
+            if self._is_plain(prompt):
+                ids += self._open([str(prompt)])
             else:
-                ids += self._tokens([self._prompt_text(prompt, record)], add_special_tokens=False)
+                messages = self.messages(prompt)
+                ids += self._tokens([self._opened(messages, record, _is_prefilled(messages))], False)
         return ids
 
-    def completions(self, completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of completions, each with the EOS token that ends it; one that is written out counts.
+    def answered(
+        self,
+        prompts: Sequence[str | Messages],
+        *sides: Sequence[str | Messages],
+        records: Sequence[Mapping[str, Any]] | None = None,
+        complete: bool = True,
+    ) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """Token ids of prompts and of answers to them.
 
-        They are tokenized separately from their prompts, because generation also starts at this boundary.
+        Where a prompt or an answer is messages, or texts go through the chat template, the template renders both
+        together and its tokens are divided where they differ from those of the prompt with an opened assistant's turn.
+        The end of the turn is then the template's. Other answers are tokenized separately from their prompts, because
+        generation also starts at this boundary, and end with the EOS token; one that is written out counts.
+
+        Args:
+            prompts: n texts or lists of messages; an answer continues a last message that is the assistant's.
+            sides: each has n answers: texts, or lists of one message.
+            records: the prompts' records, see :meth:`prompts`.
+            complete: refuse answers of which the template leaves something out.
+
+        Returns:
+            n prompts, and for each side n answers. A prompt's beginning is shared by all its answers.
+
+        Raises:
+            UsageError: the template can't be divided, or leaves out a part of an answer; see also :meth:`prompts`.
         """
-        if not completions:
-            return []
-        return [self._closed(ids) for ids in self._tokens(list(completions), False)]
+        columns: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if records is None else records
+        # A text goes through the chat template with an answer that does.
+        asked = [prompt if all(isinstance(answer, str) for answer in answers) else self.messages(prompt)
+                 for prompt, *answers in zip(prompts, *sides, strict=True)]  # fmt: skip
+        opened = self.prompts(asked, columns)
+        starts = [len(ids) for ids in opened]
+        wholes: list[list[list[int]]] = []
+        for answers in sides:
+            texts: list[str] = []
+            for i, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+                if self._is_plain(prompt):
+                    texts.append(str(answer))
+                    continue
+                with _of_record(columns[i], i):
+                    talk = self._joined(prompt, answer)
+                    texts.append(self._render(talk, columns[i]))
+                    if complete:
+                        _refuse_loss(talk[-1], texts[-1])
+            ids = self._tokens(texts, False) if texts else []
+            for i, prompt in enumerate(asked):
+                if self._is_plain(prompt):
+                    ids[i] = [*opened[i], *self._closed(ids[i])]
+                    continue
+                with _of_record(columns[i], i):
+                    before = self.messages(prompt)
+                    start = self._start(before, columns[i], opened[i], texts[i], ids[i], _is_prefilled(before))
+                    starts[i] = min(starts[i], start)
+            wholes.append(ids)
+        cut = [[row[start:] for row, start in zip(ids, starts, strict=True)] for ids in wholes]
+        return [ids[:start] for ids, start in zip(opened, starts, strict=True)], cut
+
+    def _is_plain(self, prompt: str | Messages) -> bool:
+        """Whether a prompt is a text that does not go through the chat template."""
+        return not self.chats and isinstance(prompt, str)
+
+    def unfinished(self, prompt: str | Messages, text: str) -> list[int]:
+        """Token ids of a prompt and of the beginning of an answer to it."""
+        if self._is_plain(prompt):
+            return self._open([str(prompt)])[0] + self._tokens([text], False)[0]
+        whole = self._render(self._joined(prompt, text), {}, continue_final_message=True)
+        return self._tokens([whole], False)[0]
+
+    def _joined(self, prompt: str | Messages, answer: str | Messages) -> Messages:
+        """The conversation of a prompt and an answer, which continues a last message that is the assistant's."""
+        messages = self.messages(prompt)
+        if isinstance(answer, str):
+            written = answer.removesuffix(str(self.tokenizer.eos_token))
+            answer = [{"role": "assistant", "content": written}]
+        if not _is_prefilled(messages):
+            return [*messages, *answer]
+        content = messages[-1]["content"] + answer[0]["content"]
+        return [*messages[:-1], {**messages[-1], **answer[0], "content": content}, *answer[1:]]
+
+    def _start(
+        self, before: Messages, record: Mapping[str, Any], opened: list[int], text: str, ids: list[int], prefilled: bool
+    ) -> int:
+        """Number of the first token of an answer: where a conversation differs from its prompt with an opened turn.
+
+        What the template writes to open the turn may be missing from the conversation. What it writes of the messages
+        before may not, nor the beginning of a message that the answer continues.
+
+        Args:
+            before: the messages of the prompt.
+            record: read for the template's variables.
+            opened: tokens of the prompt with the opened turn.
+            text: the conversation, rendered.
+            ids: its tokens.
+            prefilled: whether the answer continues the last message.
+        """
+        start = common_length(opened, ids)
+        if start == len(opened) < len(ids):
+            return start
+        asked = self._opened(before, record, prefilled)
+        needed = len(asked) if prefilled else common_length(asked, self._render(before, record))
+        shared = common_length(asked, text)
+        if shared < needed or start == len(ids):
+            raise UsageError("the chat template renders the messages before an answer differently when it follows "
+                             f"({asked[shared:][:_SHOWN]!r} becomes {text[shared:][:_SHOWN]!r}), so that it is not "
+                             "known where the answer begins; give another template, or for SFT one with {% generation "
+                             "%} blocks or completion_only_loss=false")  # fmt: skip
+        if not self._warned_of_cut:
+            self._warned_of_cut = True
+            notice(f"the chat template opens an answer with {self.tokenizer.decode(opened[start:])!r}, which a "
+                   "conversation with the answer does not have, or joins with what follows: the answers to learn begin "
+                   "before it, completions are written after it")  # fmt: skip
+        return start
 
     def text(self, text: str) -> list[int]:
         """Token ids of a whole text, with the tokenizer's own first token where it has one, and the EOS token."""
@@ -101,18 +213,19 @@ class TextEncoder:
 
     def as_read(self, prompt: str | Messages) -> str | Messages:
         """Returns a prompt as text, or as the messages for the chat template."""
-        return prompt if isinstance(prompt, str) and not self.chats else self.messages(prompt)
+        return prompt if self._is_plain(prompt) else self.messages(prompt)
 
     def ends_turns(self) -> bool:
-        """Whether the chat template ends the assistant's turns with the EOS token, as :meth:`completions` does; true
-        of a template that does not render a question and its answer alone.
+        """Whether the chat template ends the assistant's turns with the EOS token; true of a template that does not
+        render a question and its answer alone.
         """
-        asked = self.messages("?")
-        try:
-            ended = self._render([*asked, {"role": "assistant", "content": "!"}], {})
-        except UsageError:
-            return True
-        return "!" not in ended or str(self.tokenizer.eos_token) in ended[ended.rindex("!") :]
+        end = self._end()
+        return end is None or str(self.tokenizer.eos_token) in end
+
+    def after_eos(self) -> list[int]:
+        """Token ids that the chat template writes after the EOS token of an assistant's turn."""
+        _, _, rest = (self._end() or "").partition(str(self.tokenizer.eos_token))
+        return self._tokens([rest], False, note=False)[0] if rest else []
 
     def unknown_end(self, stops: Collection[int]) -> str | None:
         """The special token with which the chat template ends the assistant's turns, where it ends no completion.
@@ -120,14 +233,18 @@ class TextEncoder:
         Args:
             stops: token ids that end a completion.
         """
-        try:
-            ended = self._render([*self.messages("?"), {"role": "assistant", "content": "!"}], {})
-        except UsageError:
-            return None
-        ids = self._tokens([ended.rpartition("!")[2]], False, note=False)[0] if "!" in ended else []
+        ids = self._tokens([self._end() or ""], False, note=False)[0]
         added = self.tokenizer.added_tokens_decoder
         special = [added[token].content for token in ids if token in added and added[token].special]
         return special[0] if special and not set(ids) & set(stops) else None
+
+    def _end(self) -> str | None:
+        """What the chat template writes after an answer; None where it does not render a question and its answer."""
+        try:
+            ended: str = self._render([*self.messages("?"), {"role": "assistant", "content": "!"}], {})
+        except UsageError:
+            return None
+        return ended.rpartition("!")[2] if "!" in ended else None
 
     def hidden_tags(self) -> list[str]:
         """Tags of thoughts and answers that are special tokens, which the texts of completions leave out."""
@@ -192,7 +309,10 @@ class TextEncoder:
     ) -> tuple[list[int], list[bool]]:
         rendered = self._render(messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, written = list(rendered["input_ids"]), [bool(flag) for flag in rendered["assistant_masks"]]
-        self._note_unknown([ids], [self._render(messages, record)])
+        text = self._render(messages, record)
+        self._note_unknown([ids], [text])
+        if messages[-1]["role"] == "assistant":
+            _refuse_loss(messages[-1], text)
         if first:  # what the template renders of the messages before does not count
             before = self._tokens([self._render(messages[:first], record)], False, note=False)[0]
             shared = common_length(before, ids)
@@ -216,13 +336,17 @@ class TextEncoder:
         ids = self._tokens([whole], False)[0]
         written = [False] * len(ids)
         for turn in turns:
-            opened = self._render(messages[:turn], record, add_generation_prompt=True)
-            closed = self._render(messages[: turn + 1], record)
-            start, end = (self._tokens([text], False, note=False)[0] for text in (opened, closed))
-            for text, beginning in ((opened, start), (closed, end)):
-                if ids[: len(beginning)] != beginning:
-                    raise UsageError(_why_no_beginning(turn, text, whole))
-            written[len(start) : len(end)] = [True] * (len(end) - len(start))
+            before = messages[:turn]
+            opened = self._tokens([self._opened(before, record, False)], False, note=False)[0]
+            start, end = self._start(before, record, opened, whole, ids, False), len(ids)
+            if turn + 1 < len(messages):
+                closed = self._render(messages[: turn + 1], record)
+                beginning = self._tokens([closed], False, note=False)[0]
+                end = len(beginning)
+                if ids[:end] != beginning:
+                    raise UsageError(_why_no_beginning(turn, closed, whole))
+            _refuse_loss(messages[turn], whole)
+            written[start:end] = [True] * (end - start)
         return ids, written
 
     def whole(self, messages: Messages, record: Mapping[str, Any]) -> list[int]:
@@ -231,15 +355,15 @@ class TextEncoder:
 
     # ---------------------------------------------------------------- the chat template
 
-    def _prompt_text(self, prompt: str | Messages, record: Mapping[str, Any]) -> str:
-        messages = self.messages(prompt)
-        prefilled = messages[-1]["role"] == "assistant"
-        return self._render(messages, record, add_generation_prompt=not prefilled, continue_final_message=prefilled)
+    def _opened(self, messages: Messages, record: Mapping[str, Any], prefilled: bool) -> str:
+        """Messages up to the place where the assistant's turn, or its message that is the last one, goes on."""
+        how = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+        return str(self._render(messages, record, **how))
 
     def _render(self, messages: Messages, record: Mapping[str, Any], **how: Any) -> Any:
         if self.tokenizer.chat_template is None:
-            raise UsageError("the prompts are chat messages, but the tokenizer has no chat template; give prompts as "
-                             "text, or another tokenizer")  # fmt: skip
+            raise UsageError("the prompts or answers are chat messages, but the tokenizer has no chat template; give "
+                             "texts, or another tokenizer")  # fmt: skip
         tools = tools_of(record)
         template = str(self.tokenizer.chat_template)
         for name, there in (("tools", tools), ("tool_calls", any(m.get("tool_calls") for m in messages))):
@@ -249,7 +373,10 @@ class TextEncoder:
         variables = {**self.chat_template_kwargs, **(record.get("chat_template_kwargs") or {})}
 
         def render(messages: Messages, **how: Any) -> Any:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **how, **variables})
+            with _time_limit(f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'}"):
+                return self.tokenizer.apply_chat_template(
+                    messages, tools=tools, **{"tokenize": False, **how, **variables}
+                )
 
         try:
             if (arguments := _texts_of_arguments(messages)) and _are_quoted(arguments, render, messages):
@@ -340,6 +467,11 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     return tools or None  # some templates open a section for an empty list
 
 
+def _is_prefilled(messages: Messages) -> bool:
+    """Returns whether the model continues the last message, which is the assistant's."""
+    return bool(messages[-1]["role"] == "assistant")
+
+
 def _counts(message: Mapping[str, Any]) -> bool:
     """Returns whether an assistant message counts in the loss: its ``weight`` is not 0.
 
@@ -352,19 +484,62 @@ def _counts(message: Mapping[str, Any]) -> bool:
     return bool(weight)
 
 
+def _refuse_loss(message: Mapping[str, Any], rendered: str) -> None:
+    """Refuses an answer of which the chat template leaves something out; white space does not count."""
+    squeezed = "".join(rendered.split())
+    for name in ("content", "reasoning_content"):
+        text = str(message.get(name) or "")
+        if "".join(text.split()) not in squeezed:
+            raise UsageError(f"the chat template leaves out the {name} {text[:40]!r} of an answer, or a part of it; "
+                             "leave it out of the records, or give a template that renders it")  # fmt: skip
+
+
+@contextmanager
+def _of_record(record: Mapping[str, Any], number: int) -> Iterator[None]:
+    """Names a record in an error."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{place_of(record, f'record {number}')}: {error}") from error
+
+
+@contextmanager
+def _time_limit(what: str) -> Iterator[None]:
+    """Ends Python code that takes too long with an error; in another thread than the main one there is no limit.
+
+    A timer of the process's own time interrupts a loop where it is, needs no second thread or process for each of
+    millions of conversations, and leaves the alarm of real time to others.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise UsageError(f"{what} takes more than {TEMPLATE_LIMIT_S:g} s of processor time for one conversation, as a "
+                         "loop without an end does; give another template")  # fmt: skip
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def _why_no_beginning(turn: int, text: str, whole: str) -> str:
     """Returns a sentence that says why a conversation's tokens do not begin with those of its beginning.
 
     Args:
         turn: number of the assistant's message.
-        text: the beginning as the template renders it, before the message or with it.
+        text: the beginning as the template renders it, with the message.
         whole: the conversation as the template renders it.
     """
     if whole.startswith(text):
         return (f"the tokenizer joins {text[-1:]!r}, the last character of what the chat template renders up to "
                 f"message {turn} of a conversation, with what follows, so that it is not known which tokens the "
-                "assistant wrote; give a template whose generation prompt and turns do not end with it, or one with "
-                "{% generation %} blocks, or set completion_only_loss=false to learn all tokens")  # fmt: skip
+                "assistant wrote; give a template whose turns do not end with it, or one with {% generation %} blocks, "
+                "or set completion_only_loss=false to learn all tokens")  # fmt: skip
     return (f"the chat template renders message {turn} of a conversation differently when others follow, and has no "
             "{% generation %} blocks that mark what the assistant wrote; give a template with them, or set "
             "completion_only_loss=false to learn all tokens")  # fmt: skip
@@ -410,6 +585,6 @@ def _read_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of leading tokens that two sequences share."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of leading tokens, or characters, that two sequences share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

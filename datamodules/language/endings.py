@@ -27,7 +27,7 @@ def note_completions(encoder: TextEncoder, source: str, stops: Collection[int], 
 
 
 def note_demonstrations(encoder: TextEncoder, source: str) -> bool:
-    """Reports demonstrations that end with another token than the chat template's turns; returns whether there are any.
+    """Reports a chat template that ends answers without the EOS token; returns whether it is one.
 
     Args:
         encoder: of the model's tokenizer.
@@ -35,7 +35,7 @@ def note_demonstrations(encoder: TextEncoder, source: str) -> bool:
     """
     if not encoder.chats or encoder.ends_turns():
         return False
-    notice(f"{source}: completions end with the EOS token {encoder.tokenizer.eos_token!r}, with which the chat "
-           "template does not end the assistant's turns; if the model ends them as the template does, set eos_token in "
-           "tokenizer_config.json to that token")  # fmt: skip
+    notice(f"{source}: the chat template ends the assistant's turns without the EOS token "
+           f"{encoder.tokenizer.eos_token!r}, so that a model does not learn from them to end its completions with it; "
+           "set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
     return True

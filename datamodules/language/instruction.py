@@ -21,7 +21,7 @@ from rl_modules.common.seeding import stream_seed
 from rl_modules.language.contract import PackingLearner
 
 #: Columns that are added to records here; a source must not have columns of these names.
-ADDED = ("conversation", "whole", "text_ids", "completion_mask")
+ADDED = ("conversation", "whole", "text_ids", "completion_mask", "learned_ids")
 #: Optimizer steps whose sequences are sorted by length together.
 BUCKET_STEPS = 50
 
@@ -117,8 +117,11 @@ class InstructionDataModule(LanguageDataModule):
                 records[i] = {**record, "text_ids": ids, "completion_mask": [True] * (len(ids) - 1)}
         self._check_ends(records)
         shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "text_ids" not in r]
-        for i, ids in zip(shown, self.encode_completions([records[i]["completion"] for i in shown]), strict=True):
-            records[i]["completion_ids"] = ids
+        prompts, (answers,) = self.encode_answers([records[i] for i in shown], "completion")
+        for i, prompt, answer in zip(shown, prompts, answers, strict=True):
+            # What a model completes may end with more of the chat template than what comes before a whole answer.
+            other = {} if prompt == records[i]["prompt_ids"] else {"learned_ids": prompt}
+            records[i] |= {"completion_ids": answer, **other}
         limit = min(self.policy.max_length, self.max_length or self.policy.max_length)
         lengths = [len(first) + len(rest) for first, rest in map(_parts, records)]
         kept = [i for i, length in enumerate(lengths) if length <= limit]
@@ -166,6 +169,7 @@ class InstructionDataModule(LanguageDataModule):
             notice(f"{self.source}: the chat template ends the assistant's turns without the EOS token "
                    f"{self.policy.tokenizer.eos_token!r}, so that the model does not learn to end its "
                    "completions; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
+            self._warned_of_ends = True
 
     def _encode_conversation(self, record: Record, number: int) -> Record:
         """Adds ``text_ids``, a conversation's tokens, and which of them but the first count."""
@@ -325,4 +329,5 @@ def _parts(record: Record) -> tuple[list[int], list[int]]:
     """The tokens that come first and those after them: prompt and completion, or the first token and the others."""
     if "text_ids" in record:
         return record["text_ids"][:1], record["text_ids"][1:]
-    return record["prompt_ids"], record.get("completion_ids", [])
+    first = "learned_ids" if "learned_ids" in record else "prompt_ids"
+    return record[first], record.get("completion_ids", [])

@@ -1,11 +1,12 @@
 """Unpaired preferences: answers judged one by one, each with a label and a mismatched answer."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from datamodules.language.csv_files import as_number
 from datamodules.language.notices import notice
-from datamodules.language.preference_forms import as_preference, refuse_other
-from datamodules.language.records import NothingUsable
+from datamodules.language.preference_forms import as_preference
+from datamodules.language.records import NothingUsable, as_answer
 from rl_modules.common.errors import UsageError
 
 Record = dict[str, Any]
@@ -20,15 +21,16 @@ class EncodesAnswers(Protocol):
     @property
     def hparams(self) -> Any: ...
 
-    def encode_prompts(self, texts: list[Any], records: list[Record]) -> list[list[int]]: ...
-
-    def encode_completions(self, texts: list[Any]) -> list[list[int]]: ...
+    def encode_answers(
+        self, records: Sequence[Record], *names: str
+    ) -> tuple[list[list[int]], list[list[list[int]]]]: ...
 
     def refuse_empty_prompt(self, ids: list[int], record: Record) -> None: ...
 
 
 def as_judgement(row: Record, place: str) -> Record:
-    """A row as ``prompt``, ``completion`` (text) and ``label`` (bool), or a pair in the form of :func:`as_preference`.
+    """A row as ``prompt``, ``completion`` (as of :func:`as_answer`) and ``label`` (bool), or a pair in the form of
+    :func:`as_preference`.
 
     Args:
         row: the columns of a file's or dataset's row.
@@ -47,15 +49,7 @@ def as_judgement(row: Record, place: str) -> Record:
                          "chosen and rejected should be; name the columns with `columns`")  # fmt: skip
     if label not in (0, 1):
         raise UsageError(f"{place}: label={label!r} must be true or false")
-    if isinstance(completion, list):
-        last = completion[0] if len(completion) == 1 else None
-        if isinstance(last, dict):
-            refuse_other(last, "completion", place)
-        if not isinstance(last, dict) or not isinstance(last.get("content"), str):
-            raise UsageError(f"{place}: 'completion' has {len(completion)} messages, where exactly one with role and "
-                             "content should be")  # fmt: skip
-        completion = last["content"]
-    return {**row, "completion": completion, "label": bool(label)}
+    return {**row, "completion": as_answer(completion, f"{place}: 'completion'"), "label": bool(label)}
 
 
 def unpair(records: list[Record]) -> list[Record]:
@@ -87,8 +81,7 @@ def encode_judgements(data: EncodesAnswers, records: list[Record], limit: int) -
         UsageError: records that are too long, or fewer than two.
     """
     records = unpair(records)
-    prompts = data.encode_prompts([record["prompt"] for record in records], records)
-    completions = data.encode_completions([record["completion"] for record in records])
+    prompts, (completions,) = data.encode_answers(records, "completion")
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     kept = [i for i, length in enumerate(lengths) if length <= limit]
     if len(kept) < len(records):

@@ -192,7 +192,7 @@ class PreferenceDataModule(LanguageDataModule):
         self.demonstration_ids = []
 
     def reshape(self, row: Record, place: str) -> Record:
-        """Converts any form of a preference to ``prompt`` and two texts, or ``completion`` and ``label``; checks the
+        """Converts any form of a preference to ``prompt`` and two answers, or ``completion`` and ``label``; checks the
         values.
         """
         if self.unpaired:
@@ -212,8 +212,7 @@ class PreferenceDataModule(LanguageDataModule):
         """
         if self.unpaired:
             return encode_judgements(self, records, self._limit)
-        prompts = self.encode_prompts([record["prompt"] for record in records], records)
-        sides = [self.encode_completions([record[name] for record in records]) for name in ("chosen", "rejected")]
+        prompts, sides = self.encode_answers(records, "chosen", "rejected")
         limit = self._limit
         kept: list[Record] = []
         equal = overlong = 0
@@ -260,8 +259,7 @@ class PreferenceDataModule(LanguageDataModule):
             n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
             required=("prompt", "completion"),
         )[:n]  # fmt: skip
-        prompts = self.encode_prompts([record["prompt"] for record in records], records)
-        completions = self.encode_completions([record["completion"] for record in records])
+        prompts, (completions,) = self.encode_answers(records, "completion")
         ids = [p + c for p, c in zip(prompts, completions, strict=True)]
         fitting = [torch.tensor(row, dtype=torch.int32) for row in ids if len(row) <= self._limit]
         if not fitting:

@@ -1,15 +1,17 @@
-"""Converts the forms of preferences to one: a prompt and two texts."""
+"""Converts the forms of preferences to one: a prompt and two answers."""
 
 import math
 from typing import Any
 
 from datamodules.language.base import Record
 from datamodules.language.csv_files import as_number
+from datamodules.language.records import as_answer
 from rl_modules.common.errors import UsageError
 
 
 def as_preference(row: Record, place: str) -> Record:
-    """Converts a row to ``prompt`` (text or messages), ``chosen`` and ``rejected`` (texts), and perhaps ``margin``.
+    """Converts a row to ``prompt`` (text or messages), ``chosen`` and ``rejected`` (see
+    :func:`~datamodules.language.records.as_answer`), and perhaps ``margin``.
 
     Answers may be lists of chat messages, of which the last one is the answer; the messages before it, which both
     lists share, belong to the prompt. If texts have no prompt, the prompt is their common beginning up to its last
@@ -67,10 +69,7 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        last = messages[-1] if messages else None
-        if isinstance(last, dict):
-            refuse_other(last, name, place)
-        if len(messages) != shared + 1 or not isinstance(last, dict) or not isinstance(last.get("content"), str):
+        if len(messages) != shared + 1:
             raise UsageError(f"{place}: {name!r} has {len(messages) - shared} messages after the {shared} that both "
                              "answers share, where exactly one with role and content should be")  # fmt: skip
     if shared:
@@ -80,27 +79,9 @@ def _from_messages(prompt: Any, chosen: list[Any], rejected: list[Any], place: s
         elif not isinstance(prompt, str) or before != [{"role": "user", "content": prompt}]:
             # One message that is the prompt in words stays in words, for tokenizers without a chat template.
             prompt = before
-    return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
-
-
-def refuse_other(message: Record, name: str, place: str) -> None:
-    """Refuses a message that is no answer of the assistant's, or more than its text.
-
-    Args:
-        message: the answer.
-        name: its column.
-        place: of the row, for messages.
-
-    Raises:
-        UsageError: another role, or a part that would be lost.
-    """
-    if "role" in message and message["role"] != "assistant":
-        raise UsageError(f"{place}: {name!r} ends with a message of role {message['role']!r}, where the assistant's "
-                         "answer should be; end it there, or leave the row out")  # fmt: skip
-    for key, what in (("tool_calls", "calls tools"), ("reasoning_content", "has reasoning_content")):
-        if message.get(key):
-            raise UsageError(f"{place}: {name!r} {what}, which is lost where an answer is read as a text; write "
-                             "that into its content")  # fmt: skip
+    answers = {name: as_answer(messages[-1:], f"{place}: {name!r}")
+               for name, messages in (("chosen", chosen), ("rejected", rejected))}  # fmt: skip
+    return {"prompt": prompt, **answers}
 
 
 def _is_number(value: Any) -> bool:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from datamodules.language.ahead import WrittenAhead
 from datamodules.language.base import Batch, LanguageDataModule, Record
-from datamodules.language.demonstrations import Demonstrations, demonstrated_text
+from datamodules.language.demonstrations import Demonstrations
 from datamodules.language.early_rewards import EarlyRewards
-from datamodules.language.records import place_of
+from datamodules.language.records import PlacedRecord, as_answer, place_of
 from datamodules.language.reward_arguments import refuse_own_names
 from datamodules.language.rows import RowLengths, chosen_rows, groups_of, has_signal, joined, require_rewards
 from datamodules.language.sequences import joined_sequences
@@ -236,15 +236,13 @@ class PromptDataModule(LanguageDataModule):
         if missing is not None:
             raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
                              f"{self.ptx_batch_size} asks for; give ptx_path")  # fmt: skip
-        texts = [demonstrated_text(record["completion"], place_of(record, f"{self.source}: record {i}"))
-                 for i, record in enumerate(records)]  # fmt: skip
-        return Demonstrations(
-            self.encode_prompts([record["prompt"] for record in records], records),
-            self.encode_completions(texts),
-            self.ptx_batch_size,
-            self.seed,
-            self.policy.max_length,
-        )
+        places = [place_of(record, f"{self.source}: record {i}") for i, record in enumerate(records)]
+        answers = [as_answer(record["completion"], f"{place}: 'completion'")
+                   for record, place in zip(records, places, strict=True)]  # fmt: skip
+        shown = [PlacedRecord({**record, "completion": answer}, place)
+                 for record, answer, place in zip(records, answers, places, strict=True)]  # fmt: skip
+        prompts, (completions,) = self.encode_answers(shown, "completion")
+        return Demonstrations(prompts, completions, self.ptx_batch_size, self.seed, self.policy.max_length)
 
     def _with_demonstrations(self, step: list[Batch], number: int) -> list[Batch]:
         """Returns the micro-batches of optimizer step ``number`` with their share of demonstrations."""

@@ -1,7 +1,7 @@
 """Conversion of a file's or dataset's row to a record, with checks."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datamodules.language.tasks.base import Record, fill
@@ -28,7 +28,7 @@ class PlacedRecord(dict[str, Any]):
         self.place = place
 
 
-def place_of(record: Record, source: str) -> str:
+def place_of(record: Mapping[str, Any], source: str) -> str:
     """Returns a record's file and line, or dataset and row; where it has none, the name of its source."""
     return record.place if isinstance(record, PlacedRecord) else source
 
@@ -69,7 +69,7 @@ def as_record(
     record["prompt"] = _prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
         if record.get(name) is not None:
-            record[name] = as_text(record[name], f"{place}: {name!r}")
+            record[name] = (as_text if name == "answer" else as_answer)(record[name], f"{place}: {name!r}")
     if answer_after is not None and record.get("answer") is not None:
         _, found, answer = record["answer"].rpartition(answer_after)
         if not found:
@@ -120,6 +120,23 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
         messages[i] = {**message, "content": as_text(text, what)}
         as_text(json.dumps(message, ensure_ascii=False, default=str), what)
     return messages
+
+
+def as_answer(value: Any, what: str) -> str | list[dict[str, Any]]:
+    """An answer, checked: a text, or a list of exactly one message of the assistant.
+
+    A message that has nothing but its text becomes the text. Others keep what the chat template may read.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return as_text(value, what)
+    messages = as_messages(value, what) if value else []
+    if [message["role"] for message in messages] != ["assistant"]:
+        raise UsageError(f"{what} has messages of {', '.join(m['role'] for m in messages) or 'nobody'}, where exactly "
+                         "one of the assistant should be; end it there, or leave the row out")  # fmt: skip
+    return str(messages[0]["content"]) if set(messages[0]) == {"role", "content"} else messages
 
 
 def as_text(value: Any, what: str) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 from datamodules.language.reward_logging import LOGGING
 from rl_modules.common.errors import UsageError
 
+#: Argument for the prompts as the model reads them, after the chat template; only for functions that name it.
+RENDERED = "rendered_prompts"
 #: Arguments that are no columns.
-_OWN = frozenset({"prompts", "completions", "completion_ids", "trainer_state", *LOGGING})
+_OWN = frozenset({"prompts", "completions", "completion_ids", RENDERED, "trainer_state", *LOGGING})
 #: Columns that a reward function gets by other names, or not at all (TRL's choice).
 _NOT_PASSED = frozenset(
     {"prompt", "completion", "completion_ids", "prompt_ids", "conversation", "text_ids", "completion_mask"}
@@ -54,7 +56,7 @@ def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict
     try:
         parameters = inspect.signature(func).parameters
     except (TypeError, ValueError):  # builtins written in C have no signature
-        return _without_logging(given)
+        return _without_named(given)
     for parameter in parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
@@ -62,12 +64,20 @@ def accepted(func: Callable[..., Any], name: str, given: dict[str, Any]) -> dict
             raise UsageError(_missing(name, parameter.name, given))
     named = {key: value for key, value in given.items() if key in parameters}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {**_without_logging(given), **named} if takes_all else named
+    return {**_without_named(given), **named} if takes_all else named
 
 
-def _without_logging(given: dict[str, Any]) -> dict[str, Any]:
-    """Removes the logging functions, which a reward function receives only if it names them."""
-    return {key: value for key, value in given.items() if key not in LOGGING}
+def _without_named(given: dict[str, Any]) -> dict[str, Any]:
+    """Removes the arguments that a reward function receives only if it names them."""
+    return {key: value for key, value in given.items() if key not in (*LOGGING, RENDERED)}
+
+
+def names_argument(func: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function has an argument of a name."""
+    try:
+        return name in inspect.signature(func).parameters
+    except (TypeError, ValueError):  # builtins written in C have no signature
+        return False
 
 
 def _missing(name: str, parameter: str, given: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from datamodules.language import reward_logging
 from datamodules.language.notices import notice
-from datamodules.language.reward_arguments import accepted, columns_of, own_part
+from datamodules.language.reward_arguments import RENDERED, accepted, columns_of, names_argument, own_part
 from datamodules.language.reward_logging import LOGGING, RewardLog
 from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError
@@ -54,6 +54,9 @@ class RewardFunctions:
         self.trainer_state: TrainerState | None = None
         #: One name per function, all different, for metrics.
         self.names = _distinct([function_name(func) for func in self.funcs])
+        #: Returns the text that the model reads of a record; None: unknown.
+        self.as_read: Callable[[dict[str, Any]], str] | None = None
+        self._wants_text = any(names_argument(func, RENDERED) for func in self.funcs)
         #: Whether a function may return a list of numbers for a completion, one per token.
         self.by_token = False
         #: Such lists of the last batch: by function, by sample.
@@ -166,6 +169,8 @@ class RewardFunctions:
             **(columns_of(records) if self.funcs else {}),
             **dict.fromkeys(LOGGING),  # each call has its own
         }
+        if self._wants_text and self.as_read is not None:
+            given[RENDERED] = [self.as_read(record) for record in records]
         if state is not None:
             given["trainer_state"] = state
         return given

@@ -49,13 +49,16 @@ def answer_in_tags(
     ]
 
 
-def think_answer_format(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> Rewards:
+def think_answer_format(
+    prompts: Any, completions: Any, completion_ids: Any = None, *, rendered_prompts: Any = None, **columns: Any
+) -> Rewards:
     """1.0 where the completion is one ``<think>…</think><answer>…</answer>`` and nothing else, 0.0 otherwise.
 
-    A prompt that ends with ``<think>``, as text or as a message that the model continues, has opened the first part.
+    A prompt that ends with ``<think>`` as the model reads it, after the chat template, has opened the first part.
 
     Source: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
     """
+    prompts = rendered_prompts or prompts
     opened = [""] * len(completions) if prompts is None else [opened_thought(prompt) for prompt in prompts]
     return [
         float(is_think_and_answer(start + text_of(completion)))

@@ -20,7 +20,7 @@ from rl_modules.language.critics import check_same_tokens, frozen, with_weights_
 from rl_modules.language.lora import check_switched_off
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.policy import LanguagePolicy
-from rl_modules.language.rereading import encode_again, reads_in_the_same_form
+from rl_modules.language.rereading import encode_again, reads_in_the_same_form, with_ended_turns
 from rl_modules.language.reward_model import load_reward_model
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.sharding import Splitter, shard
@@ -204,10 +204,11 @@ class PolicyWithReference(LanguagePolicy):
         tokens differ from the policy's.
 
         Args:
-            rollout: tokens, prompt_length, length; to encode again, also ``asked``, ``texts`` and ``finished``.
+            rollout: tokens, prompt_length, length, ``asked`` and ``finished``; to encode again, also ``texts``.
         """
         if self.reward_tokenizer is None:
-            return self.in_parts(rollout, lambda *text: {"score": self.scores(*text)})["score"]
+            ended = with_ended_turns(rollout, self.tokenizer, max_length(self.reward_model.config))
+            return self.in_parts(ended, lambda *text: {"score": self.scores(*text)})["score"]
         tokens, length = encode_again(
             self.reward_tokenizer, rollout["asked"], rollout["texts"], rollout["finished"].tolist(),
             max_length(self.reward_model.config),

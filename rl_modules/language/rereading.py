@@ -55,36 +55,49 @@ def encode_again(
     if tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in asked):
         raise UsageError("the policy's prompts are chat messages, but the reward model's tokenizer has no chat "
                          "template; give a reward model with one, or set chat_template=false")  # fmt: skip
-    tokens, length = right_padded(encode_answers(tokenizer, asked, texts, finished, chat_template=False))
+    # Imported here, because the modules can be used without the datamodules.
+    from datamodules.language.encoding import TextEncoder
+
+    encoder = TextEncoder(tokenizer, chat_template=False)
+
+    def encoded(prompt: str | list[dict[str, Any]], text: str, ended: bool) -> list[int]:
+        try:
+            if not ended:
+                return encoder.unfinished(prompt, text)
+            (begin,), ((answer,),) = encoder.answered([prompt], [text], complete=False)
+        except UsageError:  # a model may write what a template does not take as an answer
+            (begin,), (answer,) = encoder.prompts([prompt]), tokenizer([text], add_special_tokens=False).input_ids
+            answer = [*answer, tokenizer.eos_token_id] if ended else answer
+        return [*begin, *answer]
+
+    tokens, length = right_padded([encoded(*row) for row in zip(asked, texts, finished, strict=True)])
     if int(length.max()) > longest:
         raise UsageError(f"a prompt and its completion have {int(length.max())} of the reward model's tokens, it takes "
                          f"{longest}; lower max_completion_length")  # fmt: skip
     return tokens, length
 
 
-def encode_answers(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    texts: Sequence[str],
-    finished: Sequence[bool],
-    chat_template: bool | None = None,
-) -> list[list[int]]:
-    """Token ids of prompts and their answers, as ``PreferenceDataModule`` encodes them.
+def with_ended_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
+    """A generation whose ended completions have what the chat template writes after the EOS token, as a reward model's
+    preferences have it.
 
     Args:
-        tokenizer: the reward model's.
-        prompts: B texts or lists of chat messages; messages go through the chat template.
-        texts: B answers.
-        finished: whether each ends with the EOS token.
-        chat_template: put prompts that are text into the chat template too; None: where the tokenizer has one.
+        rollout: ``asked``, ``tokens`` [B, T], ``prompt_length``, ``length`` and ``finished`` [B].
+        tokenizer: of policy and reward model.
+        longest: tokens that the reward model can take; completions without room for more stay as they are.
     """
-    # Imported here, because the modules can be used without the datamodules.
     from datamodules.language.encoding import TextEncoder
 
-    encoder = TextEncoder(tokenizer, chat_template)
-    answers = zip(texts, finished, encoder.completions(texts), strict=True)
-    ends = [ids if end else tokenizer(text, add_special_tokens=False).input_ids for text, end, ids in answers]
-    return [[*prompt, *answer] for prompt, answer in zip(encoder.prompts(prompts), ends, strict=True)]
+    rest = [] if isinstance(rollout["asked"][0], str) else TextEncoder(tokenizer).after_eos()
+    if not rest:
+        return rollout
+    total = rollout["prompt_length"] + rollout["length"]
+    ended = rollout["finished"] & (total + len(rest) <= longest)
+    tokens = torch.nn.functional.pad(rollout["tokens"], (0, len(rest)))
+    place = total[:, None] + torch.arange(len(rest), device=tokens.device)
+    end = torch.tensor(rest, device=tokens.device).expand(len(tokens), -1)
+    tokens = tokens.scatter(1, place, torch.where(ended[:, None], end, tokens.gather(1, place)))
+    return {**rollout, "tokens": tokens, "length": rollout["length"] + ended * len(rest)}
 
 
 def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

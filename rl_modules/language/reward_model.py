@@ -21,7 +21,7 @@ from rl_modules.language.models import add_lora, export_model, make_config, make
 from rl_modules.language.pair_scores import can_pack, pair_scores
 from rl_modules.language.preference_metrics import PreferenceMetrics
 from rl_modules.language.reliability import reliability_diagram
-from rl_modules.language.rereading import encode_answers, right_padded
+from rl_modules.language.rereading import right_padded
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import load_tokenizer
 
@@ -198,7 +198,7 @@ class RewardModel(LanguageModule):
 
         Args:
             prompts: b texts or lists of chat messages.
-            completions: b texts; EOS is added.
+            completions: b texts; the chat template, or an EOS token, ends them.
             chat_template: put prompts that are text into the tokenizer's chat template; None: where it has one, as
                 ``PreferenceDataModule`` does by default. Its ``system_prompt`` and ``chat_template_kwargs`` are not
                 known here: give the system prompt as the first message.
@@ -208,8 +208,11 @@ class RewardModel(LanguageModule):
         """
         if self.model is None:
             self.configure_model()
-        ended = [True] * len(completions)
-        ids = encode_answers(self.tokenizer, prompts, completions, ended, chat_template)
+        # Imported here, because the modules can be used without the datamodules.
+        from datamodules.language.encoding import TextEncoder
+
+        encoded, (answers,) = TextEncoder(self.tokenizer, chat_template).answered(prompts, completions)
+        ids = [[*prompt, *answer] for prompt, answer in zip(encoded, answers, strict=True)]
         tokens, length = (x.to(self.device) for x in right_padded(ids))
         training = self.training
         scores = sequence_scores(self.eval().model, tokens, length)

@@ -63,8 +63,8 @@ def chatting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy = SFT(model_config={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1})
     policy.tokenizer.chat_template = (
-        "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
-        "{% if add_generation_prompt %}({{ sign or 'a' }}:{% endif %}"
+        "{% for m in messages %}({{ sign or 'a' if m['role'] == 'assistant' else m['role'][0] }}:{{ m['content'] }})"
+        "{% endfor %}{% if add_generation_prompt %}({{ sign or 'a' }}:{% endif %}"
     )
     policy.configure_model()
     policy.export(tmp_path / "policy")

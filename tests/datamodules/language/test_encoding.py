@@ -85,8 +85,12 @@ def test_weights_need_a_passage_for_each_message():
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     rewriting = "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] if loop.last else '' }}){% endfor %}"
-    with pytest.raises(UsageError, match=r"renders message 1 .* differently when others follow.*generation"):
+    with pytest.raises(UsageError, match=r"renders the messages before an answer differently .*generation"):
         encoder(rewriting).conversation(CHAT, {})
+    # One that writes them alike until a later message follows.
+    with pytest.raises(UsageError, match=r"renders message 1 .* differently when others follow.*generation"):
+        encoder(EACH.replace("})", "}{{ ']' if m.role[0] == 'a' and not loop.last else ')' }}") + OPEN).conversation(
+            CHAT[:3], {})  # fmt: skip
     encode = encoder(rewriting)
     assert encode.tokenizer.decode(encode.whole(CHAT, {})) == "(u:)(a:)(u:)(a:no)"
 
@@ -107,16 +111,18 @@ def test_marks_are_found_as_transformers_finds_them(tags):
     assert encode.tokenizer.decode([t for t, flag in zip(ids, written, strict=True) if flag]) == "yono"
 
 
-def test_a_prompt_whose_last_character_is_joined_with_the_answer_is_refused_for_that():
+def test_a_last_character_of_the_prompt_that_is_joined_with_the_answer_is_learned(caplog):
     words = Tokenizer(WordLevel({"<eos>": 0, "u:": 1, "hi": 2, "a:": 3, " ": 4, " yo": 5}, unk_token="<eos>"))
     words.pre_tokenizer = Split(Regex(r"[ua]:| ?[a-z]+| "), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<eos>")
     tokenizer.chat_template = ("{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}{% endfor %}"
                                "{% if add_generation_prompt %}a: {% endif %}")  # fmt: skip
-    with pytest.raises(UsageError, match=r"the tokenizer joins ' ', .* up to message 1 of.*generation"):
-        TextEncoder(tokenizer).conversation(CHAT[:2], {})
+    ids, written = TextEncoder(tokenizer).conversation(CHAT[:2], {})
+    assert tokenizer.convert_ids_to_tokens(ids[-1:]) == [" yo"] and written == [False] * (len(ids) - 1) + [True]
+    assert "opens an answer with ' '" in caplog.text
+    caplog.clear()
     tokenizer.chat_template = tokenizer.chat_template.replace("a: {%", "a:{%")
-    assert TextEncoder(tokenizer).conversation(CHAT[:2], {})[1][-1]
+    assert TextEncoder(tokenizer).conversation(CHAT[:2], {}) == (ids, written) and not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_characters_that_the_tokenizer_lacks_are_named_once(caplog):
     encode = TextEncoder(character_tokenizer())
     with caplog.at_level(logging.WARNING):
         assert encode.tokenizer.unk_token_id in encode.prompts(["plain", "é中a"])[1]
-        encode.completions(["ñé"])
+        encode.answered(["a"], ["ñé"])
         encode.report_unknown("here")
         encode.report_unknown("here")
         encode.prompts(["é", "plain"])
@@ -198,16 +204,23 @@ def test_conversations_as_records():
         as_conversation({"messages": 3}, "here")
 
 
-def test_answers_that_call_tools_are_refused_as_preferences():
+def test_answers_that_call_tools_are_rendered():
     answer = {"role": "assistant", "content": "", "tool_calls": CALLS}
-    with pytest.raises(UsageError, match="here: 'rejected' calls tools"):
-        as_preference({"chosen": CHAT[:2], "rejected": [CHAT[0], answer]}, "here")
+    pair = as_preference({"chosen": CHAT[:2], "rejected": [CHAT[0], answer]}, "here")
+    assert pair == {"prompt": CHAT[:1], "chosen": "yo", "rejected": [answer]}
+    with pytest.raises(UsageError, match="record 0: a record has tool_calls, which the tokenizer's chat template"):
+        encoder().answered([pair["prompt"]], [pair["rejected"]])
+    calls = EACH.replace("}}){%", "}}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}){%")
+    encode = encoder(calls + OPEN)
+    (prompt,), ((chosen,), (rejected,)) = encode.answered([pair["prompt"]], [pair["chosen"]], [pair["rejected"]])
+    assert encode.tokenizer.batch_decode([prompt, chosen, rejected]) == ["(u:hi)(a:", "yo)", "<f>)"]
 
 
 def test_an_eos_token_that_is_written_out_is_not_written_twice():
     encode = TextEncoder(character_tokenizer())
     eos = encode.tokenizer.eos_token
-    assert encode.completions(["ab", f"ab{eos}"]) == [encode.completions(["ab"])[0]] * 2
+    _, ((one, other),) = encode.answered(["?", "?"], ["ab", f"ab{eos}"])
+    assert one == other == encode.text("ab")
     assert encode.text(f"ab{eos}") == encode.text("ab")
 
 
@@ -321,13 +334,15 @@ def test_templates_that_end_turns_with_eos():
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
-def test_answers_that_are_more_than_their_text_are_refused(key):
+def test_answers_keep_what_is_more_than_their_text(key):
     answer = {"role": "assistant", "content": "no", key: CALLS if key == "tool_calls" else "I think"}
     pair = {"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [answer]}
     judgement = {"prompt": CHAT[:1], "completion": [answer], "label": False}
-    for form, row, name in ((as_preference, pair, "rejected"), (as_judgement, judgement, "completion")):
-        with pytest.raises(UsageError, match=f"here: '{name}' .* is lost where an answer is read"):
-            form(row, "here")
+    assert as_preference(pair, "here") == {**pair, "chosen": "yo"}
+    assert as_judgement(judgement, "here") == judgement
+    assert as_judgement({**judgement, "completion": CHAT[1:2]}, "here")["completion"] == "yo"
+    with pytest.raises(UsageError, match="here: 'completion' has messages of user, where exactly one of the assistant"):
+        as_judgement({**judgement, "completion": CHAT[:1]}, "here")
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_chat_template_surrounds_the_prompt(tmp_path):
     data = attached(InstructionDataModule(path=path, system_prompt="be"), tokenizer=tokenizer)
     for record in data.train_records:
         assert tokenizer.decode(record["prompt_ids"]) == "(s:be)(u:hi)(a:"
-        assert tokenizer.decode(record["completion_ids"]) == "yo<eos>"
+        assert tokenizer.decode(record["completion_ids"]) == "yo)"
     plain = attached(InstructionDataModule(path=jsonl(tmp_path / "b.jsonl", records[:1]), chat_template=False),
                      tokenizer=tokenizer)  # fmt: skip
     assert tokenizer.decode(plain.train_records[0]["prompt_ids"]) == "hi"
@@ -243,7 +243,7 @@ def test_turns_of_the_assistant_count_however_rows_are_laid_out(tmp_path, packin
     path = jsonl(tmp_path / "a.jsonl", records)
     data = attached(InstructionDataModule(path=path, batch_size=3, packing=packing), tokenizer=tokenizer)
     (batch,) = data.train_dataloader()
-    assert texts(batch) == sorted(["(u:1)(a:[2][)](u:3)(a:[4][)]", "(u:1)(a:[2][)]", "(u:5)(a:[6][<eos>]"])
+    assert texts(batch) == sorted(["(u:1)(a:[2][)](u:3)(a:[4][)]", "(u:1)(a:[2][)]", "(u:5)(a:[6][)]"])
     assert batch["step_tokens"] == 8
     plain = attached(InstructionDataModule(path=path, batch_size=3, completion_only_loss=False), tokenizer=tokenizer)
     assert plain.sequences.counted.tolist() == [19, 9, 9]

@@ -330,7 +330,7 @@ def test_conversations_are_read_with_the_chat_template(jsonl):
     ]
     data = attached(PreferenceDataModule(path=jsonl(rows), batch_size=1), tokenizer=tokenizer)
     (batch,) = data.train_dataloader()
-    assert texts(batch) == [("[user]hi[assistant]yes<eos>", "[user]hi[assistant]no<eos>")]
+    assert texts(batch) == [("[user]hi[assistant]yes", "[user]hi[assistant]no")], "the template writes no end"
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])
@@ -380,10 +380,13 @@ PARTING = {
         ({**ABC, "chosen": [say("assistant", "b")]}, "one of chosen and rejected is text"),
         (PARTING, "'chosen' has 2 messages after the 0 that both answers share"),
         ({"chosen": [], "rejected": []}, "'chosen' has 0 messages"),
-        ({"prompt": "a", "chosen": [CALL], "rejected": [say("assistant", "b")]}, "'chosen' calls tools, which is lost"),
+        (
+            {"prompt": "a", "chosen": [CALL], "rejected": [say("assistant", "b")]},
+            "the prompts or answers are .* no chat template",
+        ),
         (
             {"chosen": [say("user", "a"), say("user", "b")], "rejected": [say("user", "a"), say("assistant", "c")]},
-            "'chosen' ends with a message of role 'user'",
+            "'chosen' has messages of user, where exactly one of the assistant",
         ),
         ("{not json", "not valid JSON"),
     ],

@@ -349,7 +349,7 @@ def test_demonstrations_may_be_numbers_and_messages(tmp_path, named):
     ([{"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}],
      "'completion' has messages of assistant, user, where exactly one of the assistant should be"),
     ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
-     "'completion' calls tools, which is lost"),
+     "the prompts or answers are chat messages, but the tokenizer has no chat template"),
     ({"text": "4"}, "'completion' is dict .*, where text should be"),
 ])  # fmt: skip
 def test_demonstrations_that_are_no_text_are_named(tmp_path, named, completion, message):

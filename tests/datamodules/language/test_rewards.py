@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from datamodules import PromptDataModule
 from datamodules.language import mathematics
 from datamodules.language.rewards import (
     RewardFunctions,
@@ -25,7 +26,12 @@ from datamodules.language.rewards import (
 )
 from datamodules.language.tasks import make_task
 from datamodules.language.trainer_state import TrainerState
+from rl_modules import GRPO
 from rl_modules.common.errors import UsageError
+from rl_modules.language.tokenizer import character_tokenizer
+from tests.training import fit
+
+TINY = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 def chat(text):
@@ -64,6 +70,31 @@ def test_a_thought_that_the_prompt_opened_is_not_opened_again():
     ):
         assert think_answer_format([prompt] * 2, [inside, whole]) == values
         assert think_answer_format([prompt] * 2, [chat(inside), chat(whole)]) == values
+
+
+def test_a_thought_that_the_chat_template_opened_is_not_opened_again():
+    """As Qwen3.5's and DeepSeek-R1's do; functions that name the rendered prompts get them."""
+    tokenizer, seen = character_tokenizer(), []
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m.content }}){% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    )
+
+    def read(prompts, completions, rendered_prompts, **columns):
+        seen.extend(rendered_prompts)
+        return [0.0] * len(prompts)
+
+    def blind(prompts, completions, **columns):
+        assert "rendered_prompts" not in columns
+        return [0.0] * len(prompts)
+
+    data = PromptDataModule("addition", task_kwargs={"chat": True}, num_generations=2, batch_size=4, n_train=4,
+                            reward_funcs=["think_answer_format", read, blind], n_eval=0)  # fmt: skip
+    module = GRPO(model_config=TINY, tokenizer_name_or_path=tokenizer, max_completion_length=2)
+    fit(module, data, max_steps=1)
+    asked = {record["prompt"][0]["content"] for record in data.train_records}
+    assert seen and set(seen) <= {f"({text})<think>" for text in asked}
+    texts = ["a</think><answer>b</answer>", "<think>a</think><answer>b</answer>"]
+    assert data.rewards(data.train_records[:1] * 2, texts)[:, 0].tolist() == [1.0, 0.0]
 
 
 def test_exact_answers_and_answers_in_tags():

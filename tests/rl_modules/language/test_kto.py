@@ -214,8 +214,8 @@ def test_refuses_arguments_by_name(arguments, message):
 @pytest.mark.parametrize(("row", "message"), [
     ({"prompt": "a", "completion": "b"}, "line 1: has 'prompt', 'completion', where completion and label"),
     ({"prompt": "a", "completion": "b", "label": "good"}, "line 1: label='good' must be true or false"),
-    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}] * 2, "label": 1}, "'completion' has 2 messages"),
-    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": 1}, "with a message of role 'user'"),
+    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}] * 2, "label": 1}, "of user, user, where"),
+    ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": 1}, "of user, where exactly one"),
 ])  # fmt: skip
 def test_refuses_records_by_place(row, message):
     with pytest.raises(UsageError, match=message):

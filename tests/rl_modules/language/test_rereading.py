@@ -91,7 +91,7 @@ def test_messages_go_through_the_judges_own_template():
     ]
     tokens, length = encode_again(tokenizer, asked, ["3", "4"], [True, False], 100)
     texts = [tokenizer.decode(row[:n]) for row, n in zip(tokens.tolist(), length.tolist(), strict=True)]
-    assert texts == ["(u:12)(a:3<eos>", "(u:1)(a:x4"], "a turn ends as it does in preferences, and only if it has ended"
+    assert texts == ["(u:12)(a:3)", "(u:1)(a:x4"], "a turn ends as it does in preferences, and only if it has ended"
     with pytest.raises(UsageError, match="the reward model's tokenizer has no chat template"):
         encode_again(pair_tokenizer(), asked, ["3", "4"], [True, True], 100)
     with pytest.raises(UsageError, match="have 10 of the reward model's tokens, it takes 9"):
@@ -126,10 +126,13 @@ def characters(eos="<eos>", template=None):
     return tokenizer
 
 
-@pytest.mark.parametrize("kind", ["end", "template"])
+@pytest.mark.parametrize("kind", ["end", "template", "line after the end"])
 def test_a_judge_of_the_same_vocabulary_reads_its_own_end_and_template(kind, tmp_path):
-    of_policy = characters(template=TEMPLATE)
-    of_judge = characters("<end>", TEMPLATE) if kind == "end" else characters(template=TEMPLATE.replace("(a:", "[a:"))
+    """And where all is the policy's, what its template writes after the end, as in the judge's preferences."""
+    template = TEMPLATE.replace("})", "}{{ eos_token }})") if kind.startswith("line") else TEMPLATE
+    of_policy = characters(template=template)
+    of_judge = {"end": characters("<end>", TEMPLATE), "template": characters(template=TEMPLATE.replace("(a:", "[a:")),
+                "line after the end": of_policy}[kind]  # fmt: skip
     assert of_policy.get_vocab() == of_judge.get_vocab()
     judge = RewardModel(model_config=TINY, tokenizer_name_or_path=of_judge)
     judge.configure_model()

@@ -1,0 +1,231 @@
+"""Every stage learns what a chat template renders of the whole conversation: all text templates that TRL ships."""
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from datamodules import InstructionDataModule, PreferenceDataModule, PromptDataModule
+from datamodules.language import encoding
+from datamodules.language.encoding import TextEncoder
+from rl_modules.common.errors import UsageError
+
+FOUND = importlib.util.find_spec("trl")
+FOLDER = Path(FOUND.origin).parent / "chat_templates" if FOUND is not None else Path("none")
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+USER, ASKED = {"role": "user", "content": "One and one?"}, {"role": "user", "content": "Sure?"}
+GOOD, BAD = {"role": "assistant", "content": "It is two."}, {"role": "assistant", "content": "Three, I think."}
+PROMPTS = {"one turn": [USER], "two turns": [USER, {"role": "assistant", "content": "Two."}, ASKED]}
+#: Templates of processors, which read a message's parts and no text.
+FOR_PARTS = {"idefics3", "llava_next", "smolvlm"}
+pytestmark = pytest.mark.skipif(not TEMPLATES, reason="TRL, of the test extra, brings the templates")
+
+
+def byte_tokenizer(template):
+    """Bytes, and two line breaks as one token, as Qwen's tokenizers have it."""
+    pieces = ["<eos>", "<pad>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [("Ċ", "Ċ")])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", bos_token="<bos>")
+    found.chat_template = template
+    return found
+
+
+def tokenizer_with(name):
+    return byte_tokenizer((FOLDER / f"{name}.jinja").read_text("utf-8"))
+
+
+def prepared(tokenizer, data, unpaired=False):
+    """A datamodule with its records, encoded as for training."""
+    module = SimpleNamespace(tokenizer=tokenizer, max_length=100_000, can_pack=False, unpaired=unpaired,
+                             scores_demonstrations=False)  # fmt: skip
+    data.trainer = SimpleNamespace(lightning_module=module, accumulate_grad_batches=1, global_rank=0, world_size=1,
+                                   state=SimpleNamespace(fn="fit"), global_step=0)  # fmt: skip
+    data.setup("fit")
+    return data
+
+
+def sft(tokenizer, path):
+    """Per row the tokens before those that are learned, and from the first of these on."""
+    sequences = prepared(tokenizer, InstructionDataModule(path=path, batch_size=1)).sequences
+    pairs = []
+    for i in range(len(sequences)):
+        batch = sequences.batch(sequences.total.new_tensor([i]), 0)
+        ids, first = batch["tokens"][0].tolist(), int(batch["counted"].min())
+        pairs.append((ids[:first], ids[first:]))
+    return pairs
+
+
+def preferences(tokenizer, path):
+    found = prepared(tokenizer, PreferenceDataModule(path=path, batch_size=1)).train_records
+    return [(r["prompt_ids"], r[f"{name}_ids"]) for r in found for name in ("chosen", "rejected")]
+
+
+def judgements(tokenizer, path):
+    found = prepared(tokenizer, PreferenceDataModule(path=path, batch_size=1), unpaired=True).train_records
+    return [(r["prompt_ids"], r["chosen_ids"]) for r in found]
+
+
+def rows_of(stage, before, good, bad):
+    """A stage's records of two answers to a prompt."""
+    if stage == "messages":
+        return [{"messages": [*before, good]}, {"messages": [*before, bad]}]
+    if stage == "completions":
+        return [{"prompt": before, "completion": [good]}, {"prompt": before, "completion": [bad]}]
+    if stage == "judgements":
+        return [{"prompt": before, "completion": [good], "label": True},
+                {"prompt": before, "completion": [bad], "label": False}]  # fmt: skip
+    if stage == "texts":
+        return [{"prompt": before, "completion": good["content"]}, {"prompt": before, "completion": bad["content"]}]
+    if stage == "conversations":
+        return [{"chosen": [*before, good], "rejected": [*before, bad]}]
+    return [{"prompt": before, "chosen": [good], "rejected": [bad]}]
+
+
+STAGES = {"messages": sft, "completions": sft, "texts": sft, "pairs": preferences, "conversations": preferences,
+          "judgements": judgements}  # fmt: skip
+
+
+def shared(one, other):
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def rendered(tokenizer, messages, **how):
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **how)["input_ids"])
+
+
+def squeezed(text):
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("thoughts", [False, True], ids=["plain", "reasoning"])
+@pytest.mark.parametrize("turns", PROMPTS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_stage_learns_what_the_template_renders(name, turns, thoughts, tmp_path):
+    """The expectation is transformers' rendering of the conversation, and the place where it leaves the prompt's."""
+    tokenizer, before = tokenizer_with(name), PROMPTS[turns]
+    answers = [{**GOOD, "reasoning_content": "Add them."}, BAD] if thoughts else [GOOD, BAD]
+    try:
+        opened = rendered(tokenizer, before, add_generation_prompt=True)
+        wholes = [rendered(tokenizer, [*before, answer]) for answer in answers]
+    except Exception:  # a template that takes no text as content
+        assert name.removesuffix("_training") in FOR_PARTS
+        return
+    texts = [squeezed(tokenizer.decode(ids)) for ids in wholes]
+    is_lost = not all(squeezed(part) in text for answer, text in zip(answers, texts, strict=True)
+                      for part in (answer["content"], answer.get("reasoning_content", "")))  # fmt: skip
+    assert is_lost or name.removesuffix("_training") not in FOR_PARTS
+    for stage, encoded in STAGES.items():
+        if stage == "texts" and thoughts:
+            continue
+        path = tmp_path / f"{stage}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(stage, before, *answers)))
+        found, refusal = [], ""
+        try:
+            found = encoded(tokenizer, str(path))
+        except UsageError as error:
+            refusal = str(error)
+        if "differently when others follow" in refusal:
+            earlier = rendered(tokenizer, before[:2])
+            assert stage == "messages" and wholes[0][: len(earlier)] != earlier
+            continue
+        assert is_lost == ("leaves out the" in refusal), refusal
+        if is_lost:
+            continue
+        assert [[*prompt, *answer] for prompt, answer in found] == wholes
+        starts = [shared(opened, ids) for ids in wholes]
+        if encoded is preferences:
+            starts = [min(starts)] * 2
+        for (prompt, answer), start, message in zip(found, starts, answers, strict=True):
+            # Of a conversation the first turn counts too, and blocks of the template's own say from where on.
+            assert stage == "messages" or squeezed(message["content"]) in squeezed(tokenizer.decode(answer))
+            assert squeezed(message["content"]) not in squeezed(tokenizer.decode(prompt))
+            if stage not in ("messages", "completions"):
+                assert len(prompt) == start
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_policy_completes_what_the_template_opens(name, tmp_path):
+    tokenizer, path = tokenizer_with(name), tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": before}) + "\n" for before in PROMPTS.values()))
+    try:
+        opened = [rendered(tokenizer, before, add_generation_prompt=True) for before in PROMPTS.values()]
+    except Exception:
+        with pytest.raises(UsageError, match="the chat template refuses a conversation with roles user"):
+            prepared(tokenizer, PromptDataModule(path=str(path), batch_size=8))
+        return
+    found = prepared(tokenizer, PromptDataModule(path=str(path), batch_size=8)).train_records
+    assert [record["prompt_ids"] for record in found] == opened
+
+
+THINKS = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+          "{% endfor %}{% if add_generation_prompt %}[assistant]<think>\n{% endif %}")  # fmt: skip
+
+
+def test_what_opens_a_completion_and_is_in_no_conversation_is_told_once(caplog):
+    encode = TextEncoder(byte_tokenizer(THINKS))
+    with caplog.at_level(logging.WARNING):
+        prompts, (answers,) = encode.answered(["a", "b"], ["yes", "no"])
+        encode.answered(["a"], ["yes"])
+    assert [encode.tokenizer.decode(ids) for ids in prompts] == ["[user]a[assistant]", "[user]b[assistant]"]
+    assert [encode.tokenizer.decode(ids) for ids in answers] == ["yes<eos>", "no<eos>"]
+    assert len(caplog.messages) == 1 and r"opens an answer with '<think>\n', which" in caplog.messages[0]
+
+
+def test_an_answer_continues_the_beginning_of_a_message():
+    template = THINKS.replace("<think>\n", "")
+    encode = TextEncoder(byte_tokenizer(template))
+    begun = [USER, {"role": "assistant", "content": "It "}]
+    (prompt,), ((answer,),) = encode.answered([begun], ["is two."])
+    assert encode.tokenizer.decode(prompt).endswith("[assistant]It ") and encode.tokenizer.decode(answer) == (
+        "is two.<eos>")  # fmt: skip
+    assert encode.prompts([begun]) == [prompt]
+    assert encode.tokenizer.decode(encode.unfinished([USER], "It")) == f"[user]{USER['content']}[assistant]It"
+    # One that writes the whole message otherwise than its beginning has no place where the answer begins.
+    encode.tokenizer.chat_template = template.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(UsageError, match=r"record 0: .*messages before an answer differently .*'It ' becomes '2<eos>'"):
+        encode.answered([begun], ["is</think>2"], complete=False)
+
+
+def test_an_answer_without_a_place_of_its_own_is_refused():
+    drops = "{% for m in messages if m.role == 'user' %}({{ m.content }}){% endfor %}"
+    with pytest.raises(UsageError, match="record 0: .* leaves out the content 'no' of an answer"):
+        TextEncoder(byte_tokenizer(drops)).answered(["a"], ["no"])
+    last = "{% for m in messages %}({{ m.content if loop.last else '' }}){% endfor %}"
+    with pytest.raises(UsageError, match=r"differently when it follows \('a\)' becomes '\)\(no\)'\)"):
+        TextEncoder(byte_tokenizer(last)).answered(["a"], ["no"])
+
+
+def test_a_text_goes_through_the_template_with_an_answer_that_does():
+    encode = TextEncoder(byte_tokenizer(THINKS.replace("{{ m.content }}", "{{ m.content }}{{ m.note }}")), False)
+    noted = [{"role": "assistant", "content": "yes", "note": "!"}]
+    (plain, prompt), ((_, good), (end, bad)) = encode.answered(["a", "a"], ["yes", noted], ["no", "no"])
+    texts = encode.tokenizer.batch_decode([plain, end, prompt, good, bad])
+    assert texts == ["a", "no<eos>", "[user]a[assistant]", "yes!<eos>", "no<eos>"]
+
+
+def test_the_end_of_a_text_is_not_written_twice():
+    encode = TextEncoder(byte_tokenizer(THINKS))
+    _, ((one, other),) = encode.answered(["a", "a"], ["yes", "yes<eos>"])
+    assert one == other
+
+
+@pytest.mark.parametrize("loop", [
+    "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "{% for i in range(10**9) %}{% endfor %}",
+], ids=["loops", "recursion", "range"])  # fmt: skip
+def test_a_template_without_an_end_is_a_sentence(loop, monkeypatch):
+    monkeypatch.setattr(encoding, "TEMPLATE_LIMIT_S", 0.1)
+    tokenizer = byte_tokenizer(loop + THINKS)
+    tokenizer.name_or_path = "mine/looping"
+    with pytest.raises(UsageError, match=(
+        r"the chat template of mine/looping takes more than 0\.1 s|Range too big"
+    )):  # fmt: skip
+        TextEncoder(tokenizer).prompts(["a"])
