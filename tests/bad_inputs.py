@@ -40,6 +40,7 @@ from rl_modules import (
     RewardModel,
 )
 from rl_modules import functional as F
+from rl_modules.language.tokenizer import character_tokenizer
 
 
 @dataclass(frozen=True)
@@ -825,7 +826,20 @@ python("SFT's argument misspelled", lambda p: SFT(learning_rat=1), "learning_rat
 python("SFT's model as SB3", lambda p: SFT(model="qwen"), "model", "model_name_or_path")
 python("GRPO's rewards in the module", lambda p: GRPO(reward_funcs=[len]), "reward_funcs", "PromptDataModule")
 python("preferences without a source", lambda p: PreferenceDataModule(), "task, path and dataset")
+python("chat template that loops", lambda p: with_template("{% for i in range(99999) %}{% for j in range(99999) %}"
+       "{% endfor %}{% endfor %}"), "chat template of a/folder", "5 s", "another template")  # fmt: skip
+python("chat template without the answer", lambda p: with_template("{{ messages[0].content }}"), "leaves out the content",
+       "another|a template that renders it")  # fmt: skip
+python("chat template that rewrites the prompt", lambda p: with_template(
+    "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"), "differently", "another template")  # fmt: skip
 python("cut safetensors", lambda p: cut_weights(p), "model.safetensors|can't be loaded", "cut|model")
+
+
+def with_template(template: str) -> None:
+    """Learns from texts in a chat template."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template, tokenizer.name_or_path = template, "a/folder"
+    fit(SFT(tokenizer_name_or_path=tokenizer), InstructionDataModule("addition", n_eval=0), max_steps=1)
 
 
 def cut_weights(p: Place) -> None:
