@@ -110,7 +110,7 @@ def squeezed(text):
 def test_a_stage_learns_what_the_template_renders(name, turns, thoughts, tmp_path):
     """The expectation is transformers' rendering of the conversation, and the place where it leaves the prompt's."""
     tokenizer, before = tokenizer_with(name), PROMPTS[turns]
-    answers = [{**GOOD, "reasoning_content": "Add them."}, BAD] if thoughts else [GOOD, BAD]
+    answers = [GOOD, {**BAD, "reasoning_content": "Add them."} if thoughts else BAD]
     try:
         opened = rendered(tokenizer, before, add_generation_prompt=True)
         wholes = [rendered(tokenizer, [*before, answer]) for answer in answers]
