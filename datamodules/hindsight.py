@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.buffers import Batch, ReplayBuffer
+from datamodules.envs.masks import reset_once
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 
@@ -226,7 +227,7 @@ def check_hindsight(arguments: Any) -> None:
 
 
 def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_reward: bool = False) -> ComputeReward:
-    """Returns the environment's ``compute_reward``, or that of the outermost wrapper that has one.
+    """Returns ``compute_reward`` of the environment, which is reset, or of the outermost wrapper that has one.
 
     Args:
         observation_space: space of one observation.
@@ -242,6 +243,8 @@ def require_goals(observation_space: spaces.Space, env: Any, name: str, sign_rew
     if not keys.issuperset(GOAL_KEYS):
         raise UsageError(f"n_sampled_goal needs observations with goals, a Dict with the keys {', '.join(GOAL_KEYS)}; "
                          f"{name} has {observation_space}")  # fmt: skip
+    if isinstance(env, gym.Env):  # a vector is reset by the training that steps it
+        reset_once(env)
     # A wrapper that changes the goals has a compute_reward for them; one that changes the reward is outside of it.
     rescale: list[Callable[[Any], Any]] = []
     while isinstance(env, gym.Wrapper) and not hasattr(env, "compute_reward"):

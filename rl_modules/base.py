@@ -345,10 +345,11 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
             state: recurrent state, as the last call returned it; None: new episodes. Feed-forward policies return it
                 unchanged.
             episode_start: true where an episode begins, so that the recurrent state is reset.
-            deterministic: the most likely action instead of a sample.
-            action_masks: true where an action is allowed, in sb3-contrib's layout, for one observation or for each of
-                a batch; None: the observation's ``action_mask``, or, without one or where the module was trained
-                without masks, all actions.
+            deterministic: the most likely action instead of a sample. Samples are from a private stream, which torch's
+                global generator seeds at the first one.
+            action_masks: true where an action is allowed, for one observation or for each of a batch, in the forms that
+                environments give: sb3-contrib's layout, or a part for each choice; None: the observation's
+                ``action_mask``, or, without one or where the module was trained without masks, all actions.
 
         Returns:
             The actions for the environment (Box actions clipped to their bounds), and the next ``state``.
@@ -359,8 +360,8 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         if not self.is_built:
             self.configure_model()
         tensors, n, single = policy_input(self, observation, action_masks)
-        if self._predict_generator is None or self._predict_generator.device != self.device:
-            self._predict_generator = torch.Generator(self.device)
+        if not deterministic and (self._predict_generator is None or self._predict_generator.device != self.device):
+            self._predict_generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
         with evaluation_mode(self.modules()):
             memory = self.memory_arguments(n, state, episode_start)
             acted = self.act(tensors, generator=self._predict_generator, deterministic=deterministic, **memory)

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from rl_modules.common.contract import Statistics
 from rl_modules.common.double import in_double, is_double
 from rl_modules.common.errors import UsageError
-from rl_modules.common.masks import OBSERVED, choices, join_mask, mask_size, split_mask
+from rl_modules.common.masks import OBSERVED, choices, flat_mask, join_mask, mask_size, split_mask
 from rl_modules.common.spaces import normalize, observation_arrays, require_observation, tree_leaves, tree_map
 
 
@@ -84,11 +84,11 @@ def mask_rows(space: spaces.Space, mask: Any, n: int, may_be_over: bool = False)
     Raises:
         UsageError: another shape, or a row that allows nothing.
     """
-    array, size = np.asarray(mask), mask_size(space)
+    array, size = flat_mask(mask), mask_size(space)
     if size is None or array.size != n * size:
-        raise UsageError(f"action_masks has shape {array.shape}; {n} observations and the action space {space} need "
-                         f"{(n, size) if size else 'none'}")  # fmt: skip
-    rows = array.reshape(n, size).astype(bool)
+        raise UsageError(f"action_masks has {array.size} entries; {n} observations and the action space {space} need "
+                         f"{f'{n} x {size}' if size else 'none'}")  # fmt: skip
+    rows = array.reshape(n, size)
     first = np.cumsum([0, *choices(space)[:-1]])
     allows = np.logical_or.reduceat(rows, first, axis=1).all(1, keepdims=True)
     if may_be_over:

@@ -168,9 +168,9 @@ class TRPO(ActorCriticModule):
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions with their log-probability and the state's value, each [N]."""
-        policy = self.policy(observation)
+        policy, value = self.policy_and_value(observation)
         action = sample_or_mode(policy, generator, deterministic)
-        return {"action": action, "log_prob": policy.log_prob(action), "value": self.state_value(observation)}
+        return {"action": action, "log_prob": policy.log_prob(action), "value": value}
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """Computes advantages and returns of a :class:`~rl_modules.common.contract.Rollout`.
@@ -312,6 +312,9 @@ class TRPO(ActorCriticModule):
         return torch.stack(losses).mean()
 
     # ---------------------------------------------------------------- pieces to override
+
+    def policy_and_value(self, observation: Any) -> tuple[Distribution, Tensor]:
+        return self.policy(observation), self.state_value(observation)
 
     def policy(self, observation: Any) -> Distribution:
         """π(·|s) for a batch of observations."""

@@ -10,7 +10,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.masks import MASK, choices, join_mask, mask_size, split_mask, split_space
+from rl_modules.common.masks import MASK, choices, flat_mask, join_mask, mask_size, split_mask, split_space
 
 #: Value instead of a source of masks: the observation's mask is removed.
 IGNORED = "ignored"
@@ -19,8 +19,7 @@ IGNORED = "ignored"
 def mask_source(env: gym.Env) -> str | None:
     """Returns where the environment gives its masks: ``observation``, ``method`` or ``info``; None: it has none.
 
-    The infos are known only after a reset. The reset is called below Gymnasium's own wrappers, so that a recorder among
-    them does not record it as an episode.
+    The infos are known only after a reset.
 
     Raises:
         UsageError: masks of another size than the action space.
@@ -36,14 +35,18 @@ def mask_source(env: gym.Env) -> str | None:
         return "observation"
     if env.has_wrapper_attr("action_masks") and callable(env.get_wrapper_attr("action_masks")):
         return "method"
-    layer = env
-    while isinstance(layer, gym.Wrapper) and type(layer).__module__.startswith("gymnasium."):
-        layer = layer.env
-    try:
-        _, info = layer.reset(seed=0)
-    except Exception:
-        return None  # a broken environment is reported where it is first stepped
-    return "info" if MASK in info else None
+    return "info" if MASK in reset_once(env) else None
+
+
+def reset_once(env: Any) -> dict[str, Any]:
+    """Resets an environment below Gymnasium's own outer wrappers, of which a recorder would take it for an episode;
+    returns its infos, none if the reset fails: a broken environment is reported where it is first stepped.
+    """
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env
+    with contextlib.suppress(Exception):
+        return env.reset(seed=0)[1]
+    return {}
 
 
 def has_mask(env: gym.Env | VectorEnv) -> bool:
@@ -140,10 +143,7 @@ class ActionMasks(gym.Wrapper):
         return self._masked(observation, info, ended), reward, terminated, truncated, info
 
     def _masked(self, observation: Any, info: dict[str, Any], ended: bool) -> dict[str, Any]:
-        given = self._given(observation, info)
-        if isinstance(given, tuple | list) and len(given) and np.ndim(given[0]):
-            given = np.concatenate([np.ravel(part) for part in given])
-        mask = np.asarray(given).reshape(-1).astype(bool).astype(np.uint8)
+        mask = flat_mask(self._given(observation, info)).astype(np.uint8)
         if mask.size != self._size:
             raise UsageError(f"the environment's action_mask has {mask.size} numbers; its action space "
                              f"{self.action_space} has {self._size} options")  # fmt: skip

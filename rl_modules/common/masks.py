@@ -6,6 +6,7 @@ cut into minibatches, evaluated and saved with its observation, and an environme
 
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
@@ -40,6 +41,14 @@ def choices(action_space: spaces.Space) -> list[int]:
         return [int(n) for n in action_space.nvec.reshape(-1)]
     size = mask_size(action_space) or 0
     return [2] * (size // 2) if isinstance(action_space, spaces.MultiBinary) else [size]
+
+
+def flat_mask(mask: Any) -> np.ndarray:
+    """Masks in sb3-contrib's layout, or in parts such as one for each choice, as a flat array of bool."""
+    is_ragged = isinstance(mask, np.ndarray) and mask.dtype == object
+    if is_ragged or (isinstance(mask, list | tuple) and len(mask) and isinstance(mask[0], list | tuple | np.ndarray)):
+        return np.concatenate([flat_mask(part) for part in mask])
+    return np.asarray(mask).reshape(-1).astype(bool)
 
 
 def split_space(observation_space: spaces.Space, action_space: spaces.Space) -> tuple[spaces.Space, bool]:

@@ -433,6 +433,22 @@ def test_an_environment_without_goals_or_their_rewards_is_refused() -> None:
         fit(DQN(), ReplayDataModule(lambda: Scalar(4), n_sampled_goal=4, eval_freq=0, learning_starts=20))
 
 
+def test_rewards_are_computed_by_an_environment_that_was_reset() -> None:
+    class Scaled(Walks):
+        scale: np.ndarray
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            self.scale = np.ones(2)
+            return super().reset(seed=seed)
+
+        def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+            return super().compute_reward(achieved * self.scale, desired, info)
+
+    data = ReplayDataModule(lambda: gym.wrappers.TimeLimit(Scaled(), 20), total_timesteps=64, learning_starts=60,
+                            eval_freq=0, n_sampled_goal=4, batch_size=8)  # fmt: skip
+    assert fit(TD3(net_arch=[8]), data).global_step > 0
+
+
 @pytest.mark.slow
 def test_ten_bits_are_learned_with_hindsight_and_not_without() -> None:
     successes = {}

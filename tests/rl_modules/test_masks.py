@@ -307,8 +307,18 @@ def test_predict_takes_masks(space: str) -> None:
     batch = np.stack([observation] * 3)
     actions, _ = model.predict(batch, action_masks=np.stack([env.action_masks()] * 3))
     assert len(actions) == 3
+    # A part for each choice, as training takes them; a vector's infos have an array of such objects.
+    parts = np.split(np.array(env.action_masks()), np.cumsum(env.sizes)[:-1])
+    several = np.empty(3, object)
+    for i in range(3):
+        several[i] = [part.tolist() for part in parts]
+    for given, n, forms in ((observation, 1, [parts, tuple(parts), several[0]]), (batch, 3, [[parts] * 3, several])):
+        flat = np.concatenate(parts * n)
+        for form in forms:
+            actions = [model.predict(given, deterministic=True, action_masks=masks)[0] for masks in (form, flat)]
+            np.testing.assert_array_equal(*actions)
     model.predict(observation)  # everything is allowed
-    with pytest.raises(UsageError, match=r"action_masks has shape \(2,\)"):
+    with pytest.raises(UsageError, match="action_masks has 2 entries; 1 observations"):
         model.predict(observation, action_masks=np.ones(2))
     with pytest.raises(UsageError, match="action_masks allows no action"):
         model.predict(observation, action_masks=np.zeros(len(env.action_masks())))

@@ -179,6 +179,17 @@ def test_without_a_gradient_nothing_moves_and_the_update_counts_as_rejected() ->
     assert model._latest["train/rejected_updates"] == 1
 
 
+def test_policy_and_value_are_those_of_acting() -> None:
+    model = TRPO(observation_space=spaces.Box(-1, 1, (3,)), action_space=spaces.Box(-1, 1, (2,)))
+    model.configure_model()
+    observation = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    policy, value = model.policy_and_value(observation)
+    acted = model.act(observation, deterministic=True)
+    torch.testing.assert_close(value, model.value_network(observation))
+    torch.testing.assert_close(value, acted["value"])
+    torch.testing.assert_close(policy.mode(), acted["action"])
+
+
 def test_policy_update_leaves_the_critic_alone_and_the_other_way_round() -> None:
     data = rollouts("CartPole-v1", n_envs=2, n_steps=32)
     moved = {}
