@@ -35,6 +35,7 @@ from rl_modules.common.spaces import check_same_space, space_from_dict, space_to
 from rl_modules.common.storable import plain
 from rl_modules.encoders import extractor_of
 from rl_modules.foreign_calls import ForeignCalls
+from rl_modules.loggers import log_settings
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
 from rl_modules.prediction import policy_input
 
@@ -394,6 +395,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     # ---------------------------------------------------------------- hooks of a fit
 
     def on_fit_start(self) -> None:
+        log_settings(self.trainer)
         warn_of_missing(self, self._missing_factories)
         self._missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.

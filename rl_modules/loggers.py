@@ -1,16 +1,19 @@
-"""Tables, histograms and resumed curves in each of Lightning's loggers: one adapter per logger.
+"""Settings, tables, histograms and resumed curves in each of Lightning's loggers: one adapter per logger.
 
 Scalars need no adapter, for every logger has ``log_metrics``. A logger without an adapter gets scalars only.
 """
 
 import csv
 import json
+import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
@@ -20,10 +23,12 @@ from rl_modules.common.tables import markdown_table
 Columns = Mapping[str, Sequence[Any]]
 #: Bars of a histogram in a CSV file.
 BARS = 32
+#: Arguments that a run fills in by itself.
+FILLED_IN = ("observation_space", "action_space", "description")
 
 
 class LoggerAdapter:
-    """Writes what a logger shows besides scalars. The base class writes nothing.
+    """Writes what a logger shows besides scalars. The base class writes settings alone.
 
     Args:
         logger: Lightning's.
@@ -31,6 +36,14 @@ class LoggerAdapter:
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        """Writes a run's settings before its first step.
+
+        Args:
+            settings: what :func:`flat_settings` returned.
+        """
+        self.logger.log_hyperparams(settings)
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
         """Shows the first rows of a table of texts and numbers.
@@ -73,7 +86,16 @@ class LoggerAdapter:
 
 
 class TensorBoardAdapter(LoggerAdapter):
-    """TensorBoard's TEXT and HISTOGRAMS tabs. Its event files are cut by ``recipes.callbacks.curves``."""
+    """TensorBoard's HPARAMS, TEXT and HISTOGRAMS tabs. Its event files are cut by ``recipes.callbacks.curves``."""
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        # Lightning's `log_hyperparams` writes no row of the tab without a metric, and `save` no file a second time.
+        from torch.utils.tensorboard.summary import hparams
+
+        _, start, _ = hparams(settings, {})
+        self.logger.experiment._get_file_writer().add_summary(start, 0)
+        self.logger.hparams.update(settings)
+        save_hparams_to_yaml(os.path.join(self.logger.log_dir, self.logger.NAME_HPARAMS_FILE), self.logger.hparams)
 
     def write_table(self, name: str, columns: Columns, rows: int, step: int) -> None:
         self.logger.experiment.add_text(name, markdown_table(columns, rows), step)
@@ -197,6 +219,38 @@ def adapters(trainer: Any) -> list[LoggerAdapter]:
         next((adapter(logger) for kind, adapter in _ADAPTERS if isinstance(logger, kind)), LoggerAdapter(logger))
         for logger in trainer.loggers
     ]
+
+
+def log_settings(trainer: Any) -> None:
+    """Writes the settings of a run to each logger, unless ``enable_autolog_hparams`` is false; called before its first
+    step.
+
+    Args:
+        trainer: Lightning's.
+    """
+    settings = flat_settings(trainer.lightning_module, trainer.datamodule)
+    for adapter in adapters(trainer) if trainer.enable_autolog_hparams else ():
+        adapter.write_settings(settings)
+
+
+def flat_settings(*owners: Any) -> dict[str, Any]:
+    """Returns the hyperparameters of modules and datamodules as numbers, strings and booleans under dotted names, as
+    TensorBoard takes them, without those of :data:`FILLED_IN`.
+    """
+    flat: dict[str, Any] = {}
+    for owner in owners:
+        _flatten(getattr(owner, "hparams", {}), "", flat)
+    return flat
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> None:
+    """Adds nested settings to ``flat``."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and key not in FILLED_IN:
+            _flatten(value, f"{prefix}{key}.", flat)
+        elif key not in FILLED_IN:
+            known = isinstance(value, int | float | str | bool) and not (isinstance(value, float) and math.isnan(value))
+            flat[f"{prefix}{key}"] = value if known else str(value)
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

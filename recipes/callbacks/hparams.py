@@ -23,7 +23,6 @@ def write_hparams(
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
-    logger.hparams.update(settings)  # for the file hparams.yaml
     logger.log_metrics(metrics, step)
     experiment, start, end = hparams(settings, metrics)
     plugin = experiment.value[0].metadata.plugin_data

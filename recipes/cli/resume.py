@@ -14,11 +14,10 @@ from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import require_parts
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import described
+from rl_modules.loggers import FILLED_IN
 
 #: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.
 NAMES = ("last", "previous", "best")
-#: Arguments that a run fills in by itself.
-FILLED_IN = ("observation_space", "action_space", "description")
 
 
 @dataclass(frozen=True)

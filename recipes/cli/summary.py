@@ -1,7 +1,6 @@
 """The end of ``rl fit``: the final evaluation, its record in the loggers, and the summary."""
 
 import inspect
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -18,9 +17,9 @@ from recipes import language
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.hparams import write_hparams
 from recipes.callbacks.log_folder import log_folder
-from recipes.cli import resume
 from rl_modules.common.launched import launches
 from rl_modules.common.spaces import image_brief
+from rl_modules.loggers import flat_settings
 
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
@@ -151,7 +150,7 @@ def files_of(trainer: Trainer) -> dict[str, str]:
 
 def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float], step: int) -> None:
     """Writes the hyperparameters and the final metrics to every logger."""
-    settings = {**_flat(model.hparams), **_flat(data.hparams)}
+    settings = flat_settings(model, data)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and final and trainer.is_global_zero:
             write_hparams(logger, settings, changed_settings(settings, [model, data]), final, step)
@@ -242,7 +241,7 @@ def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
     """Returns the names of the settings that differ from their defaults.
 
     Args:
-        settings: by dotted name, as :func:`_flat` makes them.
+        settings: by dotted name, as :func:`rl_modules.loggers.flat_settings` makes them.
         owners: the objects that have them as arguments.
     """
     defaults: dict[str, Any] = {}
@@ -256,17 +255,3 @@ def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
 
 def _differs(value: Any, default: Any) -> bool:
     return value != default and str(value) != str(default)
-
-
-def _flat(hparams: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns hyperparameters as numbers, strings and booleans under dotted names, as TensorBoard takes them."""
-    flat: dict[str, Any] = {}
-    for key, value in hparams.items():
-        if key in resume.FILLED_IN:
-            continue
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            known = isinstance(value, int | float | str | bool) and not (isinstance(value, float) and math.isnan(value))
-            flat[f"{prefix}{key}"] = value if known else str(value)
-    return flat

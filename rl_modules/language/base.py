@@ -57,6 +57,7 @@ from rl_modules.language.sharding import (
 )
 from rl_modules.language.throughput import Throughput
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
+from rl_modules.loggers import log_settings
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -376,6 +377,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         return export_model(self.model, self.tokenizer, folder)
 
     def on_fit_start(self) -> None:
+        log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
         self.check_architecture()
