@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from datamodules.envs import restore
-from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite, require_own_memory
+from datamodules.envs.boundary import Boundary
+from datamodules.envs.guard import require_finite, require_own_memory
 from datamodules.envs.tensors import rows_of
 from datamodules.episode_statistics import EpisodeStatistics
 from datamodules.fields import require_acted
@@ -48,17 +49,18 @@ class Collector:
         returns_raw: bool = False,
     ) -> None:
         self.envs = envs
+        self.boundary = Boundary(envs, name)
         self.returns_raw = returns_raw
         self.streams = streams
         self.name = name
         self.space = envs.single_observation_space
-        self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self.mode = self.boundary.mode
         self.normalizers = normalizers or Normalizers()
         self.sign_reward = sign_reward
         self.generator_seed = generator_seed
         self.generator: torch.Generator | None = None
         self.episodes = EpisodeStatistics(envs.num_envs, stats_window_size)
-        self.has_episodes = restore.has_episodes(envs)
+        self.has_episodes = self.boundary.has_episodes
         self._observation: Any = None
         # As the environments returned it: once normalised by statistics that change, it can't be recovered.
         self._raw: Any = None
@@ -102,7 +104,7 @@ class Collector:
         if self.generator is None:
             self.generator = torch.Generator(device).manual_seed(self.generator_seed)
         if self._observation is None:
-            self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+            self._observation = self._arrays(self.boundary.reset(seed=self._reset_seed()))
         envs, n = self.envs, self.envs.num_envs
         observations = tree_map(lambda x: np.empty((n_steps + 1, *x.shape), x.dtype), self._observation)
         raw_reward, reward = np.empty((n_steps, n), np.float64), np.empty((n_steps, n), np.float32)
@@ -125,10 +127,7 @@ class Collector:
             if t == 0:
                 require_acted(acted[0], n)
             action = to_environment(envs.single_action_space, acted[-1]["action"].cpu().numpy())
-            try:
-                raw, raw_reward[t], terminated[t], truncated[t], info = envs.step(action)
-            except Exception as error:
-                raise_in_one_sentence(envs, self.name, error)
+            raw, raw_reward[t], terminated[t], truncated[t], info = self.boundary.step(action)
             done = terminated[t] | truncated[t]
             if self.mode == AutoresetMode.NEXT_STEP:
                 valid[t] = ~self._resets_next
@@ -142,7 +141,7 @@ class Collector:
                 new = [(t, int(i), self._stored(final)) for i, final in self._finals(done, raw, info)]
                 finals += new
                 if self.mode == AutoresetMode.DISABLED:
-                    raw = self._reset(options={"reset_mask": done})
+                    raw = self.boundary.reset(options={"reset_mask": done})
             scaled = self.normalizers.reward(raw_reward[t], done, valid[t])
             reward[t] = raw_reward[t] if self.returns_raw else scaled
             self._observation = self._arrays(raw)
@@ -168,12 +167,14 @@ class Collector:
         if self.mode == AutoresetMode.DISABLED:
             ended = observation_arrays(self.space, raw)
             return [(int(i), tree_map(lambda x, i=i: x[i].copy(), ended)) for i in np.flatnonzero(done)]
-        final = require_final(self.name, info)
+        final = self.boundary.final(info)
         if not self._has_ended:
             self._has_ended = True
             require_own_memory(self.envs, self.name, final, done)
         if isinstance(final, dict) or (isinstance(final, tuple) and isinstance(self.space, spaces.Tuple)):
             final = rows_of(final, self.envs.num_envs)  # a batch, not one of each environment
+        for i in np.flatnonzero(done):
+            self.boundary.require_observation(final[i])
         # A vector may write the next ones into the same memory.
         return [(int(i), tree_map(np.array, observation_arrays(self.space, final[i]))) for i in np.flatnonzero(done)]
 
@@ -245,12 +246,6 @@ class Collector:
         """Observations as the rollout holds them."""
         return arrays if self.returns_raw else self.normalizers.observation(arrays)
 
-    def _reset(self, **arguments: Any) -> Any:
-        try:
-            return self.envs.reset(**arguments)[0]
-        except Exception as error:
-            raise_in_one_sentence(self.envs, self.name, error)
-
     def _reset_seed(self) -> Any:
         # An engine is one environment with one stream; vectors of single ones have a stream each.
         return list(self.streams) if self.has_episodes else self.streams[0]
@@ -319,7 +314,7 @@ class Collector:
         if not self.has_episodes:
             self._begin_anew(everywhere, "its engine has no state to restore")
             return
-        self._reset(seed=self._reset_seed())
+        self.boundary.reset(seed=self._reset_seed())
         if state["episodes"] is None or state.get("is_unfinished", False):
             # Their last steps are in no rollout, so continued episodes would have a gap.
             restore.place_episodes(self.envs, state["episodes"] or [])
@@ -339,7 +334,7 @@ class Collector:
         self.episodes.forget(which)
         self.normalizers.forget(which)
         if not self.has_episodes:
-            self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+            self._observation = self._arrays(self.boundary.reset(seed=self._reset_seed()))
             return
         for i, new in restore.begin_next_episodes(self.envs, which, self.space).items():
             tree_map(lambda x, y: x.__setitem__(i, y), self._raw, new)  # noqa: B023

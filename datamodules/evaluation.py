@@ -11,9 +11,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from datamodules.envs.boundary import Boundary
 from datamodules.envs.episodes import episode_seed
-from datamodules.envs.guard import raise_in_one_sentence, require_finite_evaluation
-from datamodules.envs.restore import has_episodes
+from datamodules.envs.guard import require_finite_evaluation
 from datamodules.episode_statistics import successes
 from rl_modules.common.masks import MASK
 
@@ -102,21 +102,20 @@ def run_episodes(
         UsageError: a NaN or infinite reward or observation, or environments that failed.
     """
     n_envs, name = envs.num_envs, name or type(envs).__name__
-    mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+    boundary = Boundary(envs, name)
     quota = np.array([n_episodes // n_envs + (i < n_episodes % n_envs) for i in range(n_envs)])
     played = np.zeros(n_envs, np.int64)
     total, length = np.zeros(n_envs), np.zeros(n_envs, np.int64)
     episodes: dict[tuple[int, int], tuple[float, int, int, float | None]] = {}
-    are_seeded = has_episodes(envs)
     # A vector takes one seed; Gymnasium's vectors of single environments alone take a list.
-    observation, _ = _call(envs.reset, envs, name, seed=streams if are_seeded else streams[0])
+    observation = boundary.reset(seed=streams if boundary.has_episodes else streams[0])
     require_finite_evaluation(name, "observation", observation)
     state: Any = None
     start = np.ones(n_envs, bool)
     resets = np.zeros(n_envs, bool)
     while (played < quota).any():
         action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
-        observation, reward, terminated, truncated, info = _call(envs.step, envs, name, action)
+        observation, reward, terminated, truncated, info = boundary.step(action)
         # A reset row of a next_step vector is no transition.
         reward = np.where(resets, 0.0, reward)
         require_finite_evaluation(name, "reward", reward)
@@ -137,32 +136,24 @@ def run_episodes(
                 f"{endless.sum()} evaluation episodes were cut after eval_max_steps={max_steps:,} steps and "
                 "count as they are; give the environment a time limit: env_kwargs.max_episode_steps"
             )
-        if mode == AutoresetMode.NEXT_STEP:
+        if boundary.mode == AutoresetMode.NEXT_STEP:
             start, resets = resets, done
             observation = _allowing_all(observation, done)
         else:
             start = done
-            if mode == AutoresetMode.DISABLED and done.any():
-                observation, _ = _call(envs.reset, envs, name, options={"reset_mask": done})
+            if boundary.mode == AutoresetMode.DISABLED and done.any():
+                observation = boundary.reset(options={"reset_mask": done})
                 require_finite_evaluation(name, "observation", observation)
     rows = [episodes[key] for key in sorted(episodes)]
     found = {
         "return": torch.tensor([row[0] for row in rows], dtype=torch.float32),
         "length": torch.tensor([row[1] for row in rows], dtype=torch.int64),
     }
-    if are_seeded:
+    if boundary.has_episodes:
         found["seed"] = torch.tensor([row[2] for row in rows], dtype=torch.int64)
     if any(row[3] is not None for row in rows):
         found["success"] = torch.tensor([row[3] or 0.0 for row in rows], dtype=torch.float32)
     return found
-
-
-def _call(method: Callable[..., Any], envs: VectorEnv, name: str, *given: Any, **named: Any) -> Any:
-    """Calls ``reset`` or ``step`` of a vector; its exceptions become one sentence."""
-    try:
-        return method(*given, **named)
-    except Exception as error:
-        raise_in_one_sentence(envs, name, error)
 
 
 def _allowing_all(observation: Any, which: np.ndarray) -> Any:

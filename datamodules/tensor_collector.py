@@ -7,7 +7,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from datamodules.collector import Collector
-from datamodules.envs.guard import raise_in_one_sentence, require_final, require_finite
+from datamodules.envs.guard import require_finite
 from datamodules.envs.tensors import action_tensors, observation_tensors
 from datamodules.fields import require_acted
 from datamodules.tensor_normalization import TensorNormalizers
@@ -36,7 +36,7 @@ class TensorCollector(Collector):
         if self.generator is None:
             self.generator = torch.Generator(device).manual_seed(self.generator_seed)
         if self._observation is None:
-            self._observation = self._arrays(self._reset(seed=self._reset_seed()))
+            self._observation = self._arrays(self.boundary.reset(seed=self._reset_seed()))
         self._raw = self._observation
         envs, n = self.envs, self.envs.num_envs
         on = tree_leaves(self._observation)[0].device
@@ -62,12 +62,9 @@ class TensorCollector(Collector):
                 acted.append(self.memory.act(act, observed, self.generator, starts))
             if t == 0:
                 require_acted(acted[0], n)
-            try:
-                raw, raw_reward, ended, cut, info = envs.step(
-                    action_tensors(envs.single_action_space, acted[-1]["action"].to(on))
-                )
-            except Exception as error:
-                raise_in_one_sentence(envs, self.name, error)
+            raw, raw_reward, ended, cut, info = self.boundary.step(
+                action_tensors(envs.single_action_space, acted[-1]["action"].to(on))
+            )
             ended, cut = ended.bool(), cut.bool()
             reward[t], terminated[t], truncated[t] = raw_reward, ended, cut
             done = ended | cut
@@ -108,11 +105,9 @@ class TensorCollector(Collector):
             if not done.any():
                 return raw, self._arrays(raw)
             final = tree_map(torch.clone, self._arrays(raw))  # the reset may write into the same memory
-            return self._reset(options={"reset_mask": done}), final
-        if "final_obs" in info:
-            return raw, self._arrays(info["final_obs"])
-        if done.any():
-            require_final(self.name, info)
+            return self.boundary.reset(options={"reset_mask": done}), final
+        if info.get("final_obs") is not None or done.any():
+            return raw, self._arrays(self.boundary.final(info, batched=True))
         return raw, self._arrays(raw)
 
     def _remember(self, reward: Tensor, done: Tensor, valid: Tensor, infos: list[dict[str, Tensor]]) -> None:

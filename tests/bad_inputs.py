@@ -448,6 +448,21 @@ class NoReward(World):
         return np.zeros(3, np.float32), None, False, False, {}
 
 
+class TextEnd(World):
+    def step(self, action):
+        return np.zeros(3, np.float32), 0.0, "False", False, {}
+
+
+class ShortEnd(World):
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, True, False, {}
+
+
+class ComplexObservation(World):
+    def step(self, action):
+        return np.zeros(3, np.complex64), 0.0, False, False, {}
+
+
 class NanObservation(World):
     def step(self, action):
         return np.full(3, np.nan, np.float32), 0.0, False, False, {}
@@ -511,7 +526,8 @@ for world, says in {
     "OldSeed": ("reset", "seed"), "WrongShape": ("(4,)", "(3,)"), "WrongShapeLater": ("(4,)", "(3,)"),
     "NoObservationSpace": ("observation_space",), "NoActionSpace": ("action_space",), "TextReward": ("reward", "good"),
     "NoReward": ("reward", "None"), "NanObservation": ("NaN", "observation"), "Raises": ("KeyError", "door"),
-    "NoSuchState": ("-1", "Discrete.3."),
+    "NoSuchState": ("-1", "Discrete.3."), "TextEnd": ("terminated='False'", "true or false"),
+    "ShortEnd": ("(1,)", "(3,)"), "ComplexObservation": ("complex64", "float32"),
     "RaisesInReset": ("FileNotFoundError", "level.txt"), "NoStep": ("reset|step",), "NoDictionary": ("info|step",),
     "TextObservation": ("Text",), "EmptyAction": ("can't act in", "Sequence"), "Foreign": ("Foreign", "gymnasium.Env"),
     "nothing": ("nothing", "None"), "needs": ("needs", "level"), "instance": ("instance|World", "callable"),

@@ -6,8 +6,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from datamodules.envs.boundary import ADDED, misfit, plain_number, without
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK, mask_size
+
+# What most environments return, and needs no closer look.
+_BOOLS, _NUMBERS = frozenset((bool, np.bool_)), frozenset((float, int, np.float64, np.float32))
+# Infos by which a vector says that an episode ended, and which of its environments have `is_success`.
+_NOT_OWN = ADDED | {"_is_success"}
 
 
 def episode_seed(stream: int, episode: int) -> int:
@@ -47,6 +53,7 @@ class SeededEpisodes(gym.Wrapper):
         self._resets_next = False
         self._has_lives = env.has_wrapper_attr("continues_game")
         self._last_observation: Any = None
+        self._misfit = misfit(env.observation_space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
@@ -67,15 +74,11 @@ class SeededEpisodes(gym.Wrapper):
             observation, reward, terminated, truncated, info = returned
         except (TypeError, ValueError) as error:
             raise UsageError(_old_step(returned, self.unwrapped)) from error
-        # Arrays of one element, which NumPy took for numbers up to its version 2.3.
-        terminated, truncated = bool(terminated), bool(truncated)
-        shape = getattr(reward, "shape", ())
-        if shape == (1,):
-            reward, shape = reward[0], ()
-        if reward is None or isinstance(reward, str) or shape or not isinstance(info, dict):
-            wrong = "info" if not isinstance(info, dict) else "reward"
-            value, kind = (info, "a dictionary") if wrong == "info" else (reward, "a number")
-            raise UsageError(f"step of {_name(self.unwrapped)} returned {wrong}={value!r}; it must be {kind}")
+        if not (terminated.__class__ in _BOOLS and truncated.__class__ in _BOOLS and reward.__class__ in _NUMBERS):
+            terminated, truncated = self._truth("terminated", terminated), self._truth("truncated", truncated)
+            reward = self._number(reward)
+        if self._misfit(observation) is not None or info.__class__ is not dict:
+            self._require(observation, info)
         if self._refuses_masks and MASK in info:
             raise UsageError("the environment's info has an action_mask after a step, but had none after the reset; "
                              "give one there too, or data.action_masks=false")  # fmt: skip
@@ -83,6 +86,7 @@ class SeededEpisodes(gym.Wrapper):
             # An environment that returns the same objects each time overwrites them in the reset that follows.
             observation, info = copy.deepcopy(observation), dict(info)
         self._last_observation = observation
+        info = info if _NOT_OWN.isdisjoint(info) else without(_NOT_OWN, info)
         return observation, reward, terminated, truncated, info
 
     def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -102,12 +106,37 @@ class SeededEpisodes(gym.Wrapper):
             raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
                              "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
         observation, info = returned
+        self._require(observation, info)
         self._last_observation = observation
         if self._has_lives and self.env.get_wrapper_attr("continues_game"):
             self._resets.append(len(self._actions))
         else:
             self._first_episode, self._actions, self._resets = self._episode, [], []
-        return observation, info
+        return observation, without(_NOT_OWN, info)
+
+    def _require(self, observation: Any, info: Any) -> None:
+        """Refuses an observation that does not fit its space, and infos that are no dictionary."""
+        if wrong := self._misfit(observation):
+            raise UsageError(f"the environment {_name(self.unwrapped)} returned {wrong}; make them agree")
+        if not isinstance(info, dict):
+            raise self._refusal("info", info, "a dictionary")
+
+    def _number(self, reward: Any) -> float:
+        """A reward as a number; arrays of one element count as their element."""
+        number = plain_number(reward)
+        if number is None:
+            raise self._refusal("reward", reward, "a number")
+        return number
+
+    def _truth(self, what: str, value: Any) -> bool:
+        """An end as a truth value, which may be 0 or 1."""
+        number = plain_number(value)
+        if number not in (0, 1):
+            raise self._refusal(what, value, "true or false")
+        return bool(number)
+
+    def _refusal(self, what: str, value: Any, kind: str) -> UsageError:
+        return UsageError(f"step of {_name(self.unwrapped)} returned {what}={value!r}; it must be {kind}")
 
     def _leave_game(self) -> None:
         """Have the next reset begin a new game."""

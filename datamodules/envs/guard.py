@@ -28,10 +28,6 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
         _end(envs, processes)
         raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from the last "
                          "checkpoint with --resume") from error  # fmt: skip
-    if (shapes := _wrong_shape(envs)) is not None:
-        _end(envs, processes)
-        raise UsageError(f"the environment {name} returned an observation of shape {shapes[0]}, and its "
-                         f"observation_space has {shapes[1]}; make them agree") from error  # fmt: skip
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{place.filename}:{place.lineno}"
     if processes:
@@ -39,19 +35,6 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
         _end(envs, processes)
     raise UsageError(f"the environment {name} raised {type(error).__name__}: {error} ({where}); fix it, then resume "
                      "from the last checkpoint with --resume") from error  # fmt: skip
-
-
-def require_final(name: str, info: dict[str, Any]) -> Any:
-    """Returns the final observations of the episodes that ended in a step in which the vector reset.
-
-    Raises:
-        UsageError: its infos have none.
-    """
-    if info.get("final_obs") is None:
-        raise UsageError(f"the environment {name} resets in the step in which an episode ends, and its infos "
-                         "have no final_obs; put the batch of final observations there, or reset in the next step "
-                         "and say so in metadata['autoreset_mode']")  # fmt: skip
-    return info["final_obs"]
 
 
 def require_own_memory(envs: VectorEnv, name: str, final: Any, done: np.ndarray) -> None:
@@ -78,16 +61,6 @@ def require_own_memory(envs: VectorEnv, name: str, final: Any, done: np.ndarray)
             raise UsageError(f"the environment {name} returns the same array in every step, which SyncVectorEnv does "
                              "not copy before it resets, so that its final_obs is the observation after the reset; "
                              "return a copy (state.copy()), or give it AutoresetMode.NEXT_STEP")  # fmt: skip
-
-
-def _wrong_shape(envs: VectorEnv) -> tuple[Any, Any] | None:
-    """Shapes of an observation and of its space where they differ; None where they agree or are not known."""
-    space = envs.single_observation_space
-    for env in getattr(envs, "envs", []):
-        observation = getattr(env, "last_observation", None)
-        if observation is not None and space.shape is not None and np.shape(observation) != space.shape:
-            return np.shape(observation), space.shape
-    return None
 
 
 def _end(envs: VectorEnv, processes: list[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from rl_modules.common.errors import UsageError
@@ -45,7 +45,8 @@ def reset_once(env: Any) -> dict[str, Any]:
     while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
         env = env.env
     with contextlib.suppress(Exception):
-        return env.reset(seed=0)[1]
+        _, infos = env.reset(seed=0)
+        return dict(infos)
     return {}
 
 
@@ -106,7 +107,8 @@ class VectorWithoutMasks(VectorWrapper):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, *rest, info = self.env.step(actions)
-        if (final := info.get("final_obs")) is not None:
+        resets = self.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
+        if resets and (final := info.get("final_obs")) is not None:
             info = {**info, "final_obs": split_mask(final)[0]}
             if not isinstance(final, dict):  # one by one, None where no episode ended
                 info["final_obs"] = [split_mask(one)[0] for one in final]

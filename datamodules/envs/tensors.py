@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
+from datamodules.envs.boundary import ADDED, without
 from rl_modules.common.spaces import tree_leaves
 
 
@@ -80,6 +81,8 @@ class AsArrays(VectorWrapper):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, *rest, info = self.env.step(torch.as_tensor(actions).to(self._device))
         reward, terminated, truncated = (part.cpu().numpy() for part in rest)
+        if self.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+            info = without(ADDED, info)
         said = info.get("final_info", info)
         arrays = {name: _arrays(said[name]) for name in ("is_success", "_is_success") if name in said}
         if "final_obs" in info:
