@@ -26,10 +26,16 @@ class ReplayBuffer:
         action_space: space of one action.
         n_envs: number of environments.
         buffer_size: rows over all environments: transitions, and one for each episode's end.
+        double: keep observations in float64 in spaces of float64, because they are normalised when they are drawn.
     """
 
     def __init__(
-        self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, buffer_size: int
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        n_envs: int,
+        buffer_size: int,
+        double: bool = False,
     ) -> None:
         self.n_envs = n_envs
         self.rows = buffer_size // n_envs + 1  # the newest observation is no transition yet
@@ -39,9 +45,10 @@ class ReplayBuffer:
             # NumPy's zeros take memory only when they are overwritten, torch's at once.
             return torch.from_numpy(np.zeros((self.total, *example.shape), example.dtype))
 
-        self.observation = tree_map(allocate, example_arrays(observation_space))
+        example = example_arrays(observation_space, double)
+        self.observation = tree_map(allocate, example)
         #: Of one observation, as :meth:`gather` returns it.
-        self.observation_bytes = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space)))
+        self.observation_bytes = sum(leaf.nbytes for leaf in tree_leaves(example))
         self.action = allocate(example_arrays(action_space))
         self.reward = allocate(np.zeros((), np.float32))
         self.terminated, self.valid = (allocate(np.zeros((), bool)) for _ in range(2))
@@ -210,12 +217,13 @@ def replay_bytes(
     prioritized: bool,
     stack: int = 1,
     hindsight: bool = False,
+    double: bool = False,
 ) -> int:
     """Returns the memory that a :class:`ReplayBuffer` and its sampler will take, in bytes. One of ``stack`` frames is
-    stored; ``hindsight`` adds the beginning and end of each row's episode.
+    stored; ``hindsight`` adds the beginning and end of each row's episode; ``double`` is the buffer's.
     """
     total = (buffer_size // n_envs + 1) * n_envs
-    row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space))) // stack
+    row = sum(leaf.nbytes for leaf in tree_leaves(example_arrays(observation_space, double))) // stack
     row += example_arrays(action_space).nbytes + 2 * torch.int64.itemsize * hindsight
     flags = torch.float32.itemsize + 2 * torch.bool.itemsize
     tree = 2 * 8 * (1 << max(total - 1, 1).bit_length()) if prioritized else 0

@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from datamodules.digits import Digits
 from datamodules.envs import restore
 from datamodules.envs.boundary import Boundary
 from datamodules.envs.guard import require_finite, require_own_memory
@@ -56,6 +57,9 @@ class Collector:
         self.space = envs.single_observation_space
         self.mode = self.boundary.mode
         self.normalizers = normalizers or Normalizers()
+        #: Whether observations in float64 are normalised as such.
+        self.double = self.normalizers.of_observations is not None
+        self.digits = Digits(self.space, name, self.double)
         self.sign_reward = sign_reward
         self.generator_seed = generator_seed
         self.generator: torch.Generator | None = None
@@ -165,7 +169,7 @@ class Collector:
     def _finals(self, done: np.ndarray, raw: Any, info: dict[str, Any]) -> list[tuple[int, Any]]:
         """Environment and final observation, as arrays, of every episode that ended in this step."""
         if self.mode == AutoresetMode.DISABLED:
-            ended = observation_arrays(self.space, raw)
+            ended = observation_arrays(self.space, raw, self.double)
             return [(int(i), tree_map(lambda x, i=i: x[i].copy(), ended)) for i in np.flatnonzero(done)]
         final = self.boundary.final(info)
         if not self._has_ended:
@@ -176,7 +180,8 @@ class Collector:
         for i in np.flatnonzero(done):
             self.boundary.require_observation(final[i])
         # A vector may write the next ones into the same memory.
-        return [(int(i), tree_map(np.array, observation_arrays(self.space, final[i]))) for i in np.flatnonzero(done)]
+        ended = {int(i): observation_arrays(self.space, final[i], self.double) for i in np.flatnonzero(done)}
+        return [(i, tree_map(np.array, arrays)) for i, arrays in ended.items()]
 
     def _rollout(
         self,
@@ -236,7 +241,9 @@ class Collector:
     # ---------------------------------------------------------------- resets and observations
 
     def _arrays(self, raw: Any) -> Any:
-        arrays = self._raw = observation_arrays(self.space, raw)
+        if self.digits.left > 0:
+            self.digits.see(observation_arrays(self.space, raw, double=True))
+        arrays = self._raw = observation_arrays(self.space, raw, self.double)
         if self.normalizers.of_observations is None:
             return arrays
         self.normalizers.of_observations.update(tree_map(lambda x: x[~self._resets_next], arrays))

@@ -39,6 +39,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         n_sampled_goal: k; of k + 1 samples k have a replaced goal.
         goal_selection_strategy: ``future``, ``final`` or ``episode``.
         seed: seed of the private generator.
+        double: as in :class:`ReplayBuffer`.
 
     Source: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.3.
     """
@@ -53,8 +54,9 @@ class HindsightReplayBuffer(ReplayBuffer):
         n_sampled_goal: int = 4,
         goal_selection_strategy: str = "future",
         seed: int = 0,
+        double: bool = False,
     ) -> None:
-        super().__init__(observation_space, action_space, n_envs, buffer_size)
+        super().__init__(observation_space, action_space, n_envs, buffer_size, double)
         self.compute_reward = compute_reward
         goals: Any = observation_space
         #: The smallest goal if goals are discrete, because stored goals start at 0.

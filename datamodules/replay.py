@@ -213,9 +213,9 @@ class ReplayDataModule(ControlDataModule):
             compute_reward = require_goals(self.observation_space, self.example_env, self.env_name, self.sign_reward)
             seed = stream_seed(self.seed, self._rank, "goals")
             return HindsightReplayBuffer(
-                *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed
+                *sizes, compute_reward, given.n_sampled_goal, given.goal_selection_strategy, seed, self.norm_obs
             )
-        return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes)
+        return FrameReplayBuffer(*sizes) if self.share_frames else ReplayBuffer(*sizes, double=self.norm_obs)
 
     def _announce_memory(self) -> None:
         """Reports how much memory the buffer will take, before it is allocated.
@@ -231,7 +231,7 @@ class ReplayDataModule(ControlDataModule):
         def size(rows: int, prioritized: bool) -> int:
             return local_ranks * replay_bytes(
                 self.observation_space, self.action_space, self.n_envs, rows, prioritized, stack,
-                bool(given.n_sampled_goal),
+                bool(given.n_sampled_goal), self.norm_obs,
             )  # fmt: skip
 
         needed = size(self.buffer_size, self.prioritized_replay)

@@ -48,7 +48,7 @@ class TensorCollector(Collector):
         terminated, truncated = (torch.empty((n_steps, n), dtype=torch.bool, device=device) for _ in range(2))
         valid = torch.ones_like(terminated)
         starts, resets_next = (torch.from_numpy(x).to(on) for x in (self.episode_start, self._resets_next))
-        normalizers = TensorNormalizers(self.normalizers, device)
+        normalizers = TensorNormalizers(self.normalizers, self.space, device)
         acted: list[dict[str, Tensor]] = []
         infos: list[dict[str, Tensor]] = []
         if self.memory is not None:
@@ -88,6 +88,8 @@ class TensorCollector(Collector):
         self._remember(reward, done, valid, infos)
         self._require_finite(observations, successors, reward)
         reward = reward.sign() if self.sign_reward else normalizers.reward(reward, done, valid)
+        if self.digits.left > 0:
+            self.digits.see(tree_map(lambda x: x[:-1].flatten(0, 1).cpu().numpy(), observations))
         normalizers.update(tree_map(lambda x: x[:-1], observations), valid)
         observations, successors = normalizers.observation(observations), normalizers.observation(successors)
         rollout: Any = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
@@ -137,7 +139,7 @@ class TensorCollector(Collector):
         return self._next_value(act, device, unseen, rollout["value"], ends)
 
     def _arrays(self, raw: Any) -> Any:
-        return observation_tensors(self.space, raw)
+        return observation_tensors(self.space, raw, self.double)
 
 
 def _copied(info: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from datamodules.normalizers import Normalizers
-from rl_modules.common.spaces import tree_map
+from rl_modules.common.spaces import example_arrays, tree_map
 
 
 class TensorNormalizers:
@@ -18,19 +19,23 @@ class TensorNormalizers:
 
     Args:
         normalizers: whose statistics are used and updated.
+        space: of one observation.
         device: of the environments.
     """
 
-    def __init__(self, normalizers: Normalizers, device: torch.device) -> None:
+    def __init__(self, normalizers: Normalizers, space: spaces.Space, device: torch.device) -> None:
         self.normalizers = normalizers
 
-        def on_device(statistic: Any) -> Any:
+        def on_device(statistic: Any, example: np.ndarray) -> Any:
             if statistic is None:
                 return None
             mean, std, clip = statistic
-            return *(torch.from_numpy(np.asarray(x, np.float32)).to(device) for x in (mean, std)), clip
+            return *(torch.from_numpy(np.asarray(x, example.dtype)).to(device) for x in (mean, std)), clip
 
-        self.statistics = tree_map(on_device, normalizers.statistics())
+        # The CPU's statistics are float64; those of a device are where its observations may be.
+        given = normalizers.statistics()
+        examples = example_arrays(space, double=device.type != "mps")
+        self.statistics = None if given is None else tree_map(on_device, given, examples)
 
     def observation(self, observation: Any) -> Any:
         """Observations, [..., *obs], in units of their running standard deviation, or as they are."""
@@ -66,9 +71,9 @@ class TensorNormalizers:
 
 def _normalize(x: Tensor, statistic: Any) -> Tensor:
     if statistic is None:
-        return x
+        return x.float() if x.dtype is torch.float64 else x
     mean, std, clip = statistic
-    return ((x - mean) / std).clamp(-clip, clip)
+    return ((x - mean) / std).clamp(-clip, clip).float()
 
 
 def _moments(x: Tensor, valid: Tensor) -> tuple[np.ndarray, np.ndarray, int]:

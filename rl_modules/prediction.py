@@ -49,7 +49,7 @@ def policy_input(module: Observes, observation: Any, action_masks: Any) -> tuple
         observation, mask = split_mask(observation)
         if isinstance(observation, dict) and not isinstance(space, spaces.Dict | spaces.Tuple):
             observation = observation[OBSERVED]
-        arrays = observation_arrays(space, observation)
+        arrays = observation_arrays(space, observation, double=module.observation_statistics is not None)
     except (TypeError, ValueError, KeyError, IndexError) as error:
         pair = isinstance(observation, tuple) and len(observation) == 2
         hint = "; it looks like the pair that reset returns, of which the observation is the first" if pair else ""

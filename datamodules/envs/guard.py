@@ -84,7 +84,7 @@ def require_finite(name: str, observations: Any, reward: np.ndarray, finals: lis
     if not np.isfinite(reward).all():
         _refuse(name, "reward", ~np.isfinite(reward))
     for leaf in tree_leaves(observations):
-        if leaf.dtype == np.float32 and not np.isfinite(leaf).all():
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             _refuse(name, "observation", ~np.isfinite(leaf).reshape(*leaf.shape[:2], -1).all(-1))
     for t, i, final in finals:
         if not all(np.isfinite(leaf).all() for leaf in tree_leaves(final)):

@@ -60,9 +60,11 @@ def repeat_episodes(
         for e, resets in zip(episodes, resets_next, strict=True)
     ]
     envs.set_attr("episode_state", replays)
+    now = [tree_leaves(observation_arrays(space, o, double=True)) for o in envs.get_attr("last_observation")]
+    then = tree_leaves(reached)
     return np.array([
-        any(not np.array_equal(a, b[i]) for a, b in zip(tree_leaves(o), tree_leaves(reached), strict=True))
-        for i, o in enumerate(observation_arrays(space, o) for o in envs.get_attr("last_observation"))
+        any(not np.array_equal(a.astype(b.dtype), b[i]) for a, b in zip(leaves, then, strict=True))
+        for i, leaves in enumerate(now)
     ])  # fmt: skip
 
 
@@ -90,4 +92,4 @@ def begin_next_episodes(envs: Any, which: np.ndarray, space: spaces.Space) -> di
              for s, w in zip(states, which, strict=True)]  # fmt: skip
     envs.set_attr("episode_state", fresh)
     last = envs.get_attr("last_observation")
-    return {int(i): observation_arrays(space, last[i]) for i in np.flatnonzero(which)}
+    return {int(i): observation_arrays(space, last[i], double=True) for i in np.flatnonzero(which)}

@@ -20,22 +20,25 @@ def returns_tensors(envs: VectorEnv, seed: int) -> bool:
     return isinstance(observation, Tensor)
 
 
-def observation_tensors(space: spaces.Space, observation: Any) -> Any:
+def observation_tensors(space: spaces.Space, observation: Any, double: bool = False) -> Any:
     """As :func:`rl_modules.common.spaces.observation_arrays`, of tensors: their dtypes in rollouts, no copy to a host,
     and so no check that choices are in their space.
 
     Args:
         space: the space of a single observation.
         observation: what the vector returned, [N, …].
+        double: keep float64 in spaces of float64.
     """
     if isinstance(space, spaces.Dict):
-        return {name: observation_tensors(part, observation[name]) for name, part in space.items()}
+        return {name: observation_tensors(part, observation[name], double) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
-        return {str(i): observation_tensors(part, observation[i]) for i, part in enumerate(space)}
+        return {str(i): observation_tensors(part, observation[i], double) for i, part in enumerate(space)}
     if isinstance(space, spaces.Discrete):
         return observation.long() - int(space.start)
     if isinstance(space, spaces.MultiDiscrete):
         return observation.long() - torch.as_tensor(space.start, device=observation.device)
+    if double and observation.dtype is torch.float64 and space.dtype == np.float64:
+        return observation
     if observation.is_floating_point() or (isinstance(space, spaces.Box) and space.dtype.kind == "f"):
         return observation.float()
     return observation if observation.dtype is torch.uint8 else observation.long()

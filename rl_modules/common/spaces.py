@@ -132,7 +132,7 @@ def require_observation(space: spaces.Space, arrays: Any) -> bool:
         if batch not in (0, 1) or leaf.shape[batch:] != like.shape:
             raise UsageError(f"the observation has shape {leaf.shape}; the space has {like.shape}, or [B, *shape] for "
                              "a batch")  # fmt: skip
-        if leaf.dtype == np.float32 and not np.isfinite(leaf).all():
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             raise UsageError("the observation holds NaN or infinite numbers; a policy can't act on them")
     return batch == 0
 
@@ -193,7 +193,7 @@ def _bound_to_data(bound: np.ndarray) -> Any:
     return flat[0].item() if flat.size and (flat == flat[0]).all() else bound.tolist()
 
 
-def observation_arrays(space: spaces.Space, observation: Any) -> Any:
+def observation_arrays(space: spaces.Space, observation: Any, double: bool = False) -> Any:
     """One observation, or a batch of them, in the dtypes in which rollouts store them.
 
     Floats become float32, images stay uint8, other integers become int64; Discrete values are shifted to start at 0;
@@ -202,14 +202,15 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     Args:
         space: the space of a single observation.
         observation: what the environment returned; leading batch dimensions are kept.
+        double: keep float64 in spaces of float64, for what is normalised before it becomes float32.
 
     Raises:
         UsageError: a choice outside of its Discrete or MultiDiscrete space.
     """
     if isinstance(space, spaces.Dict):
-        return {name: observation_arrays(part, observation[name]) for name, part in space.items()}
+        return {name: observation_arrays(part, observation[name], double) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
-        return {str(i): observation_arrays(part, observation[i]) for i, part in enumerate(space)}
+        return {str(i): observation_arrays(part, observation[i], double) for i, part in enumerate(space)}
     array = np.asarray(observation)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         choice = array.astype(np.int64) - space.start
@@ -222,21 +223,21 @@ def observation_arrays(space: spaces.Space, observation: Any) -> Any:
     # fractions.
     whole = isinstance(space, spaces.Box) and space.dtype.kind == "f" and array.dtype.kind in "biu"
     if np.issubdtype(array.dtype, np.floating) or whole:
-        return array.astype(np.float32, copy=False)
+        return array.astype(np.float64 if double and space.dtype == np.float64 else np.float32, copy=False)
     return array if array.dtype == np.uint8 else array.astype(np.int64, copy=False)
 
 
-def example_arrays(space: spaces.Space) -> Any:
-    """Zeros in the shapes and dtypes of what :func:`observation_arrays` makes of one observation.
+def example_arrays(space: spaces.Space, double: bool = False) -> Any:
+    """Zeros in the shapes and dtypes of what :func:`observation_arrays` makes of one observation, with its ``double``.
 
     Nothing is sampled: Gymnasium can't draw from a Box whose bounds lie further apart than the largest float64.
     """
     if isinstance(space, spaces.Dict):
-        return {name: example_arrays(part) for name, part in space.items()}
+        return {name: example_arrays(part, double) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
-        return {str(i): example_arrays(part) for i, part in enumerate(space)}
+        return {str(i): example_arrays(part, double) for i, part in enumerate(space)}
     if np.issubdtype(space.dtype, np.floating):
-        return np.zeros(space.shape, np.float32)
+        return np.zeros(space.shape, np.float64 if double and space.dtype == np.float64 else np.float32)
     is_bytes = isinstance(space, spaces.Box) and space.dtype == np.uint8  # choices of any dtype are int64
     return np.zeros(space.shape, np.uint8 if is_bytes else np.int64)
 
@@ -260,13 +261,13 @@ def normalize(x: np.ndarray, statistic: tuple[np.ndarray, np.ndarray, float] | N
 
     Args:
         x: [..., *shape].
-        statistic: mean [*shape], standard deviation [*shape] and the bound to clip to; None returns ``x`` itself.
+        statistic: mean [*shape], standard deviation [*shape] and the bound to clip to; None: not normalised.
 
     Returns:
-        float32, the shape of ``x``.
+        float32, the shape of ``x``; without a statistic other dtypes than float64 stay.
     """
     if statistic is None:
-        return x
+        return x.astype(np.float32) if x.dtype == np.float64 else x
     mean, std, clip = statistic
     return np.clip((x - mean) / std, -clip, clip).astype(np.float32)
 
