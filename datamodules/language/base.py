@@ -1,7 +1,7 @@
 """Base class of the language datamodules: records, their tokens, the order of training, evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import lightning as L
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from datamodules.language.arguments import check_arguments, named_functions
 from datamodules.language.dataset_files import describe_dataset, refuse_stream
 from datamodules.language.early_rewards import EarlyRewards
+from datamodules.language.encoded_records import EncodedRecords
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.endings import note_completions, note_demonstrations
 from datamodules.language.eval_steps import evaluate_every
@@ -18,7 +19,7 @@ from datamodules.language.order import EndlessOrder
 from datamodules.language.records import TEXTS, as_record, place_of
 from datamodules.language.rewards import RewardFunctions, load_reward_func
 from datamodules.language.sequences import joined_sequences
-from datamodules.language.sources import check_prompt_lengths, load_records
+from datamodules.language.sources import Records, check_prompt_lengths, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
 from datamodules.language.text import prompt_text, voted_answer
@@ -32,6 +33,8 @@ from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
 from rl_modules.language.contract import TextLearner, WritingLearner
 
+#: Most training records of a file or dataset that are all encoded at the start.
+LOADED = 20_000
 Record = dict[str, Any]
 Batch = dict[str, Any]
 
@@ -154,7 +157,8 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         funcs = [load_reward_func(spec, self.task) for spec in specs]
         self.rewards = RewardFunctions(funcs, reward_time_limit_s, int(reward_workers))
         self.rewards.trainer_state = TrainerState()
-        self.train_records: list[Record] = []
+        #: Those of a large file or dataset are encoded when they are asked for.
+        self.train_records: list[Record] | EncodedRecords = []
         #: The training records while streaming; ``train_records`` is then empty.
         self.stream: RecordStream | None = None
         self.eval_records: list[Record] = []
@@ -177,7 +181,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         if stage == "fit" and hp.streaming:
             self.stream = self.open_stream()
         elif stage == "fit" and not self.train_records:
-            self.train_records = self.load_split("train", hp.n_train)
+            self.train_records = self.load_split("train", hp.n_train, not self.reads_all)
         wants_eval = hp.n_eval and (stage != "fit" or hp.eval_steps)
         if wants_eval and not self.eval_records:
             require_held_out(hp, self.dataset_object, stage == "fit")
@@ -213,9 +217,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             return as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape, self.texts)
 
         def encode(read: list[tuple[str, Record]]) -> list[Record]:
-            encoded = self.encode([to_record(found) for found in read]) if read else []
-            self.encoder.report_unknown(self.source)
-            return encoded
+            return self._encode_and_report([to_record(found) for found in read]) if read else []
 
         per_row = self.records_per_row(map(to_record, rows(0)))
         return RecordStream(rows, encode, hp.streaming_buffer, self.seed, self.source, per_row)
@@ -228,8 +230,30 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         """
         return 1
 
-    def load_split(self, split: str, n: int | None) -> list[Record]:
-        """Returns the ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``."""
+    @property
+    def reads_all(self) -> bool:
+        """Whether the training records are needed all at once, so that those of a large source are loaded too."""
+        return False
+
+    @property
+    def reads_as_needed(self) -> bool:
+        """Whether training records are read when they are needed: those of a stream or of a large source."""
+        return self.stream is not None or isinstance(self.train_records, EncodedRecords)
+
+    @overload
+    def load_split(self, split: str, n: int | None) -> list[Record]: ...
+
+    @overload
+    def load_split(self, split: str, n: int | None, as_read: bool) -> list[Record] | EncodedRecords: ...
+
+    def load_split(self, split: str, n: int | None, as_read: bool = False) -> list[Record] | EncodedRecords:
+        """Returns the ``train`` or ``test`` records of the source, with prompts as token ids in ``prompt_ids``.
+
+        Args:
+            split: of a task or dataset.
+            n: so many of them; None: all.
+            as_read: encode those of a large source when they are asked for.
+        """
         hp: Any = self.hparams
         training = split == "train"
         if not training and hp.eval_path is not None:
@@ -252,7 +276,14 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
             reshape=self.reshape,
             # A task compares texts.
             texts=self.texts if self.task is None else TEXTS,
+            as_read=as_read,
         )
+        if not isinstance(records, Records) or len(records) <= LOADED:
+            return self._encode_and_report(list(records))
+        longest = min(self.policy.max_length, hp.get("max_length") or self.policy.max_length) - 1
+        return EncodedRecords(records, self._encode_and_report, longest, self.source)
+
+    def _encode_and_report(self, records: list[Record]) -> list[Record]:
         encoded = self.encode(records)
         self.encoder.report_unknown(self.source)
         return encoded
@@ -360,7 +391,15 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
 
     def record(self, position: int) -> Record:
         """Returns the training record at a position of the endless shuffled stream, the same on every rank."""
-        return self.train_records[self.record_at(position)] if self.stream is None else self.stream[position]
+        return self.records([position])[0]
+
+    def records(self, positions: Sequence[int]) -> list[Record]:
+        """Returns the training records at positions of the endless shuffled stream."""
+        if self.stream is not None:
+            return [self.stream[position] for position in positions]
+        numbers = [self.record_at(position) for position in positions]
+        rows = self.train_records
+        return rows.take(numbers) if isinstance(rows, EncodedRecords) else [rows[number] for number in numbers]
 
     @property
     def epochs_seen(self) -> float:

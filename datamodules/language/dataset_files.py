@@ -1,12 +1,15 @@
 """Reading of data by the library ``datasets``: hub datasets, saved ones, and parquet, arrow, csv and json files."""
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from datamodules.language.csv_files import options_of_folder, options_of_texts
 from rl_modules.common.errors import UsageError
 
+#: Rows of a table that are read together.
+_BLOCK = 1000
 _SLICE = re.compile(r"([^\[\]]+?)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
@@ -41,8 +44,11 @@ def describe_dataset(dataset: Any) -> str:
                      "datasets.Dataset or DatasetDict should be")  # fmt: skip
 
 
-def read_dataset(name: Any, config: str | None = None, split: str | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the rows of a dataset, each with its place, read by ``datasets``; no code of the dataset is run.
+def read_dataset(
+    name: Any, config: str | None = None, split: str | None = None, where: str | None = None
+) -> "list[tuple[str, dict[str, Any]]] | TableRows":
+    """Returns the rows of a dataset, each with its place, read by ``datasets`` when they are asked for; no code of the
+    dataset is run.
 
     Args:
         name: hub name; a directory that ``save_to_disk`` wrote; a directory or file of parquet, csv or json; a
@@ -50,6 +56,7 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
         config: the hub dataset's configuration.
         split: a split or a part of it, ``train[:90%]``; None: the only one. Of an ``IterableDatasetDict`` a whole
             split, which is read to its end.
+        where: begins the rows' places; None: the dataset's name.
 
     Raises:
         UsageError: it can't be loaded, has no such split, or holds text that is not UTF-8.
@@ -65,7 +72,8 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
         if base not in found or start is not None or stop is not None:
             raise UsageError(f"split {split!r} is no whole split of dataset, an {describe_dataset(found)}, whose "
                              "streams can't be divided; name one of them")  # fmt: skip
-        return _listed(describe_dataset(found), found[base])
+        streamed = f"dataset {describe_dataset(found)!r}"
+        return [(f"{streamed}, row {i}", as_written(row)) for i, row in enumerate(found[base])]
     refuse_stream(found)
     if not isinstance(name, str):
         name = describe_dataset(name)
@@ -78,7 +86,46 @@ def read_dataset(name: Any, config: str | None = None, split: str | None = None)
                          "written 'train[90%:]'")  # fmt: skip
     rows = splits[base] if base is not None else next(iter(splits.values()))
     part = range(len(rows))[_position(start, len(rows)) : _position(stop, len(rows))]
-    return _listed(name, rows.select(part) if part else [])
+    return TableRows(where or f"dataset {name!r}", rows.select(part)) if part else []
+
+
+class TableRows(Sequence[tuple[str, dict[str, Any]]]):
+    """The rows of a table in files that ``datasets`` maps into memory, each with its place.
+
+    Args:
+        where: begins the places.
+        table: a ``datasets.Dataset``.
+    """
+
+    def __init__(self, where: str, table: Any) -> None:
+        self._where, self._table = where, table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for start in range(0, len(self), _BLOCK):
+            yield from self.take(range(start, min(start + _BLOCK, len(self))))
+
+    def __getitem__(self, index: Any) -> Any:
+        numbers = range(len(self))[index]
+        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
+
+    def take(self, numbers: Sequence[int]) -> list[tuple[str, dict[str, Any]]]:
+        """Returns the rows of some numbers.
+
+        Raises:
+            UsageError: text that is not UTF-8.
+        """
+        try:
+            columns = self._table[numbers if isinstance(numbers, range) else list(numbers)]
+        except UnicodeDecodeError as error:
+            if len(numbers) == 1:
+                raise UsageError(f"{self._where}, row {numbers[0]}: text that is not UTF-8 ({error.reason})") from error
+            return [row for number in numbers for row in self.take([number])]
+        rows = zip(*columns.values(), strict=True)
+        return [(f"{self._where}, row {i}", as_written(dict(zip(columns, row, strict=True))))
+                for i, row in zip(numbers, rows, strict=True)]  # fmt: skip
 
 
 def refuse_stream(dataset: Any) -> None:
@@ -91,16 +138,6 @@ def refuse_stream(dataset: Any) -> None:
 
     if isinstance(dataset, datasets.IterableDataset | datasets.IterableDatasetDict):
         raise UsageError("an IterableDataset is read as it goes; set streaming=true, or give a Dataset")
-
-
-def _listed(name: str, rows: Any) -> list[tuple[str, dict[str, Any]]]:
-    listed: list[tuple[str, dict[str, Any]]] = []
-    try:
-        for row in rows:
-            listed.append((f"dataset {name!r}, row {len(listed)}", as_written(row)))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"dataset {name!r}, row {len(listed)}: text that is not UTF-8 ({error.reason})") from error
-    return listed
 
 
 def as_written(row: dict[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class InstructionDataModule(LanguageDataModule):
         self.sequences: Sequences | None = None
         self._position = 0  # micro-batches handed out
         self._has_saved = False  # since the fit began
+        self._warned_of_open_ends = False
         self._bucket: tuple[int, list[Tensor]] = (-1, [])
 
     # ---------------------------------------------------------------- records
@@ -90,12 +91,16 @@ class InstructionDataModule(LanguageDataModule):
             if self.hparams["streaming"] and self.group_by_length:
                 raise UsageError("group_by_length=true sorts all records by their lengths, which streaming=true does "
                                  "not know; set one of them")  # fmt: skip
-            if self.sequences is None and self.stream is None:
+            if self.sequences is None and isinstance(self.train_records, list) and self.stream is None:
                 self.sequences = self._as_sequences(self.train_records)
             if self.stream is None and counts_epochs(self.trainer):
                 announce_rest(len(self.train_records), self.batch_size * self._world_size, "begin the next pass")
             self._position, self._has_saved = 0, False
             self._bucket = (-1, [])
+
+    @property
+    def reads_all(self) -> bool:
+        return self.group_by_length
 
     def forget_records(self) -> None:
         super().forget_records()
@@ -160,12 +165,13 @@ class InstructionDataModule(LanguageDataModule):
         completions.
         """
         eos = self.policy.tokenizer.eos_token_id
-        learned = [record for record in records if "conversation" in record]
+        learned = [record for record in records if "conversation" in record and not self._warned_of_open_ends]
         if learned and not any(
             token == eos and flag
             for record in learned
             for token, flag in zip(record["completion_ids"], record["completion_mask"], strict=True)
         ):
+            self._warned_of_open_ends = True
             notice(f"{self.source}: the chat template ends the assistant's turns without the EOS token "
                    f"{self.policy.tokenizer.eos_token!r}, so that the model does not learn to end its "
                    "completions; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
@@ -239,12 +245,11 @@ class InstructionDataModule(LanguageDataModule):
 
     def _drawn(self, number: int) -> tuple[Sequences, Tensor]:
         """Returns all loaded sequences, and the indices of those of optimizer step ``number`` over all ranks."""
-        if self.stream is None:
+        if not self.reads_as_needed:
             assert self.sequences is not None
             return self.sequences, self._sequences_of(number)
         size = self.batch_size * self._world_size
-        records = [self.record(number * size + i) for i in range(size)]
-        return self._as_sequences(records), torch.arange(size)
+        return self._as_sequences(self.records(range(number * size, (number + 1) * size))), torch.arange(size)
 
     def _sequences_of(self, number: int) -> Tensor:
         """Which sequences make optimizer step ``number``, over all ranks; a function of the seed and the number."""

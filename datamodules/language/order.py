@@ -16,7 +16,7 @@ class EndlessOrder:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._passes: dict[int, list[int]] = {}
+        self._passes: dict[int, torch.Tensor] = {}
 
     def at(self, position: int, n: int) -> int:
         """Which of ``n`` records stands at a position of the endless stream."""
@@ -24,8 +24,8 @@ class EndlessOrder:
         order = self._passes.get(number)
         if order is None or len(order) != n:
             generator = torch.Generator().manual_seed(stream_seed(self._seed, 0, "order", number))
-            order = torch.randperm(n, generator=generator).tolist()
+            order = torch.randperm(n, generator=generator)
             # Two passes may be in use at once, if a batch crosses the end of one. Rounds that are written ahead call
             # this in another thread, so the dictionary is replaced and never changed.
             self._passes = {k: v for k, v in self._passes.items() if k == number - 1} | {number: order}
-        return order[offset]
+        return int(order[offset])

@@ -133,7 +133,8 @@ class PreferenceDataModule(LanguageDataModule):
         self.required = ("prompt",) if single else type(self).required
         self.eval_required = ("prompt",) if single else type(self).eval_required
         super().setup(stage)
-        self.train_pairs, self.eval_pairs = as_pairs(self.train_records), as_pairs(self.eval_records)
+        self.train_pairs = as_pairs(self.train_records if isinstance(self.train_records, list) else [])
+        self.eval_pairs = as_pairs(self.eval_records)
         if stage != "fit":
             return
         if single and self.stream is not None and self.hparams["streaming_buffer"] == 1:
@@ -168,6 +169,10 @@ class PreferenceDataModule(LanguageDataModule):
     def unpaired(self) -> bool:
         """Whether the module in training learns from single answers."""
         return bool(getattr(self.policy, "unpaired", False))
+
+    @property
+    def reads_all(self) -> bool:
+        return self.unpaired
 
     @property
     def _scores_demonstrations(self) -> bool:
@@ -253,12 +258,12 @@ class PreferenceDataModule(LanguageDataModule):
             first = self.train_records[:n] if self.stream is None else self.stream.first(n)
             ids = [record["prompt_ids"] + record["chosen_ids"] for record in first]
             return [torch.tensor(row, dtype=torch.int32) for row in ids]
-        records = load_records(
+        records = list(load_records(
             task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
             # A finite task may have fewer than are wanted.
             n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
             required=("prompt", "completion"),
-        )[:n]  # fmt: skip
+        )[:n])  # fmt: skip
         prompts, (completions,) = self.encode_answers(records, "completion")
         ids = [p + c for p, c in zip(prompts, completions, strict=True)]
         fitting = [torch.tensor(row, dtype=torch.int32) for row in ids if len(row) <= self._limit]
@@ -328,8 +333,8 @@ class PreferenceDataModule(LanguageDataModule):
         # As in TRL: the mismatched answers, which estimate KTO's KL, don't count.
         tokens = int(pairs.lengths[rows, :2].sum() if self.unpaired else pairs.total[rows].sum())
         chosen_tokens = int(pairs.lengths[rows, 1].sum()) / self._world_size
-        # A stream's pairs have no numbers under which a policy could store their reference log-probabilities.
-        left_out = {"index"} if self.stream is not None else set()
+        # A policy keeps reference log-probabilities by number only of loaded pairs, whose tokens it compares on resume.
+        left_out = {"index"} if self.reads_as_needed else set()
         return [
             {
                 **{k: v for k, v in collate(pairs, records, part, packs).items() if k not in left_out},
@@ -345,10 +350,10 @@ class PreferenceDataModule(LanguageDataModule):
         """Returns all loaded pairs, their records, and the indices of those of optimizer step ``number`` over all
         ranks.
         """
-        if self.stream is None:
+        if isinstance(self.train_records, list) and self.stream is None:
             return self.train_pairs, self.train_records, self.pairs_of_step(number)
         size = self.batch_size * self._world_size
-        records = [self.record(number * size + i) for i in range(size)]
+        records = self.records(self._positions(number))
         pairs = as_pairs(records)
         if isinstance(self.policy, PredictsAnswers):
             self.policy.check_pairs(pairs, self.source)
@@ -360,11 +365,15 @@ class PreferenceDataModule(LanguageDataModule):
         Args:
             number: of the step since the start of the run; the pairs depend only on it, the seed and the records.
         """
+        return torch.tensor([self.record_at(position) for position in self._positions(number)])
+
+    def _positions(self, number: int) -> range:
+        """Returns the positions of an optimizer step's pairs in the endless stream."""
         size, n = self.batch_size * self._world_size, len(self.train_records)
         epoch, place = divmod(number, self.steps_per_epoch)
         # If there are fewer pairs than in a step, they repeat endlessly; otherwise each pass has its own order.
         start = number * size if size > n else epoch * n + place * size
-        return torch.tensor([self.record_at(start + i) for i in range(size)])
+        return range(start, start + size)
 
     # ---------------------------------------------------------------- evaluation
 

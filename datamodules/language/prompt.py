@@ -135,6 +135,10 @@ class PromptDataModule(LanguageDataModule):
                 refuse_own_names(record)
         return super().encode(records)
 
+    @property
+    def reads_all(self) -> bool:
+        return self.ptx_batch_size > 0 and self.ptx_path is None
+
     def forget_records(self) -> None:
         super().forget_records()
         self.demonstrations = None
@@ -226,12 +230,12 @@ class PromptDataModule(LanguageDataModule):
 
     def _load_demonstrations(self) -> Demonstrations:
         """Returns the demonstrations of ``ptx_path``, or those of the prompts' records."""
-        records = self.train_records
+        records = list(self.train_records) if self.ptx_path is None else []
         if self.ptx_path is None and self.hparams["streaming"]:
             raise UsageError(f"ptx_batch_size={self.ptx_batch_size} needs a ptx_path, for streaming=true loads no "
                              "demonstrations with the prompts")  # fmt: skip
         if self.ptx_path is not None:
-            records = load_records(path=self.ptx_path, required=("prompt", "completion"), texts=())
+            records = list(load_records(path=self.ptx_path, required=("prompt", "completion"), texts=()))
         missing = next((i for i, record in enumerate(records) if record.get("completion") is None), None)
         if missing is not None:
             raise UsageError(f"{self.source}: record {missing} has no completion to demonstrate, which ptx_batch_size="
@@ -350,7 +354,7 @@ class PromptDataModule(LanguageDataModule):
         """Returns the records at places of the stream, and a seed for each of their completions."""
         n_each = self.num_generations
         seeds = [stream_seed(self.seed, 0, "sample", place * n_each + j) for place in places for j in range(n_each)]
-        return [self.record(place) for place in places], seeds
+        return self.records(places), seeds
 
     def _as_rollout(self, records: list[Record], written: Completions, early: EarlyRewards | None) -> dict[str, Any]:
         """Completions with their rewards."""

@@ -68,8 +68,9 @@ def as_record(
                              if name not in record else f"{place}: {name!r} is null")  # fmt: skip
     record["prompt"] = _prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
-        if record.get(name) is not None:
-            record[name] = (as_text if name == "answer" else as_answer)(record[name], f"{place}: {name!r}")
+        value = record.get(name)
+        if value is not None and not (isinstance(value, str) and value.isascii()):  # nearly all texts of large files
+            record[name] = (as_text if name == "answer" else as_answer)(value, f"{place}: {name!r}")
     if answer_after is not None and record.get("answer") is not None:
         _, found, answer = record["answer"].rpartition(answer_after)
         if not found:
@@ -95,7 +96,9 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
 
 
 def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
-    return as_text(value, f"{place}: 'prompt'") if isinstance(value, str) else as_messages(value, f"{place}: 'prompt'")
+    if isinstance(value, str):
+        return value if value.isascii() else as_text(value, f"{place}: 'prompt'")
+    return as_messages(value, f"{place}: 'prompt'")
 
 
 def as_messages(value: Any, what: str) -> list[dict[str, Any]]:

@@ -1,18 +1,55 @@
 """Records from a task, a JSONL file or a dataset, with one set of checks."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.language.dataset_files import describe_dataset, is_table, read_dataset
-from datamodules.language.jsonl_files import read_jsonl
+from datamodules.language.dataset_files import TableRows, describe_dataset, is_table, read_dataset
+from datamodules.language.jsonl_files import JsonlRows
 from datamodules.language.notices import notice
 from datamodules.language.records import TEXTS, NothingUsable, as_record
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+
+#: Records that are read together.
+_BLOCK = 1000
+#: Rows of a source, each with its place.
+Rows = list[tuple[str, dict[str, Any]]] | JsonlRows | TableRows
+
+
+class Records(Sequence[Record]):
+    """The records of a file or dataset, which are read and checked when they are asked for.
+
+    Args:
+        rows: of the source, each with its place.
+        numbers: of the rows that are taken.
+        as_record: makes a row a record.
+    """
+
+    def __init__(self, rows: Rows, numbers: Sequence[int], as_record: Callable[[str, Record], Record]) -> None:
+        self._rows, self._numbers, self._as_record = rows, numbers, as_record
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Record]:
+        if len(self) == len(self._rows):
+            return (self._as_record(place, row) for place, row in self._rows)
+        blocks = (range(i, min(i + _BLOCK, len(self))) for i in range(0, len(self), _BLOCK))
+        return (record for block in blocks for record in self.take(block))
+
+    def __getitem__(self, index: Any) -> Any:
+        numbers = range(len(self))[index]
+        return self.take(numbers) if isinstance(numbers, range) else self.take([numbers])[0]
+
+    def take(self, numbers: Sequence[int]) -> list[Record]:
+        """Returns the records of some numbers."""
+        chosen = [self._numbers[i] for i in numbers]
+        found = [self._rows[i] for i in chosen] if isinstance(self._rows, list) else self._rows.take(chosen)
+        return [self._as_record(place, row) for place, row in found]
 
 
 def load_records(
@@ -31,7 +68,8 @@ def load_records(
     required: Sequence[str] = ("prompt",),
     reshape: Callable[[Record, str], Record] | None = None,
     texts: Sequence[str] = TEXTS,
-) -> list[Record]:
+    as_read: bool = False,
+) -> Sequence[Record]:
     """Records from exactly one source.
 
     Args:
@@ -54,6 +92,7 @@ def load_records(
             checked next.
         texts: columns of a file or dataset that must be text where they occur; numbers become text. Others are kept as
             they are.
+        as_read: leave the records of a file or dataset where they are; each is read and checked when it is asked for.
 
     Returns:
         Dicts with at least the required columns. ``prompt`` is text or a list of chat messages.
@@ -68,11 +107,11 @@ def load_records(
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
         if "rejected" in required:
             return made.preferences(split, n)
-        records = made.records(split, n)
+        generated = made.records(split, n)
         for name in required:
-            if records and records[0].get(name) is None:
-                raise UsageError(f"task {made.name!r} has no {name!r}; it has {', '.join(records[0])}")
-        return records
+            if generated and generated[0].get(name) is None:
+                raise UsageError(f"task {made.name!r} has no {name!r}; it has {', '.join(generated[0])}")
+        return generated
     if path is not None:
         where, rows = str(path), read_path(path)
     else:
@@ -81,21 +120,26 @@ def load_records(
         rows = read_dataset(dataset, dataset_config, dataset_split)
     if not rows:
         raise UsageError(f"{where} is empty; at least one record is needed")
+    numbers: Sequence[int] = range(len(rows))
     if n is not None and n < len(rows):
-        chosen = random.Random(stream_seed(seed, 0, "records")).sample(range(len(rows)), n)
-        rows = [rows[i] for i in sorted(chosen)]
-    return [as_record(row, place, columns, answer_after, required, reshape, texts) for place, row in rows]
+        numbers = sorted(random.Random(stream_seed(seed, 0, "records")).sample(numbers, n))
+
+    def to_record(place: str, row: dict[str, Any]) -> Record:
+        return as_record(row, place, columns, answer_after, required, reshape, texts)
+
+    records = Records(rows, numbers, to_record)
+    return records if as_read else list(records)
 
 
-def read_path(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+def read_path(path: str | Path) -> Rows:
     """Returns the rows of one file, each with its place: a table that ``datasets`` reads, or else JSONL.
 
     Raises:
-        UsageError: see :func:`read_jsonl` and :func:`read_dataset`.
+        UsageError: see :class:`JsonlRows` and :func:`read_dataset`.
     """
     if Path(path).is_file() and is_table(Path(path)):
-        return [(f"{path}, row {i}", row) for i, (_, row) in enumerate(read_dataset(str(path)))]
-    return list(read_jsonl(path))
+        return read_dataset(str(path), where=str(path))
+    return JsonlRows(path)
 
 
 def check_prompt_lengths(lengths: Sequence[int], limit: int, where: str, overlong: str = "error") -> list[int]:
