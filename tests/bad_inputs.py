@@ -639,6 +639,8 @@ for name, text, record_says in (
                             "--trainer.max_steps=1", "--data.n_eval=0"], *record_says, mine__jsonl=text)  # fmt: skip
 cli("a row without a cell", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "m.csv",
     "--trainer.max_steps=1"], "m.csv:3: 1 of the 2 cells", "comma", m__csv="prompt,completion\na,b\nc\n")  # fmt: skip
+cli("serve: no place for the token", "serve --engine native --port 0 --token_file /dev/null/token", "token_file",
+    "can't be written")  # fmt: skip
 cli("records of no file", ["fit", "--model", "SFT", "--data", "InstructionDataModule", "--data.path", "no.jsonl",
                            "--trainer.max_steps=1"], "no.jsonl")  # fmt: skip
 cli("no source", "fit --model SFT --data InstructionDataModule --trainer.max_steps=1", "task, path and dataset")
@@ -959,6 +961,7 @@ for option, says in {
 for option, says in {
     "model.sampler vllm": ("sampler=vllm", "not installed"), "model.sampler vlm": ("sampler='vlm'", "did you mean vllm"),
     "model.sampler vllm_server": ("vllm_server", "addresses"),
+    "model.sampler_options {token: a}": ("no option of sampler=native",),
     "model.advantages no.module:f": ("advantages", "no.module"), "model.advantages math:pi": ("math:pi", "float"),
     "model.advantages math:sqrt": ("math:sqrt", "ValueError", r"\[P, G\]"),
     "model.advantages zscore": ("'zscore'", "rloo", "import path"),

@@ -60,15 +60,18 @@ options:
   --model CLASS      import path of the algorithm, if it is not part of rl_modules
 """,
     "serve": """\
-usage: rl serve [--engine vllm|native] [--host HOST] [--port PORT] [--gpu_memory_utilization SHARE]
-                [--max_rows_in_flight N]
+usage: rl serve [--engine vllm|native] [--host HOST] [--port PORT] [--token_file FILE]
+                [--gpu_memory_utilization SHARE] [--max_rows_in_flight N]
 
-Generates completions for runs with --model.sampler vllm_server. The run sends the model and its weights.
+Generates completions for runs with --model.sampler vllm_server. The run sends the model and its weights. The server
+answers only runs that know its token: that of the variable RL_SERVE_TOKEN, or a new one, which it writes to a file.
 
 options:
   --engine vllm|native            the engine that generates; default: vllm
   --host HOST                     the address to listen on; default: 127.0.0.1
   --port PORT                     the port to listen on; 0: any free port; default: 8000
+  --token_file FILE               where to write the token, for this user alone to read; default:
+                                  ~/.cache/lightning-rl-recipes/serve-PORT.token
   --gpu_memory_utilization SHARE  vllm: share of the GPU's memory to use; default: 0.9
   --max_rows_in_flight N          maximum number of completions decoded together; default: no limit
 """,

@@ -1,18 +1,23 @@
 """``rl serve``: writes completions for runs with ``--model.sampler vllm_server``."""
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from recipes.cli.terminal import quiet
 from rl_modules.common.errors import UsageError, did_you_mean
 
-USAGE = "serve takes --engine vllm|native, --host, --port, --gpu_memory_utilization and --max_rows_in_flight"
+USAGE = (
+    "serve takes --engine vllm|native, --host, --port, --token_file, --gpu_memory_utilization and --max_rows_in_flight"
+)
 
 
 def serve(args: Sequence[str]) -> None:
     """Serves requests until the process is stopped.
 
-    The run sends the model's description and weights, so the server needs no path.
+    The run sends the model's description and weights, so the server needs no path. It answers only runs that know its
+    token, which is written to a file that only this user can read.
 
     Args:
         args: the words after ``rl serve``.
@@ -24,6 +29,7 @@ def serve(args: Sequence[str]) -> None:
     from rl_modules.language.sampling.engine import NativeEngine
     from rl_modules.language.sampling.server import MakeEngine, Service, make_server
     from rl_modules.language.sampling.vllm import VLLMEngine, unties
+    from rl_modules.language.sampling.wire import TOKEN_VARIABLE, default_token_file, make_token, write_token
 
     quiet()
     cap = options["max_rows_in_flight"]
@@ -35,8 +41,15 @@ def serve(args: Sequence[str]) -> None:
         make = lambda spec: VLLMEngine(  # noqa: E731
             spec, gpu_memory_utilization=options["gpu_memory_utilization"], max_rows_in_flight=cap
         )
-    server = make_server(Service(make, unties(options["engine"])), options["host"], options["port"])
-    print(f"serving on {options['host']}:{server.server_port} with {options['engine']}; stop with Ctrl-C", flush=True)
+    token = make_token()
+    server = make_server(Service(make, unties(options["engine"])), options["host"], options["port"], token)
+    where = f"its token is that of {TOKEN_VARIABLE}"
+    if options["token_file"] is not None or TOKEN_VARIABLE not in os.environ:
+        path = Path(options["token_file"] or default_token_file(server.server_port)).expanduser().absolute()
+        write_token(path, token)
+        where = f"its token is in {path}"
+    print(f"serving on {options['host']}:{server.server_port} with {options['engine']}; {where}; stop with Ctrl-C",
+          flush=True)  # fmt: skip
     try:
         server.serve_forever()
     finally:
@@ -50,10 +63,11 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
         UsageError: one that is unknown, or a value that is not of its kind.
     """
     kinds: dict[str, Callable[[str], Any]] = {
-        "engine": str, "host": str, "port": int, "gpu_memory_utilization": float, "max_rows_in_flight": int
+        "engine": str, "host": str, "port": int, "token_file": str, "gpu_memory_utilization": float,
+        "max_rows_in_flight": int,
     }  # fmt: skip
-    options: dict[str, Any] = {"engine": "vllm", "host": "127.0.0.1", "port": 8000, "gpu_memory_utilization": 0.9,
-                               "max_rows_in_flight": None}  # fmt: skip
+    options: dict[str, Any] = {"engine": "vllm", "host": "127.0.0.1", "port": 8000, "token_file": None,
+                               "gpu_memory_utilization": 0.9, "max_rows_in_flight": None}  # fmt: skip
     pending = iter(args)
     for arg in pending:
         name, equals, value = arg.removeprefix("--").partition("=")

@@ -31,7 +31,7 @@ class LanguagePolicy(LanguageModule):
         sampler: engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, which
             receives the weights after every update; ``vllm_server``, servers started by ``rl serve``.
         sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
-            ``addresses``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
+            ``addresses``, ``token_file``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
         max_rows_in_flight: maximum number of completions decoded together, which limits memory; others take the places
             of those that end. Null: all, on CUDA as many as fit into free memory.
         cache_implementation: of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed

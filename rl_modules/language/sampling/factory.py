@@ -13,7 +13,7 @@ from rl_modules.language.sharding import is_sharded
 OPTIONS: dict[str, tuple[str, ...]] = {
     "native": (),
     "vllm": ("gpu_memory_utilization", "enforce_eager"),
-    "vllm_server": ("addresses", "timeout_s", "retries", "retry_wait_s"),
+    "vllm_server": ("addresses", "token_file", "timeout_s", "retries", "retry_wait_s"),
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -18,6 +20,7 @@ import safetensors.torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.language.sampling import wire
 from rl_modules.language.sampling.engine import Row, completions_of
 from rl_modules.language.sampling.engine_sampler import check_engine
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
@@ -33,50 +36,98 @@ _UNREACHABLE = (OSError, http.client.HTTPException)
 
 
 class Server:
-    """The client's view of one server.
+    """The client's view of one server. What it answers is checked before it is used.
 
     Args:
         address: ``host:port``, with or without ``http://``.
         timeout_s: longest wait for an answer.
+        token_file: the file with the server's token; see :func:`~rl_modules.language.sampling.wire.read_token`.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        self.address, self.timeout_s = address, timeout_s
-        host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-        if not host or not port.isdigit():
+    def __init__(self, address: str, timeout_s: float, token_file: str | None = None) -> None:
+        self.address, self.timeout_s, self.token_file = address, timeout_s, token_file
+        host, _, port = str(address).removeprefix("http://").rstrip("/").rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535 or set(host) & set("/@?# "):
             raise UsageError(f"addresses: {address!r} must be host:port, such as 127.0.0.1:8000")
-        self.host, self.port = host, int(port)
+        self.host, self.port = host.strip("[]"), int(port)
         #: Whether it has the latest weights.
         self.current = False
-        #: The run whose weights these are.
+        #: The run whose weights these are, and the versions that it may have.
         self.run: str | None = None
+        self.versions = wire.COUNT
         #: Why it was left out last.
-        self.failure: Exception | None = None
+        self.failure = ""
         #: Whether its log-probabilities have been compared with the model's.
         self.checked = False
+        #: Of the model whose weights it gets.
         self.spec = EngineSpec({}, 0, 0, False)
 
-    def ask(self, path: str, body: bytes | None = None, timeout_s: float | None = None) -> dict[str, Any]:
+    def ask(
+        self, path: str, shape: Any, body: bytes | None = None, kind: str = wire.JSON, timeout_s: float | None = None,
+        most: int = 2**24,
+    ) -> Any:  # fmt: skip
         """One request.
 
+        Args:
+            path: what is asked.
+            shape: of the answer, see :func:`~rl_modules.language.sampling.wire.parsed`.
+            body: of a POST; None: a GET.
+            kind: the body's content type.
+            timeout_s: longest wait for the whole answer; None: the server's.
+            most: bytes of the answer.
+
         Raises:
-            UsageError: the server refuses it.
+            UsageError: the server refuses it, or answers something else.
             OSError: the server does not answer.
         """
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s or self.timeout_s)
+        wait_s = timeout_s or self.timeout_s
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=wait_s)
+        connection.connect()
+        # The socket's own limit is one for each piece of an answer, however many come.
+        ends = threading.Timer(wait_s, _shut, [connection.sock])
+        ends.daemon = True
+        ends.start()
         try:
-            connection.request("GET" if body is None else "POST", path, body)
+            headers = {"Authorization": f"Bearer {wire.read_token(self.token_file, self.port)}"}
+            method = "GET" if body is None else "POST"
+            connection.request(method, path, body, headers | ({} if body is None else {"Content-Type": kind}))
             response = connection.getresponse()
-            answer: dict[str, Any] = json.loads(response.read())
-        except json.JSONDecodeError as error:
-            raise UsageError(f"addresses: {self.address} answers {path} without JSON; is it `rl serve`?") from error
+            data = self._body(response, path, most)
         finally:
+            ends.cancel()
             connection.close()
+        try:
+            if response.status == 200:
+                return wire.parsed(data, shape, "its answer")
+            reason = wire.printable(wire.parsed(data, {"error": str}, "its answer")["error"])
+        except wire.InvalidMessage as error:
+            raise self._wrong(path, str(error)) from error
         if response.status in (409, 500):  # it has started again and lacks the weights, or its engine has failed
-            raise ConnectionError(answer["error"])
-        if response.status != 200:
-            raise UsageError(f"{self.address} refuses {path}: {answer.get('error', response.status)}")
-        return answer
+            raise ConnectionError(reason)
+        if response.status == 401:
+            raise UsageError(f"{self.address} refuses {path}: {reason}; {wire.HOW_TO_GIVE}")
+        raise UsageError(f"{self.address} refuses {path}: {reason}")
+
+    def _body(self, response: http.client.HTTPResponse, path: str, most: int) -> bytes:
+        if 300 <= response.status < 400:
+            raise self._wrong(path, f"status {response.status}, a redirect, which is not followed")
+        if response.headers.get_content_type() != wire.JSON:
+            kind = wire.printable(response.headers.get_content_type())
+            raise self._wrong(path, f"status {response.status} and {kind}")
+        if response.length is None or response.length > most:  # None: no Content-Length, or chunks
+            length = "an unknown number of" if response.length is None else response.length
+            raise self._wrong(path, f"{length} bytes, where at most {most} were asked for")
+        return response.read()  # IncompleteRead: it ended before its length
+
+    def _wrong(self, path: str, what: str) -> UsageError:
+        return UsageError(
+            f"addresses: {self.address} answers {path} wrongly: {what}; is it `rl serve` of this version?"
+        )
+
+    def leave_out(self, error: Exception) -> str:
+        """Notes that the server does not answer until it gets the next weights; returns a sentence of that."""
+        self.current, self.failure = False, wire.printable(error)
+        return f"{self.address} does not answer ({self.failure})"
 
     def health(self) -> dict[str, Any]:
         """Returns the server's description; it answers while it writes completions.
@@ -84,10 +135,10 @@ class Server:
         Raises:
             UsageError: it speaks another protocol.
         """
-        answer = self.ask("/health", timeout_s=min(10.0, self.timeout_s))
-        if answer.get("protocol") != PROTOCOL:
-            raise UsageError(f"addresses: {self.address} speaks protocol {answer.get('protocol')}, this run "
-                             f"{PROTOCOL}; start it with the same version")  # fmt: skip
+        answer: dict[str, Any] = self.ask("/health", wire.HEALTH, timeout_s=min(10.0, self.timeout_s))
+        if answer["protocol"] != PROTOCOL:
+            raise UsageError(f"addresses: {self.address} speaks protocol {answer['protocol']}, this run {PROTOCOL}; "
+                             "start it with the same version")  # fmt: skip
         return answer
 
     def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes], run: str) -> None:
@@ -100,11 +151,13 @@ class Server:
             run: whose weights they are.
         """
         self.spec = spec_of(self.health()["untied"])
-        self.ask("/model", json.dumps(asdict(self.spec)).encode())
+        # Another thread may be waiting for completions, which may be written with these weights already.
+        self.versions = wire.Within(self.versions.least, version)
+        self.ask("/model", {}, json.dumps(asdict(self.spec)).encode())
         for number, part in enumerate(parts):
             place = f"first={int(number == 0)}&last={int(number == len(parts) - 1)}"
-            self.ask(f"/weights?version={version}&run={run}&{place}", part)
-        self.current, self.run, self.failure = True, run, None
+            self.ask(f"/weights?version={version}&run={run}&{place}", {}, part, wire.BYTES)
+        self.current, self.run, self.failure, self.versions = True, run, "", wire.Within(version, version)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings) -> list[Row]:
         """One completion per prompt; the interface of an engine, for its check."""
@@ -113,11 +166,45 @@ class Server:
     def generate_versioned(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings
     ) -> list[tuple[Row, int]]:
-        """One completion per prompt, each with the version of the weights that wrote it."""
-        body = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds], "settings": asdict(settings),
-                "run": self.run}  # fmt: skip
-        answer = self.ask("/generate", json.dumps(body).encode())
-        return [(Row(**row), answer["version"]) for row in answer["rows"]]
+        """One completion per prompt, each with the version of the weights that wrote it.
+
+        Raises:
+            UsageError: an answer that no sampler with these weights and settings gives.
+        """
+        body: dict[str, Any] = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds],
+                                "settings": asdict(settings), "run": self.run}  # fmt: skip
+        most = 2**16 + len(prompts) * (1000 + 60 * settings.max_completion_length)
+        oldest = self.versions.least
+        answer = self.ask("/generate", wire.ROWS, json.dumps(body).encode(), most=most)
+        rows = [Row(**row) for row in answer["rows"]]
+        limits = [min(settings.max_completion_length, self.spec.longest - len(prompt)) for prompt in prompts]
+        for mistake in wire.mistakes(answer["version"], wire.Within(oldest, self.versions.most), "its answer.version"):
+            raise self._wrong("/generate", mistake)
+        if len(rows) != len(limits):
+            raise self._wrong("/generate", f"{len(rows)} completions of {len(limits)} prompts")
+        for i, (row, limit) in enumerate(zip(rows, limits, strict=True)):
+            if mistake := _mistake_of(row, limit, settings, self.spec.words):
+                raise self._wrong("/generate", f"completion {i} has {mistake}")
+        return [(row, answer["version"]) for row in rows]
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _mistake_of(row: Row, limit: int, settings: SamplingSettings, words: int) -> str:
+    """Returns why no sampler writes a row of these tokens and so many; empty where one may."""
+    n, stops = len(row.tokens), set(settings.eos_token_id)
+    if not 1 <= n <= limit or (n < limit and not row.finished):
+        return f"{n} tokens, where 1 to {limit} should be, and fewer only before an EOS token"
+    if len(row.log_prob) != n:
+        return f"{len(row.log_prob)} log-probabilities for {n} tokens"
+    if max(row.tokens) >= words:
+        return f"the token id {max(row.tokens)}, where the model has {words}"
+    if row.finished != (row.tokens[-1] in stops) or stops.intersection(row.tokens[:-1]):
+        return f"finished={row.finished}, against its EOS tokens"
+    return ""
 
 
 class ServerSampler:
@@ -134,9 +221,11 @@ class ServerSampler:
         retry_wait_s: wait before such a round.
         pushes: whether this process sends the weights; of several ranks the first does.
         run: name of the run, one for all its ranks; None: a new one, which a rank that sends no weights does not know.
+        token_file: the file with the servers' token, which `rl serve` writes; None: the environment variable
+            ``RL_SERVE_TOKEN``, or the file of this user's server on this machine.
 
     Raises:
-        UsageError: no address, or one that is none.
+        UsageError: no address, or one that is none; no token; an answer that no server gives.
     """
 
     exact_log_probs = False
@@ -152,10 +241,11 @@ class ServerSampler:
         retry_wait_s: float = 2.0,
         pushes: bool = True,
         run: str | None = None,
+        token_file: str | None = None,
     ) -> None:
         if isinstance(addresses, str) or not addresses:
             raise UsageError(f"addresses={addresses!r} must be a list of host:port; start a server with `rl serve`")
-        self.servers = [Server(address, timeout_s) for address in addresses]
+        self.servers = [Server(address, timeout_s, token_file) for address in addresses]
         self.device, self.retries, self.retry_wait_s = device, retries, retry_wait_s
         self.pushes = pushes
         self.version = 0
@@ -206,7 +296,7 @@ class ServerSampler:
             time.sleep(self.retry_wait_s)
         else:
             addresses = ", ".join(server.address for server in self.servers)
-            failures = "; ".join(dict.fromkeys(str(server.failure) for server in self.servers if server.failure))
+            failures = "; ".join(dict.fromkeys(server.failure for server in self.servers if server.failure))
             reason = f" ({failures})" if failures else ""
             raise UsageError(f"addresses: none of {addresses} answers after {self.retries} retries{reason}; start `rl "
                              "serve` again, then add --resume")  # fmt: skip
@@ -236,8 +326,7 @@ class ServerSampler:
             try:
                 answer = server.generate_versioned([asked[i] for i in numbers], [seeds[i] for i in numbers], settings)
             except _UNREACHABLE as error:
-                server.current, server.failure = False, error
-                log.warning("%s does not answer (%s); its prompts are asked again", server.address, error)
+                log.warning("%s; its prompts are asked again", server.leave_out(error))
                 return
             for i, row in zip(numbers, answer, strict=True):
                 rows[i] = row
@@ -276,8 +365,7 @@ class ServerSampler:
             check_engine(model, server)
             server.checked = True
         except _UNREACHABLE as error:
-            server.current, server.failure = False, error
-            log.warning("%s does not answer (%s)", server.address, error)
+            log.warning("%s", server.leave_out(error))
 
     def _bring_back(self) -> bool:
         """Sends the latest weights to the servers that lack them and that answer.
@@ -298,9 +386,10 @@ class ServerSampler:
                         server.run = health.get("run")
                         is_ours = server.run == self._run or not self._is_named
                         server.current = is_ours and health["version"] == self.version
+                        server.spec = self._spec_of(health["untied"])
                         expects_weights |= not server.current
                 except _UNREACHABLE as error:
-                    server.failure = error
+                    server.leave_out(error)
         return expects_weights
 
     def forget_weights(self) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl_modules.language.rlhf_ppo import RLHFPPO
 from rl_modules.language.sampling import Completions, NativeSampler
 from rl_modules.language.sampling.engine import NativeEngine
 from rl_modules.language.sampling.protocol import replaced
+from rl_modules.language.sampling.remote import ServerSampler
 from tests.rl_modules.language.sampler_cases import running_server
 from tests.rl_modules.language.test_grpo import TINY, Spy, addition, spy, weights_of
 from tests.training import assert_resumes_exactly, fit
@@ -196,12 +198,18 @@ def test_generations_are_written_by_weights_at_most_k_updates_old(k: int) -> Non
     assert module.latest_metrics["train/sampling/steps_behind"] > 0
 
 
-def test_rows_of_older_weights_are_written_again() -> None:
-    """A server whose weights stay behind: its rows are asked again after an update."""
-    with running_server() as (service, address):
+def test_rows_of_older_weights_are_written_again(monkeypatch: Any) -> None:
+    """A sampler whose weights stay behind: its rows are asked again after an update."""
+    sample = ServerSampler.sample
+
+    def behind(*arguments: Any, **more: Any) -> Completions:
+        written = sample(*arguments, **more)
+        assert written.version is not None
+        return replace(written, version=torch.where(written.version == 3, 0, written.version))
+
+    monkeypatch.setattr(ServerSampler, "sample", behind)
+    with running_server() as (_, address):
         module, data = asynchronous(address, 1)
-        load = service.weights
-        service.weights = lambda body, version, *rest: load(body, 0 if version == 3 else version, *rest)  # type: ignore[method-assign]
         generations = []
         again = data._without_stale
 

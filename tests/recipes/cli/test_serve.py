@@ -1,8 +1,11 @@
 """``rl serve``: its options, and a server in a process of its own."""
 
 import re
+import stat
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,19 +37,28 @@ def test_refused_options(args: list[str], sentence: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_process_writes_and_its_restart_gets_the_weights_again() -> None:
-    command = [sys.executable, "-m", "recipes", "serve", "--engine", "native", "--port"]
+def test_a_server_process_writes_and_its_restart_gets_the_weights_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """The restarted server has another token, which the run reads from the same file."""
+    monkeypatch.delenv("RL_SERVE_TOKEN", raising=False)
+    token_file = tmp_path / "token"
+    command = [sys.executable, "-m", "recipes", "serve", "--engine", "native", f"--token_file={token_file}", "--port"]
 
     def start(port: int) -> tuple[subprocess.Popen, str]:
         process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        found = re.match(r"serving on (\S+) with native", process.stdout.readline())
+        line = process.stdout.readline()
+        found = re.match(rf"serving on (\S+) with native; its token is in {token_file};", line)
         assert found is not None
+        assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+        assert token_file.read_text().strip() not in line
         return process, found[1]
 
     process, address = start(0)
     try:
-        sampler = ServerSampler([address], "cpu", retries=3, retry_wait_s=0.1)
+        with pytest.raises(UsageError, match="token_file=.* can't be read"):
+            ServerSampler([address], "cpu", token_file=str(tmp_path / "none"))
+        first = token_file.read_text()
+        sampler = ServerSampler([address], "cpu", retries=3, retry_wait_s=0.1, token_file=str(token_file))
         sampler.update_weights(tiny_model(), 5)
         before = sampler.sample([[5, 6, 7]], 4, range(4), settings())
         process.kill()
@@ -56,5 +68,6 @@ def test_a_server_process_writes_and_its_restart_gets_the_weights_again() -> Non
     finally:
         process.kill()
         process.wait()
+    assert token_file.read_text() != first
     assert before.tokens.tolist() == after.tokens.tolist()
     assert after.version is not None and after.version.tolist() == [5] * 4

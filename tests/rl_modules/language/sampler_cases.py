@@ -1,5 +1,6 @@
 """Samplers under test, behind the one protocol, and a vLLM that is none: transformers behind vLLM's interface."""
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from rl_modules.language.sampling.remote import ServerSampler
 from rl_modules.language.sampling.server import Service, make_server
 
 _REAL: list[Any] = []
+#: Of all servers in tests, which the tests' runs find in the environment.
+TOKEN = os.environ.setdefault("RL_SERVE_TOKEN", "a-token-of-the-tests")
 WORDS, PAD, EOS, POSITIONS = 24, 0, 1, 48
 
 
@@ -48,7 +51,7 @@ def running_server(make_engine: Any = NativeEngine, port: int = 0) -> Iterator[t
     the whole process, and the next test's models would be other ones.
     """
     service = Service(make_engine, unties=False)
-    server = make_server(service, "127.0.0.1", port)
+    server = make_server(service, "127.0.0.1", port, TOKEN)
     server.daemon_threads = False  # `server_close` waits for them
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
