@@ -43,14 +43,14 @@ def serve(args: Sequence[str]) -> None:
         )
     token = make_token()
     server = make_server(Service(make, unties(options["engine"])), options["host"], options["port"], token)
-    where = f"its token is that of {TOKEN_VARIABLE}"
-    if options["token_file"] is not None or TOKEN_VARIABLE not in os.environ:
-        path = Path(options["token_file"] or default_token_file(server.server_port)).expanduser().absolute()
-        write_token(path, token)
-        where = f"its token is in {path}"
-    print(f"serving on {options['host']}:{server.server_port} with {options['engine']}; {where}; stop with Ctrl-C",
-          flush=True)  # fmt: skip
     try:
+        where = f"its token is that of {TOKEN_VARIABLE}"
+        if options["token_file"] is not None or TOKEN_VARIABLE not in os.environ:
+            path = Path(options["token_file"] or default_token_file(server.server_port)).expanduser().absolute()
+            write_token(path, token)
+            where = f"its token is in {path}"
+        address = f"{options['host']}:{server.server_port}"
+        print(f"serving on {address} with {options['engine']}; {where}; stop with Ctrl-C", flush=True)
         server.serve_forever()
     finally:
         server.server_close()
