@@ -88,7 +88,8 @@ class Server:
         ends.daemon = True
         ends.start()
         try:
-            headers = {"Authorization": f"Bearer {wire.read_token(self.token_file, self.port)}"}
+            token = wire.read_token(self.token_file, self.port)
+            headers = {"Authorization": f"Bearer {token}"}
             method = "GET" if body is None else "POST"
             connection.request(method, path, body, headers | ({} if body is None else {"Content-Type": kind}))
             response = connection.getresponse()
@@ -102,15 +103,15 @@ class Server:
             reason = wire.printable(wire.parsed(data, {"error": str}, "its answer")["error"])
         except wire.InvalidMessage as error:
             raise self._wrong(path, str(error)) from error
-        if response.status in (409, 500):  # it has started again and lacks the weights, or its engine has failed
+        is_renewed = response.status == 401 and wire.read_token(self.token_file, self.port) != token
+        # It has started again, with a new token or without the weights, or its engine has failed.
+        if response.status in (409, 500) or is_renewed:
             raise ConnectionError(reason)
         if response.status == 401:
             raise UsageError(f"{self.address} refuses {path}: {reason}; {wire.HOW_TO_GIVE}")
         raise UsageError(f"{self.address} refuses {path}: {reason}")
 
     def _body(self, response: http.client.HTTPResponse, path: str, most: int) -> bytes:
-        if 300 <= response.status < 400:
-            raise self._wrong(path, f"status {response.status}, a redirect, which is not followed")
         if response.headers.get_content_type() != wire.JSON:
             kind = wire.printable(response.headers.get_content_type())
             raise self._wrong(path, f"status {response.status} and {kind}")

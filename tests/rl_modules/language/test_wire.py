@@ -311,6 +311,13 @@ def test_a_token_file_is_for_its_owner_and_a_restart_s_token_is_read_again(tmp_p
     assert [file.name for file in path.parent.iterdir()] == ["token"]
 
 
+def test_a_token_that_is_replaced_while_it_is_read_leaves_the_server_out_for_a_round(monkeypatch: Any) -> None:
+    tokens = iter(["of-the-server-before", TOKEN])
+    monkeypatch.setattr(wire, "read_token", lambda *where: next(tokens))
+    with running_server(no_engine) as (_, address), pytest.raises(ConnectionError, match="lacks this server's token"):
+        Server(address, 5.0).health()
+
+
 def test_tokens_are_new_and_of_the_variable(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv(wire.TOKEN_VARIABLE)
     assert wire.make_token() != wire.make_token()
