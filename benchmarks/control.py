@@ -270,7 +270,9 @@ def measure(algorithm: str, pairs: int, total_timesteps: int, clock: str = "wall
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithm", choices=[*CONTESTANTS], nargs="+", default=[*CONTESTANTS])
     parser.add_argument("--pairs", type=int, default=5, help="rounds; the median is reported")
     parser.add_argument("--timesteps", type=int, help="transitions per run; default: enough for some seconds")

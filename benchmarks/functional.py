@@ -218,7 +218,9 @@ def token_rows(pairs: int, device: torch.device, quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows and the machine to this file")
     parser.add_argument("--device", default="cpu", type=torch.device)
     parser.add_argument("--pairs", default=15, type=int, help="alternating measurements per comparison")

@@ -218,7 +218,9 @@ def main(args: list[str] | None = None) -> list[dict]:
     Args:
         args: of the command line; None: ``sys.argv``.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy size")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each module, at least 3")

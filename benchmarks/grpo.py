@@ -170,7 +170,9 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     timing = commands.add_parser("time", help=wall_time.__doc__)
     timing.add_argument("--model", default="runs/addition/cold_start/model", help="exported directory to start from")

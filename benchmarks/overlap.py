@@ -52,7 +52,7 @@ def seconds_per_step(overlap: bool, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--sleep_ms", type=float, default=50)
     parser.add_argument("--workers", type=int, default=1, help="reward_workers, on both sides")
     parser.add_argument("--rows", type=int, default=None, help="max_rows_in_flight, on both sides")

@@ -171,7 +171,9 @@ def _version(algorithm: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", nargs="+", metavar="ROW", choices=[*ROWS], help="configs of the table of results")
     parser.add_argument("--seeds", type=int, default=5, help="from 0 on")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")

@@ -133,7 +133,9 @@ def _become(rank: int, algorithm: str, epochs: int, world_size: int, port: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks.ranks", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("algorithm", choices=ALGORITHMS)
     parser.add_argument("--pairs", type=int, default=3, help="rounds")
     parser.add_argument("--epochs", type=int, default=None, help="epochs that are timed")

@@ -412,7 +412,7 @@ def plot(row: Row, runs: list[dict]) -> None:
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train rows that are not stored yet")
     run.add_argument("rows", nargs="*", metavar="ROW", help=f"none for all, or of {', '.join(ROWS)}")

@@ -109,7 +109,7 @@ def compare(size: str, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SIZES, action="append", help="one size only (default: all)")
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()

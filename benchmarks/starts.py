@@ -112,7 +112,9 @@ VARIANTS: dict[str, Variant] = {
 
 def main() -> None:
     """Runs one of the two commands."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.starts", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks.starts", description=__doc__.partition("\n")[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train what has no result yet")
     running.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))

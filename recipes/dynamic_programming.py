@@ -4,7 +4,6 @@ python -m recipes.dynamic_programming --env_id FrozenLake-v1
 python -m recipes.dynamic_programming --ckpt_path logs/QLearning-FrozenLake-v1/version_0/checkpoints/last.ckpt
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import rl_modules
 from datamodules.envs.model import TransitionModel, transition_model
 from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import make_env
+from recipes.cli.options import Parser
 from recipes.grid_pictures import action_directions, draw_values
 from rl_modules import functional as F
 from rl_modules.common.arguments import settings_of
@@ -36,14 +36,14 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         SystemExit: with 1 after an error, in one sentence.
     """
-    parser = argparse.ArgumentParser(prog="python -m recipes.dynamic_programming", description=__doc__.split("\n")[0])
+    parser = Parser("python -m recipes.dynamic_programming", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--env_id", help="environment with a transition table; default: the checkpoint's")
     parser.add_argument("--ckpt_path", help="checkpoint of MonteCarlo, SARSA or QLearning to compare with the solution")
     parser.add_argument("--gamma", type=float, help="discount γ; default: the checkpoint's, or 0.99")
     parser.add_argument("--max_episode_steps", type=int, help="time limit; default: the environment's own")
     parser.add_argument("--picture", help="write the solution's value map to this PNG file")
-    options = parser.parse_args(args)
     try:
+        options = parser.parse_args(args)
         solve(options.env_id, options.ckpt_path, options.gamma, options.max_episode_steps, options.picture)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
+from recipes.cli.options import Parser
 from recipes.pipeline import Pipeline
 from recipes.stages import (
     check_folder,
@@ -57,7 +58,7 @@ def main(args: list[str] | None = None) -> None:
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
     """Returns the pipeline's arguments, and each stage's options by dotted name."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.r1", description=__doc__.partition("\n")[0])
+    parser = Parser("python -m recipes.r1", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", default="runs/r1", help="where everything goes")
     parser.add_argument("--cold_start", default="r1/cold_start.yaml", help="config of the first stage, or none")
     parser.add_argument("--grpo", default="r1/grpo.yaml", help="config of the reinforcement learning")
@@ -66,7 +67,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
     parser.add_argument("--preference_prompts", type=int, default=512, help="prompts that it compares completions of")
     parser.add_argument("--seed", type=int, default=0, help="of every stage")
     given, rest = parser.parse_known_args(args)
-    return given, stage_options(rest, STAGES, "--grpo.model.beta=0.01")
+    return given, stage_options(rest, STAGES, parser.names(), "--grpo.model.beta=0.01")
 
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import configs
+from recipes.cli.options import Parser
 from recipes.pipeline import Pipeline, scalars
 from recipes.stages import (
     PROCESSES,
@@ -74,7 +75,7 @@ def main(args: list[str] | None = None) -> None:
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]]]:
     """Returns the pipeline's arguments, and each stage's options by dotted name."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.rlhf", description=__doc__.partition("\n")[0])
+    parser = Parser("python -m recipes.rlhf", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", default="runs/rlhf", help="where everything goes")
     parser.add_argument("--sft", default="rlhf/sft.yaml", help="config of the first stage")
     parser.add_argument(
@@ -100,7 +101,7 @@ def parse(args: list[str]) -> tuple[argparse.Namespace, dict[str, dict[str, str]
         raise UsageError(f"rounds={given.rounds} must be at least 1, and above 1 only with --preferences dpo")
     if min(given.temperatures) < 0:
         raise UsageError(f"temperatures={given.temperatures} must be at least 0")
-    return given, stage_options(rest, STAGES, "--ppo.model.beta=0.05")
+    return given, stage_options(rest, STAGES, parser.names(), "--ppo.model.beta=0.05")
 
 
 def run(given: argparse.Namespace, options: dict[str, dict[str, str]]) -> None:

@@ -4,13 +4,13 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes import configs
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
 
 #: Options of the Trainer that set the number of processes in which a stage trains.
 PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
@@ -37,12 +37,15 @@ def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], a
         raise SystemExit(1) from error
 
 
-def stage_options(words: Sequence[str], stages: Sequence[str], example: str) -> dict[str, dict[str, str]]:
+def stage_options(
+    words: Sequence[str], stages: Sequence[str], own: Iterable[str], example: str
+) -> dict[str, dict[str, str]]:
     """Each stage's options by dotted name, from words such as ``--ppo.model.beta=0.05``.
 
     Args:
         words: of the command line.
         stages: the names that there are.
+        own: names of the pipeline's own options.
         example: a word that is right, for the message.
 
     Raises:
@@ -54,7 +57,7 @@ def stage_options(words: Sequence[str], stages: Sequence[str], example: str) -> 
         stage, _, key = name.partition(".")
         if not word.startswith("--") or not equals or stage not in options or not key:
             raise UsageError(f"{word!r} is not understood; an option of a stage is written {example}, and the stages "
-                             f"are {', '.join(stages)}")  # fmt: skip
+                             f"are {', '.join(stages)}{did_you_mean(stage, [*stages, *own])}")  # fmt: skip
         options[stage][key] = value
     return options
 
@@ -87,7 +90,7 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> di
     for stage, (command, config, options) in stages.items():
         try:
             words = rl_words(config, in_one_process(options) if command == "test" else options)
-            found[stage] = _checked(command, words).datamodule
+            found[stage] = checked(command, words).datamodule
         except UsageError as error:
             raise UsageError(f"stage {stage}: {error}") from error
     return found
@@ -99,10 +102,10 @@ def world_size(words: Sequence[str]) -> int:
     Args:
         words: its arguments.
     """
-    return int(_checked("fit", words).trainer.world_size)
+    return int(checked("fit", words).trainer.world_size)
 
 
-def _checked(command: str, words: Sequence[str]) -> Any:
+def checked(command: str, words: Sequence[str]) -> Any:
     """Returns the parsed command with its objects, which has run nothing."""
     from recipes.cli.lightning_cli import RLCLI
     from rl_modules.common.pairing import check_pairing

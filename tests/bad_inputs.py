@@ -4,6 +4,7 @@ A case is a command line of ``rl``, or a Python function that gets a :class:`Pla
 a traceback, and an exit code other than 0. ``says`` are regular expressions: the argument's name, its value, the remedy.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from recipes import Trainer
+from recipes import Trainer, r1, rlhf
 from rl_modules import (
     A2C,
     DPO,
@@ -224,6 +225,33 @@ cartpole("--trainer.gpus 1", "trainer.gpus", "trainer.devices")
 cartpole("--checkpoint.intervall_s 1", "intervall_s", "did you mean interval_s")
 cartpole("-lr 1", "-lr|lr", "--model.learning_rate")
 
+# The beginning of an option is not the option: nothing is trained with it, in a pipeline or a sweep neither.
+for beginning, meant in {
+    "trainer.max_step=3": "did you mean max_steps", "trainer.fast_dev true": "did you mean fast_dev_run",
+    "checkpoint.interval 5": "did you mean interval_s", "seed 3": "did you mean --seed_everything",
+    "thread 1": "did you mean --threads", "ckpt x": "did you mean --ckpt_path", "res": "did you mean --resume",
+    "dat RolloutDataModule": "did you mean --data",
+}.items():  # fmt: skip
+    cartpole(f"--{beginning}", re.split("[ =]", beginning)[0], meant)
+for recipe, word, patterns in (
+    (rlhf, "--sft.trainer.max_step=3", ("stage sft", "trainer.max_step", "did you mean max_steps")),
+    (rlhf, "--preference=dpo", ("'--preference=dpo'", "did you mean preferences")),
+    (rlhf, "--sam=3", ("'--sam=3'", "did you mean samples")),
+    (r1, "--grpo.trainer.max_step=3", ("stage grpo", "trainer.max_step", "did you mean max_steps")),
+    (r1, "--see=3", ("'--see=3'", "did you mean seed")),
+    (r1, "--grp.model.beta=1", ("'--grp.model.beta=1'", "did you mean grpo")),
+):  # fmt: skip
+    python(
+        f"{recipe.__name__} {word}", lambda p, recipe=recipe, word=word: recipe.run(*recipe.parse([word])), *patterns
+    )
+cli("replay with the beginning of an option", "replay . --step 1 --out x", "--out", "did you mean output")
+cli("verify with the beginning of an option", "verify . --fro start", "--fro", "did you mean from")
+SWEEP = "config: ppo/cartpole.yaml\nsearch: {model.gamma: {values: [0.9]}}\n"
+cli("sweep with the beginning of an option", "sweep s.yaml --trainer.max_step=3", "max_step", "did you mean max_steps",
+    s__yaml=SWEEP)  # fmt: skip
+cli("sweep over no argument", "sweep s.yaml", "search", "model.gam'", "did you mean gamma",
+    s__yaml=SWEEP.replace("gamma", "gam"))  # fmt: skip
+
 # ------------------------------------------------------------------------------------------------ classes
 cartpole("--model PPOO", "'PPOO'", "did you mean PPO")
 cartpole("--model ppo", "'ppo'", "did you mean PPO")
@@ -249,6 +277,30 @@ cli("syntax error in the user's module", [*CARTPOLE, "--model", "broken.Mine"], 
     broken__py="import math\nclass Mine(:\n")  # fmt: skip
 cli("error while the user's module is imported", [*CARTPOLE, "--model", "broken.Mine"], "broken.py:1",
     "ZeroDivisionError", broken__py="1 / 0\n")  # fmt: skip
+# Wherever a file of the user's is named, an error in it is answered with its line.
+USED = {
+    "env_id": [*CARTPOLE, "--data.env_id", "mine:f"], "reward": [*GRPO_ADDITION, "--data.reward_funcs", "mine:f"],
+    "task": [*ADDITION, "--data.task", "mine:f"], "network": [*CARTPOLE, "--model.network", "mine.f"],
+    "advantages": [*GRPO_ADDITION, "--model.advantages", "mine:f"], "data": [*CARTPOLE, "--data", "mine.f"],
+    "wrappers": [*CARTPOLE, "--data.wrappers", "[{class_path: mine.f}]"],
+    "callbacks": [*CARTPOLE, "--trainer.callbacks", "mine.f"], "optimizer": [*CARTPOLE, "--model.optimizer", "mine.f"],
+    "logger": [*CARTPOLE, "--trainer.logger", "mine.f"],
+    "model": ["export", "--ckpt_path", "{language}", "--output", "out", "--model", "mine.f"],
+}  # fmt: skip
+BROKEN = {
+    "def f(:\n    pass\n": (r"mine\.py:1: syntax error",), "import helper\n": (r"helper\.py:2: syntax error",),
+    "import math\nimport no_such_package\n": (r"mine\.py:2 raised ModuleNotFoundError", "no_such_package"),
+    "from math import no_such\n": (r"mine\.py:1 raised ImportError", "no_such"),
+    "x = 1\nassert x == 2, 'no door'\n": (r"mine\.py:2 raised AssertionError: no door",),
+    "x = 1\n": ("module 'mine' has no 'f'",),
+}  # fmt: skip
+for name, words in USED.items():
+    for i, (code, patterns) in enumerate(BROKEN.items()):
+        if i < 2 or name == "env_id":
+            cli(f"{name} in a file {i}", words, name, *patterns, mine__py=code, helper__py="x = 1\ny = (\n")
+cli("env_id in a file that exits", USED["env_id"], "env_id", r"mine\.py:2 raised SystemExit",
+    mine__py="import sys\nsys.exit()\n")  # fmt: skip
+cartpole("--data.env_id ./mine.py:f", "env_id", "a module is named as Python imports it, mine")
 cli("the user's module lacks the class", [*CARTPOLE, "--model", "good.Min"], "good", "'?Min'?", "did you mean Mine",
     good__py="from rl_modules import PPO\n\n\nclass Mine(PPO):\n    pass\n")  # fmt: skip
 

@@ -285,7 +285,9 @@ def compare(whole: Path, survivor: Path) -> list[str]:
 
 def main() -> None:
     """Run the cases and print a table; exit code 1 where anything differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m tests.chaos", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("cases", nargs="*", help="parts of names; none: all")
     parser.add_argument("--kills", type=int, default=8, help="per case")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")

@@ -77,7 +77,9 @@ def steps_in(path: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="of the trainer, and as many of the server")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps; by default 12 per pair of kills")
     parser.add_argument("--seed", type=int, default=0)

@@ -34,6 +34,7 @@ def checkpoints(tmp_path_factory):
 def test_the_answer_is_one_sentence(case, checkpoints, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["rl"])
     known = set(sys.modules)
     # Another test may have imported ale_py, which registers the old names of games.
     for name in [

@@ -27,7 +27,9 @@ NAMES = {
 
 def main() -> None:
     """Runs cases, each in a process of its own, or writes the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.resume", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks.resume", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("command", choices=["run", "case", "table"])
     parser.add_argument("names", nargs="*", help="parts of names; none: all")
     parser.add_argument("--kills", type=int, default=30, help="per case")

@@ -15,6 +15,7 @@ from datamodules.envs.episodes import SeededEpisodes
 from datamodules.envs.masks import IGNORED, VectorWithoutMasks, has_mask, with_source
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
+from rl_modules.common.loading import import_user_module, member_of
 
 #: Extras of this project, by the package that an environment imports.
 EXTRAS = {"box2d": "box2d", "mujoco": "mujoco", "ale": "atari", "atari": "atari", "cv2": "atari", "opencv": "atari"}
@@ -230,12 +231,8 @@ def _callable_of(env_id: str | Callable[..., Any]) -> Callable[..., Any] | None:
     module, _, attribute = env_id.partition(":")
     if not attribute:
         return None
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"env_id={env_id!r} names the module {module!r}, which can't be imported: {error}") from error
-    if found is None and attribute not in gym.registry:
-        raise UsageError(f"env_id={env_id!r}: the module {module!r} has no {attribute!r}")
+    package = import_user_module(module, f"env_id={env_id!r}")
+    found = None if attribute in gym.registry else member_of(package, attribute, f"env_id={env_id!r}")
     if found is not None and not callable(found):
         raise UsageError(f"env_id={env_id!r} is a {type(found).__name__}; give a callable that makes an environment, "
                          "such as its class")  # fmt: skip
@@ -252,10 +249,7 @@ def _wrap(env: gym.Env, wrapper: str | dict[str, Any]) -> gym.Env:
                          "class_path and init_args; to call code of your own, give env_id a function that makes and "
                          "wraps the environment")  # fmt: skip
     module, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module or "gymnasium.wrappers"), name, None)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"wrappers: {path!r} can't be imported: {error}") from error
+    found = getattr(import_user_module(module or "gymnasium.wrappers", f"wrappers: {path!r}"), name, None)
     if found is None:
         near = did_you_mean(name, gym.wrappers.__all__)
         raise UsageError(f"wrappers: {path!r} is neither in gymnasium.wrappers nor importable{near}")

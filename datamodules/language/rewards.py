@@ -182,7 +182,7 @@ def _imported(path: str, known: list[str]) -> Any:
     Raises:
         UsageError: it is the name or directory of a model, or no import path.
     """
-    if "/" in path or (Path(path) / "config.json").is_file():
+    if ("/" in path and ":" not in path) or (Path(path) / "config.json").is_file():
         raise UsageError(f"reward function {path!r} is the name or directory of a model; give it to the module as "
                          "reward_model_name_or_path, not to the datamodule in reward_funcs")  # fmt: skip
     return load_object(path, "reward function", known)

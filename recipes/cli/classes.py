@@ -1,7 +1,5 @@
 """The model's and the datamodule's class that a command line or its configs name."""
 
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from inspect import isclass, signature
@@ -17,6 +15,7 @@ import rl_modules
 from recipes.cli.options import CLASS_OPTIONS
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
+from rl_modules.common.loading import import_user_module, member_of
 
 #: Package and base class of what each group names.
 PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
@@ -127,31 +126,11 @@ def _resolve(group: str, path: str) -> type:
             return getattr(package, name)
         except ModuleNotFoundError as error:
             raise UsageError(f"{name} needs {error.name}, which is not installed: {install('language')}") from error
-    found = getattr(import_user_module(module, f"--{group} {path}"), name, None)
-    if found is None:
-        near = did_you_mean(name, vars(sys.modules[module]))
-        raise UsageError(f"--{group} {path}: the module {module!r} has no {name!r}{near}")
+    found = member_of(import_user_module(module, f"--{group} {path}"), name, f"--{group} {path}")
     if not isclass(found) or not issubclass(found, BASES[group]):
         raise UsageError(f"--{group} {path} is no {BASES[group].__name__}; give a class such as "
                          f"{package.__name__}.{package.__all__[0]}")  # fmt: skip
     return found
-
-
-def import_user_module(module: str, what: str) -> ModuleType:
-    """Imports a module of the user's.
-
-    Raises:
-        UsageError: there is no such module, or its code fails; names the file and line.
-    """
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{what}: the module {module!r} can't be imported: {error}") from error
-    except SyntaxError as error:
-        raise UsageError(f"{what}: {error.filename}:{error.lineno}: syntax error, {error.msg}") from error
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UsageError(f"{what}: {place.filename}:{place.lineno} raised {type(error).__name__}: {error}") from error
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -73,6 +73,7 @@ class RLCLI(LightningCLI):
                 "enable_model_summary": False,
                 "logger": runs.LOGGER,
             },
+            parser_kwargs={"allow_abbrev": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=[command, *args],

@@ -1,9 +1,12 @@
 """Names of options, and suggestions for words that are not options."""
 
+import argparse
 import contextlib
 import inspect
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from recipes import configs
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -24,6 +27,22 @@ COMMON = (
 )  # fmt: skip
 #: Options of other programs, and their equivalents here.
 ELSEWHERE = {"total_timesteps": "trainer.max_steps", "max_steps": "data.total_timesteps"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse's parser for commands with options of their own: takes no beginning of an option for the option."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the message as a UsageError."""
+        unknown = re.search(r"unrecognized arguments: -*([\w-]+)", message)
+        raise UsageError(f"{self.prog}: {message}{did_you_mean(unknown[1], self.names()) if unknown else ''}")
+
+    def names(self) -> Iterable[str]:
+        """Returns the options' names, without dashes."""
+        return (option.lstrip("-") for option in self._option_string_actions)
 
 
 def refuse_word(word: str) -> str:

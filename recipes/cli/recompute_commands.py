@@ -1,20 +1,13 @@
 """The words after ``rl replay`` and ``rl verify``, and what both print."""
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
-from rl_modules.common.errors import UsageError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}")
+from recipes.cli.options import Parser
 
 
 def replay_command(args: list[str]) -> None:
     """``rl replay RUN --step N``."""
-    parser = _Parser("rl replay", description="Rebuild the batch, the loss and the gradient's norm of one update, from "
+    parser = Parser("rl replay", description="Rebuild the batch, the loss and the gradient's norm of one update, from "
                      "the nearest checkpoint before it.")  # fmt: skip
     parser.add_argument("run", type=Path, help="folder of the run, for example logs/PPO-CartPole-v1/version_0")
     parser.add_argument("--step", type=int, required=True, help="number of the update, from 1")
@@ -39,9 +32,7 @@ def verify_command(args: list[str]) -> None:
     Raises:
         SystemExit: 1 where the recomputed run differs.
     """
-    parser = _Parser(
-        "rl verify", description="Recompute a run from one checkpoint to its last and compare bit for bit."
-    )
+    parser = Parser("rl verify", description="Recompute a run from one checkpoint to its last and compare bit for bit.")
     parser.add_argument("run", type=Path, help="folder of the run, for example logs/PPO-CartPole-v1/version_0")
     parser.add_argument("--from", dest="start", default=None,
                         help="checkpoint to start from, for example step-100; start: the run's beginning")  # fmt: skip

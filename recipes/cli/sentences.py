@@ -7,6 +7,7 @@ from typing import Any
 
 from recipes.cli.options import GROUPS, refuse_word, unknown_option
 from rl_modules.common.errors import did_you_mean
+from rl_modules.common.loading import load_object
 
 #: Plain names of types.
 _TYPES = {
@@ -164,14 +165,15 @@ def _class_names(key: str) -> list[str]:
 
 def _given_class(text: str, value: Any) -> str:
     """Returns the class that a message is about."""
-    path = re.search(r"class_path'?[:=]? ?'?([\w.]+)", text) or re.search(r"import path string: ([\w.]+)", text)
+    path = re.search(r"class_path(?:'?[:=] ?| )'([\w.]+)'", text) or re.search(r"import path string: ([\w.]+)", text)
     return (path.group(1) if path else str(value)).strip("'\"[]{} ")
 
 
 def _class_sentence(key: str, given: str, known: list[str]) -> str:
     """Returns the sentence for a name that is not among the classes that fit."""
-    name = given.rpartition(".")[2]
-    near = did_you_mean(name, known)
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", given):
+        load_object(given, key)  # raises where the user's module can't be imported, or lacks the name
+    near = did_you_mean(given.rpartition(".")[2], known)
     return f"{key}={given!r} names no class that fits{near or '; known are ' + ', '.join(known)}"
 
 

@@ -5,11 +5,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from recipes import configs
 from recipes.cli import runs
+from recipes.cli.options import ALONE, of_group, unknown_option
 from recipes.cli.sweep_file import Sweep, read
 from recipes.cli.sweep_finals import run_finals
 from recipes.cli.sweep_run import FAILURES, Judge, Pruned, remove_checkpoints, run_once
 from recipes.cli.sweep_storage import best_trials, copy_evaluations, locked, open_study, same_settings, write_hparams
+from recipes.stages import checked
 from rl_modules.common.errors import UsageError
 
 #: Failed trials after which a sweep without a single result stops.
@@ -26,6 +29,7 @@ def sweep_command(words: list[str]) -> None:
         raise UsageError("sweep takes a file, as in `rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50`; got "
                          f"{' '.join(words) or 'none'}")  # fmt: skip
     sweep = read(words[0], words[1:])
+    check(sweep)
     folder = Path(runs.LOGS) / f"sweep-{sweep.name}"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "begin.lock", wait=True):
@@ -51,6 +55,21 @@ def sweep_command(words: list[str]) -> None:
     if not best_trials(sweep, study, 1):
         raise UsageError("no trial of the sweep has a result; what each one said is above")
     print("\n".join(_report(sweep, study, folder, finals)))
+
+
+def check(sweep: Sweep) -> None:
+    """Checks the settings that all trials share, and the names of those that are searched, before the first trial.
+
+    Raises:
+        UsageError: a trial could not start.
+    """
+    words = [word for name in sweep.config for word in ("--config", str(configs.find(name)))]
+    run = checked("fit", [*words, *sweep.arguments])
+    chosen = {"model": type(run.model), "data": type(run.datamodule)}
+    for name in sweep.search:
+        group, _, rest = name.partition(".")
+        if name not in ALONE and rest.removeprefix("init_args.").partition(".")[0] not in of_group(group, chosen):
+            raise UsageError(f"search: {unknown_option(name, chosen)}")
 
 
 def _finished(study: Any) -> int:

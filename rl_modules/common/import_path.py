@@ -1,14 +1,14 @@
 """Arguments that name a user's class or function, with its arguments."""
 
 import functools
-import importlib
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
+from rl_modules.common.loading import import_user_module, member_of
 
 #: A module class or callable: its import path, ``{"class_path": ..., "init_args": {...}}``, or in Python itself. The
 #: command line's parser would call a ``Callable[..., nn.Module]`` before the spaces are known: ``Any`` stands for it.
@@ -106,14 +106,7 @@ def _imported(name: str, path: str) -> Callable[..., Any]:
     module, _, attribute = path.replace(":", ".").rpartition(".")
     if not module:
         raise UsageError(f"{name}={path!r} must be an import path such as my_package.MyNetwork")
-    try:
-        package = importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"{name}={path!r}: the module {module!r} can't be imported: {error}") from error
-    found = getattr(package, attribute, None)
-    if found is None:
-        near = did_you_mean(attribute, vars(package))
-        raise UsageError(f"{name}={path!r}: the module {module!r} has no {attribute!r}{near}")
+    found = member_of(import_user_module(module, f"{name}={path!r}"), attribute, f"{name}={path!r}")
     if not callable(found):
         raise UsageError(f"{name}={path!r} is a {type(found).__name__}; give a module class, or a function that makes "
                          "a module")  # fmt: skip

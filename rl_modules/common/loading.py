@@ -1,8 +1,10 @@
 """Objects by import path, and their settings checked before they are called."""
 
+import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterable
-from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -20,14 +22,53 @@ def load_object(path: str, what: str, known: Iterable[str] = ()) -> Any:
         UsageError: no such module or name.
     """
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module or not attribute:
+    if not module or not attribute or attribute == "py":
         known = list(known)
         raise UsageError(f"{what} {path!r} is not known{did_you_mean(path, known)}; there are {', '.join(known)}, or "
                          "give an import path 'package.module:name'")  # fmt: skip
+    return member_of(import_user_module(module, f"{what} {path!r}"), attribute, f"{what} {path!r}")
+
+
+def import_user_module(module: str, what: str) -> ModuleType:
+    """Imports a module of the user's.
+
+    Args:
+        module: its name.
+        what: the argument that names it and its value, for the message.
+
+    Raises:
+        UsageError: there is no such module, or its code fails; names the file and line.
+    """
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{what} {path!r} can't be imported ({error})") from error
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
+        if isinstance(error, SyntaxError) and error.filename:
+            raise UsageError(f"{what}: {error.filename}:{error.lineno}: syntax error, {error.msg}") from error
+        places = [
+            place
+            for place in traceback.extract_tb(error.__traceback__)
+            if not place.filename.startswith("<frozen ") and place.filename not in (__file__, importlib.__file__)
+        ]
+        if places:
+            where = f"{places[-1].filename}:{places[-1].lineno}"
+            raise UsageError(f"{what}: {where} raised {type(error).__name__}: {said}") from error
+        name = module.removesuffix(".py").strip("./").replace("/", ".")
+        hint = "" if name == module else f"; a module is named as Python imports it, {name}"
+        raise UsageError(f"{what}: the module {module!r} can't be imported: {said}{hint}") from error
+
+
+def member_of(module: ModuleType, name: str, what: str) -> Any:
+    """Returns a module's attribute.
+
+    Raises:
+        UsageError: there is none of that name; ``what`` names the argument and its value.
+    """
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        near = did_you_mean(name, vars(module))
+        raise UsageError(f"{what}: the module {module.__name__!r} has no {name!r}{near}") from error
 
 
 def require_settings(factory: Callable[..., Any], settings: dict[str, Any], what: str) -> None:

@@ -382,7 +382,9 @@ architecture, add its config's fields to `ARCHITECTURES`.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", type=Path, help="where the table goes; without it, to the terminal")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
