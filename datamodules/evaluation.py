@@ -1,5 +1,6 @@
 """Whole episodes of a policy, in separate environments."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ from datamodules.envs.episodes import episode_seed
 from datamodules.envs.guard import require_finite_evaluation
 from datamodules.episode_statistics import successes
 from rl_modules.common.masks import MASK
+
+#: Seconds without an episode's end after which an evaluation says what bounds it.
+SILENT_S = 10.0
+_LIMIT = "data.wrappers=[{class_path: TimeLimit, init_args: {max_episode_steps: 1000}}]"
 
 
 def has_time_limit(env: Any) -> bool:
@@ -113,7 +118,13 @@ def run_episodes(
     state: Any = None
     start = np.ones(n_envs, bool)
     resets = np.zeros(n_envs, bool)
+    began_s = time.monotonic()
     while (played < quota).any():
+        if not episodes and time.monotonic() - began_s > SILENT_S:
+            rank_zero_warn(f"no evaluation episode of {name} has ended after {SILENT_S:g} s, {length.max():,} steps; "
+                           f"each is cut after eval_max_steps={max_steps:,}: lower data.eval_max_steps, or give the "
+                           f"environment a time limit: {_LIMIT}")  # fmt: skip
+            began_s = float("inf")
         action, state = policy.predict(observation, state=state, episode_start=start, deterministic=deterministic)
         observation, reward, terminated, truncated, info = boundary.step(action)
         # A reset row of a next_step vector is no transition.
@@ -134,7 +145,7 @@ def run_episodes(
         if endless.any():
             rank_zero_warn(
                 f"{endless.sum()} evaluation episodes were cut after eval_max_steps={max_steps:,} steps and "
-                "count as they are; give the environment a time limit: env_kwargs.max_episode_steps"
+                f"count as they are; lower data.eval_max_steps, or give the environment a time limit: {_LIMIT}"
             )
         if boundary.mode == AutoresetMode.NEXT_STEP:
             start, resets = resets, done

@@ -23,7 +23,8 @@ from datamodules import (
     ReplayDataModule,
     RolloutDataModule,
 )
-from recipes import Trainer, r1, rlhf
+from recipes import Trainer, configs, r1, rlhf
+from recipes.cli.lightning_cli import RLCLI
 from rl_modules import (
     A2C,
     DPO,
@@ -550,6 +551,26 @@ class NoDictionary(World):
         return np.zeros(3, np.float32), 0.0, False, False, None
 
 
+class ListInfo(World):
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, np.float32), []
+
+
+class NoInfo(World):
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, np.float32), None
+
+
+class NoObservation(World):
+    def step(self, action):
+        return None, 0.0, False, False, {}
+
+
+class NoFirstObservation(World):
+    def reset(self, *, seed=None, options=None):
+        return None, {}
+
+
 class TextObservation(World):
     observation_space = spaces.Text(5)
 
@@ -581,6 +602,8 @@ for world, says in {
     "NoSuchState": ("-1", "Discrete.3."), "TextEnd": ("terminated='False'", "true or false"),
     "ShortEnd": ("(1,)", "(3,)"), "ComplexObservation": ("complex64", "float32"),
     "RaisesInReset": ("FileNotFoundError", "level.txt"), "NoStep": ("reset|step",), "NoDictionary": ("info|step",),
+    "ListInfo": (r"reset.*info=\[\], no dictionary",), "NoInfo": ("reset.*info=None, no dictionary",),
+    "NoObservation": ("step.*observation=None",), "NoFirstObservation": ("reset.*None as the observation",),
     "TextObservation": ("Text",), "EmptyAction": ("can't act in", "Sequence"), "Foreign": ("Foreign", "gymnasium.Env"),
     "nothing": ("nothing", "None"), "needs": ("needs", "level"), "instance": ("instance|World", "callable"),
 }.items():  # fmt: skip
@@ -717,6 +740,44 @@ class NoDraw(Task):
 """
 for name, missing in (("NoSolve", "solve"), ("NoDraw", "draw")):
     cli(f"task without {missing}", [*ADDITION, "--data.task", f"tasks:{name}"], name, missing, tasks__py=TASKS)
+# What a task's methods return that is none of the contract's types, by the class's body.
+for name, (body, *patterns) in {
+    "draws None": ("def draw(self, rng): return None", "has None as a question", "a dict of the template's fields"),
+    "draws text": ("def draw(self, rng): return '1 + 1'", r"has '1 \+ 1' as a question"),
+    "fails to draw": ("def draw(self, rng): return {}['x']", r"raised KeyError: 'x' \(.*mine\.py:9\)"),
+    "solves by None": ("def solve(self, question, rng): return None", "solve of task 'mine' returned None", "a dict"),
+    "answers by a list": ("def solve(self, question, rng): return {'answer': ['2']}", "record 0: 'answer' is list"),
+    "demonstrates by a list": (
+        "def solve(self, question, rng): return {'answer': '2', 'completion': ['2']}",
+        "record 0: 'completion' is list",
+    ),
+    "asks by a number": ("def prompt(self, question): return rng_of(question)", "record 0: 'prompt' is int"),
+    "asks by a dictionary": ("def prompt(self, question): return {**question}", "record 0: 'prompt' is dict"),
+    "asks the same again": ("def prompt(self, question): return 'x'", "only 1 with different prompts"),
+    "returns no records": ("def records(self, split, n): return []", "no records in its train split"),
+    "returns texts": ("def records(self, split, n): return ['a'] * n", "record 0 is str 'a'", "a dict with prompt"),
+    "has no rewards": ("reward_funcs = None", "reward_funcs=None", "a list of functions"),
+    "names its rewards": ("reward_funcs = ['accuracy']", r"reward_funcs=\['accuracy'\]", "a list of functions"),
+    "does not begin": ("def __init__(self, seed=0): pass", "reward_funcs", "no attribute 'think_format'"),
+    "begins by an error": ("def __init__(self, seed=0): raise OSError('door')", "OSError: door", r"mine\.py:9"),
+    "judges by an error": ("def is_correct(self, answer, record): return 1 / 0", r"ZeroDivisionError.*mine\.py:9"),
+}.items():
+    code = f"""from datamodules.language import Task
+def rng_of(question): return hash(question['question'])
+class Base(Task):
+    name = 'mine'
+    def draw(self, rng): return {{'question': f'{{rng.randrange(1000)}} + 1 ='}}
+    def solve(self, question, rng): return {{'answer': '2'}}
+
+class Mine(Base):
+    {body}
+"""
+    cli(
+        f"a task that {name}",
+        [*GRPO_ADDITION, "--data.task", "mine:Mine", "--data.batch_size=16"],
+        *patterns,
+        mine__py=code,
+    )
 
 for model, datamodule, fitting in (
     ("PPO", "PromptDataModule", "RolloutDataModule"), ("SFT", "PromptDataModule", "InstructionDataModule"),
@@ -902,6 +963,47 @@ python("chat template without the answer", lambda p: with_template("{{ messages[
        "another|a template that renders it")  # fmt: skip
 python("chat template that rewrites the prompt", lambda p: with_template(
     "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"), "differently", "another template")  # fmt: skip
+python("a model's folder without its tokenizer", lambda p: without(p, "tokenizer*"), "tokenizer", "has no vocabulary",
+       "tokenizer.json", "tokenizer_name_or_path")  # fmt: skip
+python("a model's folder without its config", lambda p: without(p, "config.json"), "model_name_or_path", "config.json")
+python(
+    "a model's folder without its weights",
+    lambda p: without(p, "*.safetensors"),
+    "model_name_or_path",
+    "model.safetensors",
+)
+
+
+def without(p: Place, pattern: str) -> None:
+    """Exports a model, removes the files of a pattern, and trains from it."""
+    from recipes.language import export
+
+    folder = export(p.language, "model")
+    for file in folder.glob(pattern):
+        file.unlink()
+    fit(SFT(model_name_or_path=str(folder)), InstructionDataModule("addition", n_eval=0), max_steps=1)
+
+
+def resumed(key: str, algorithm: str, command: str, *options: str) -> Callable[[Place], Any]:
+    """Runs a command on a checkpoint that lacks a key."""
+
+    def run(p: Place) -> None:
+        checkpoint = torch.load(getattr(p, algorithm), weights_only=True)
+        del checkpoint[key]
+        torch.save(checkpoint, "lacking.ckpt")
+        RLCLI(command, [*options, "--ckpt_path", "lacking.ckpt"])
+
+    return run
+
+
+for command in ("fit", "validate"):
+    for algorithm, options in (("control", ("--config", str(configs.find("ppo/cartpole.yaml")))),
+                               ("language", ("--config", str(configs.find("sft/addition.yaml"))))):  # fmt: skip
+        python(f"{command} {algorithm} without hyperparameters", resumed("hyper_parameters", algorithm, command, *options),
+               "ckpt_path='lacking.ckpt'", "no hyper_parameters")  # fmt: skip
+        if command == "fit":
+            python(f"{algorithm} without an optimizer", resumed("optimizer_states", algorithm, command, *options),
+                   "ckpt_path='lacking.ckpt'", "weights alone", "--model.init_from lacking.ckpt")  # fmt: skip
 python("cut safetensors", lambda p: cut_weights(p), "model.safetensors|can't be loaded", "cut|model")
 
 

@@ -102,7 +102,8 @@ class SeededEpisodes(gym.Wrapper):
                 raise
             raise UsageError(f"reset of {_name(self.unwrapped)} must take the keywords seed and options, as Gymnasium "
                              f"calls it: {error}") from error  # fmt: skip
-        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not is_pair or returned[0] is None or not isinstance(returned[1], dict):
             raise UsageError(f"reset of {_name(self.unwrapped)} returned {_kind(returned)}; Gymnasium's reset returns "
                              "(observation, info), and that of the old Gym the observation alone")  # fmt: skip
         observation, info = returned
@@ -175,7 +176,11 @@ def _name(env: gym.Env) -> str:
 
 
 def _kind(returned: object) -> str:
-    return f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    if not isinstance(returned, tuple):
+        return f"a {type(returned).__name__}"
+    if len(returned) != 2:
+        return f"{len(returned)} values"
+    return "None as the observation" if returned[0] is None else f"info={returned[1]!r}, no dictionary"
 
 
 def _old_step(returned: object, env: gym.Env) -> str:

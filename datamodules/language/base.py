@@ -22,6 +22,7 @@ from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import Records, check_prompt_lengths, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
+from datamodules.language.tasks.registry import rewards_of
 from datamodules.language.text import prompt_text, voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
@@ -153,7 +154,7 @@ class LanguageDataModule(CheckedCall, L.LightningDataModule):
         self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
         single = isinstance(reward_funcs, str | dict) or callable(reward_funcs)
         given_funcs: Any = [reward_funcs] if single else reward_funcs
-        specs: list[Any] = list(given_funcs or (self.task.reward_funcs if self.task is not None else []))
+        specs: list[Any] = list(given_funcs or (rewards_of(self.task) if self.task is not None else []))
         funcs = [load_reward_func(spec, self.task) for spec in specs]
         self.rewards = RewardFunctions(funcs, reward_time_limit_s, int(reward_workers))
         self.rewards.trainer_state = TrainerState()

@@ -66,7 +66,7 @@ def as_record(
             raise UsageError(f"{place}: there is no {name!r}, only {', '.join(record)}{did_you_mean(name, record)}; "
                              f"columns maps one to it, as in {{{name}: {next(iter(record), 'column')}}}"
                              if name not in record else f"{place}: {name!r} is null")  # fmt: skip
-    record["prompt"] = _prompt(record["prompt"], place)
+    record["prompt"] = as_prompt(record["prompt"], place)
     for name in (*texts, *(("answer",) if answer_after is not None else ())):
         value = record.get(name)
         if value is not None and not (isinstance(value, str) and value.isascii()):  # nearly all texts of large files
@@ -95,7 +95,8 @@ def _refuse_other_formats(row: dict[str, Any], place: str) -> None:
                              "alone; leave the column out")  # fmt: skip
 
 
-def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+def as_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+    """Returns a prompt, text or chat messages, checked."""
     if isinstance(value, str):
         return value if value.isascii() else as_text(value, f"{place}: 'prompt'")
     return as_messages(value, f"{place}: 'prompt'")
@@ -110,7 +111,7 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
         UsageError: anything else.
     """
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content should be")
+        raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content should be")
     messages = [{key: item for key, item in message.items() if item is not None} for message in value]
     for i, message in enumerate(messages):
         if isinstance(message.get("content"), list):
@@ -118,7 +119,7 @@ def as_messages(value: Any, what: str) -> list[dict[str, Any]]:
                              "every algorithm here reads text alone")  # fmt: skip
         text = message.get("content", "" if message.get("tool_calls") else None)
         if not isinstance(message.get("role"), str) or not isinstance(text, str):
-            raise UsageError(f"{what} is {_short(value)}, where text or a list of messages with role and content "
+            raise UsageError(f"{what} is {short(value)}, where text or a list of messages with role and content "
                              f"should be: message {i} lacks one")  # fmt: skip
         messages[i] = {**message, "content": as_text(text, what)}
         as_text(json.dumps(message, ensure_ascii=False, default=str), what)
@@ -155,7 +156,7 @@ def as_text(value: Any, what: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise UsageError(f"{what} is {_short(value)}, where text should be")
+        raise UsageError(f"{what} is {short(value)}, where text should be")
     try:
         value.encode()  # JSON may hold half of a surrogate pair, which no tokenizer takes
     except UnicodeEncodeError as error:
@@ -164,6 +165,7 @@ def as_text(value: Any, what: str) -> str:
     return value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Returns a value's type and beginning, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"

@@ -8,10 +8,10 @@ from typing import Any
 from datamodules.language.dataset_files import TableRows, describe_dataset, is_table, read_dataset
 from datamodules.language.jsonl_files import JsonlRows
 from datamodules.language.notices import notice
-from datamodules.language.records import TEXTS, NothingUsable, as_record
+from datamodules.language.records import TEXTS, NothingUsable, as_prompt, as_record, as_text, short
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import Record
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.seeding import stream_seed
 
 #: Records that are read together.
@@ -105,13 +105,7 @@ def load_records(
         raise UsageError(f"give exactly one of task, path and dataset; got {' and '.join(given) or 'none'}")
     if task is not None:
         made = make_task(task, **({} if isinstance(task, Task) else {"seed": seed}), **(task_kwargs or {}))
-        if "rejected" in required:
-            return made.preferences(split, n)
-        generated = made.records(split, n)
-        for name in required:
-            if generated and generated[0].get(name) is None:
-                raise UsageError(f"task {made.name!r} has no {name!r}; it has {', '.join(generated[0])}")
-        return generated
+        return task_records(made, split, n, required)
     if path is not None:
         where, rows = str(path), read_path(path)
     else:
@@ -129,6 +123,37 @@ def load_records(
 
     records = Records(rows, numbers, to_record)
     return records if as_read else list(records)
+
+
+def task_records(task: Task, split: str, n: int | None, required: Sequence[str]) -> list[Record]:
+    """Returns a task's records, or its preferences where ``rejected`` is required, checked as those of a file.
+
+    Raises:
+        UsageError: the task raises, has none, or one that can't be used.
+    """
+    what = f"task {task.name!r}"
+    try:
+        records = list(task.preferences(split, n) if "rejected" in required else task.records(split, n))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} raised {what_happened(error)} while it made its {split} records") from error
+    if not records and n != 0:
+        raise UsageError(f"{what} has no records in its {split} split")
+    # A number is no answer to the default is_correct, which compares texts.
+    texts = TEXTS if type(task).is_correct is Task.is_correct else TEXTS[1:]
+    return [_checked(record, f"{what}, record {i}", required, texts) for i, record in enumerate(records)]
+
+
+def _checked(record: Any, place: str, required: Sequence[str], texts: Sequence[str]) -> Record:
+    """Returns a task's record with its texts checked."""
+    if not isinstance(record, dict):
+        raise UsageError(f"{place} is {short(record)}, where a dict with {', '.join(required)} should be")
+    for name in required:
+        if record.get(name) is None:
+            raise UsageError(f"{place} has no {name!r}; it has {', '.join(map(str, record))}")
+    given = {name: as_text(record[name], f"{place}: {name!r}") for name in texts if record.get(name) is not None}
+    return {**record, "prompt": as_prompt(record["prompt"], place), **given}
 
 
 def read_path(path: str | Path) -> Rows:

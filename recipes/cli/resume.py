@@ -75,7 +75,10 @@ def read(path: Path) -> dict[str, Any]:
     if damage is None:
         try:
             checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-            require_parts(checkpoint, path, "ckpt_path", ("state_dict", "global_step", "pytorch-lightning_version"))
+            parts = ("state_dict", "global_step", "pytorch-lightning_version")
+            require_parts(checkpoint, path, "ckpt_path", parts)
+            if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
+                require_parts(checkpoint, path, "ckpt_path", ("hyper_parameters",))
             return checkpoint
         except UsageError:
             raise

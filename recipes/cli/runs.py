@@ -125,7 +125,12 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
     if not Path(given).exists():
         raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
                          f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
-    return resume.read(Path(given)), resumed
+    checkpoint = resume.read(Path(given))
+    if command == "fit" and "optimizer_states" not in checkpoint:
+        raise UsageError(f"ckpt_path={str(given)!r} holds weights alone, as save_weights_only writes them, and no run "
+                         f"resumes from it; begin one with its weights: --model.init_from {given}, or for a language "
+                         "model `rl export`, then --model.model_name_or_path")  # fmt: skip
+    return checkpoint, resumed
 
 
 def is_found_again(config: Any) -> bool:

@@ -75,7 +75,7 @@ def require_parts(checkpoint: Any, path: Any, what: str, parts: Collection[str] 
     Raises:
         UsageError: names what it lacks.
     """
-    missing = [part for part in parts if not isinstance(checkpoint, dict) or part not in checkpoint]
+    missing = [part for part in parts if not isinstance(checkpoint, dict) or checkpoint.get(part) in (None, {})]
     if missing:
         raise UsageError(f"{what}={str(path)!r} is no checkpoint of this project: it has no {', '.join(missing)}; give "
                          "one that `rl fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip

@@ -1,6 +1,7 @@
 """The exception whose message is written for the user."""
 
 import difflib
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,3 +28,10 @@ def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:
     by_folded = {name.casefold(): name for name in known}
     near = [by_folded[match] for match in difflib.get_close_matches(word.casefold(), by_folded, n=most, cutoff=0.6)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def what_happened(error: BaseException) -> str:
+    """Describes an exception of the user's code with its file and line, for a message."""
+    message = " ".join(str(error).split())[:300]
+    places = [f" ({place.filename}:{place.lineno})" for place in traceback.extract_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {message}{places[-1] if places else ''}"

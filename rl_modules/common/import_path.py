@@ -1,13 +1,12 @@
 """Arguments that name a user's class or function, with its arguments."""
 
 import functools
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.loading import import_user_module, member_of
 
 #: A module class or callable: its import path, ``{"class_path": ..., "init_args": {...}}``, or in Python itself. The
@@ -111,10 +110,3 @@ def _imported(name: str, path: str) -> Callable[..., Any]:
         raise UsageError(f"{name}={path!r} is a {type(found).__name__}; give a module class, or a function that makes "
                          "a module")  # fmt: skip
     return found
-
-
-def what_happened(error: Exception) -> str:
-    """Describes an exception of the user's code with its file and line, for a message."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    message = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"

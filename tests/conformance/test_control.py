@@ -639,6 +639,20 @@ def test_an_evaluation_that_never_ends_is_cut_and_says_so() -> None:
     assert time.monotonic() - started_s < 60
 
 
+def test_an_evaluation_in_which_no_episode_ends_says_what_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.conformance.envs import Endless
+
+    monkeypatch.setattr("datamodules.evaluation.SILENT_S", 0.0)
+    case = CASES[0]
+    data = case.make_data(Endless, eval_max_steps=50)
+    model = case.make_model()
+    trainer = fit(model, data)
+    with pytest.warns(
+        UserWarning, match="Endless has ended after .*eval_max_steps=50: lower data.eval_max_steps, or .*TimeLimit"
+    ):
+        trainer.test(model, datamodule=data, verbose=False)
+
+
 # -------------------------------------------------------------------- arguments
 
 

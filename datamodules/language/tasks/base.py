@@ -18,7 +18,7 @@ RewardFunction = Callable[..., list[float | None]]
 
 #: Largest number of questions that are listed and shuffled; if there are more, they are drawn.
 LISTED = 100_000
-#: Number of records that ``n=None`` returns if questions are drawn.
+#: Most records that ``n=None`` returns if questions are drawn.
 DRAWN = 10_000
 #: Number of successive draws without a new question after which no more are expected.
 FRUITLESS = 20_000
@@ -114,7 +114,7 @@ class Task:
 
         Args:
             split: ``train`` or ``test``. The splits are disjoint for all seeds.
-            n: number of different records; None: all, or 10,000 if there are too many to list.
+            n: number of different records; None: all, or at most 10,000 if there are too many to list.
 
         Returns:
             Records with ``prompt``, ``answer``, ``completion`` (a demonstration without EOS) and the task's columns.
@@ -130,6 +130,8 @@ class Task:
     def record(self, question: Question, rng: random.Random) -> Record:
         """Returns a question as a record, with a demonstration."""
         columns = self.solve(question, rng)
+        if not isinstance(columns, dict):
+            raise UsageError(f"solve of task {self.name!r} returned {columns!r}, where a dict with 'answer' should be")
         completion = columns.get("completion", columns.get("answer"))
         if self.think_format and completion is not None:
             completion = think_and_answer(self.reasoning(question, columns), completion)
@@ -141,6 +143,9 @@ class Task:
         Raises:
             UsageError: the template names an unknown field.
         """
+        if not isinstance(question, dict):
+            raise UsageError(f"task {self.name!r} has {question!r} as a question, where draw and questions give a dict "
+                             "of the template's fields")  # fmt: skip
         text = fill(self.template, question, f"template={self.template!r} of task {self.name!r}")
         return [{"role": "user", "content": text}] if self.chat else text
 
@@ -214,16 +219,16 @@ class Task:
             found = [question for question in self.questions() if self._is_in(split, question)]
             rng.shuffle(found)
             return found if n is None else found[: self._enough(split, n, len(found))]
-        if n is None:
-            n = DRAWN
         chosen: dict[str, Question] = {}
         fruitless = 0
-        while len(chosen) < n:
+        while len(chosen) < (DRAWN if n is None else n):
             question = self.draw(rng)
             identity = str(self.prompt(question))
             if identity in chosen or not self._is_in(split, question):
                 fruitless += 1
                 if fruitless >= FRUITLESS:
+                    if n is None:
+                        break
                     self._enough(split, n, self._count(split, len(chosen)))
                     fruitless = 0
                 continue
@@ -242,7 +247,8 @@ class Task:
     def _enough(self, split: str, n: int, exist: int) -> int:
         if n > exist:
             raise UsageError(
-                f"n={n} records of task {self.name!r} were asked for, but its {split} split has only {exist}"
+                f"n={n} records of task {self.name!r} were asked for, but its {split} split has only {exist} with "
+                "different prompts"
             )
         return n
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from datamodules.language.tasks.base import Task
-from rl_modules.common.errors import UsageError
+from datamodules.language.tasks.base import RewardFunction, Task
+from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.loading import load_object, require_settings
 
 #: Built-in tasks, imported when they are made.
@@ -41,9 +41,30 @@ def make_task(name: str | Task, seed: int = 0, **settings: Any) -> Task:
     if not callable(factory):
         raise UsageError(f"task={name!r} is a {type(factory).__name__}, where a Task class should be")
     require_settings(factory, {"seed": seed, **settings}, f"task {name!r}")
-    task = factory(seed=seed, **settings)
+    try:
+        task = factory(seed=seed, **settings)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"task {name!r} can't be made: {what_happened(error)}") from error
     if not isinstance(task, Task):
         raise UsageError(
             f"task={name!r} made a {type(task).__name__}, where a datamodules.language.tasks.Task should be"
         )
     return task
+
+
+def rewards_of(task: Task) -> list[RewardFunction]:
+    """Returns a task's reward functions, checked; separate from :func:`make_task` because they import torch.
+
+    Raises:
+        UsageError: there is no list of functions.
+    """
+    try:
+        funcs: Any = task.reward_funcs
+    except Exception as error:
+        raise UsageError(f"task {task.name!r} has no reward_funcs: {what_happened(error)}") from error
+    if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
+        raise UsageError(f"task {task.name!r} has reward_funcs={funcs!r}, where a property that returns a list of "
+                         "functions should be")  # fmt: skip
+    return list(funcs)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from datamodules.language.sources import load_records
 from datamodules.language.tasks import Task, make_task
 from datamodules.language.tasks.base import fill
 from rl_modules.common.errors import UsageError
@@ -191,3 +192,37 @@ def test_tasks_import_neither_torch_nor_transformers():
     code = "import sys; from datamodules.language.tasks import make_task; make_task('addition').records('train', 1); "
     code += "sys.exit(' '.join(m for m in ('torch', 'transformers', 'datasets') if m in sys.modules) or 0)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_all_records_of_a_task_are_as_many_as_can_be_drawn(monkeypatch):
+    """Without a number a task with fewer questions than the default gives those it has."""
+
+    class Seven(Task):
+        def draw(self, rng):
+            return {"question": f"{rng.randrange(7)} ="}
+
+        def solve(self, question, rng):
+            return {"answer": question["question"][0]}
+
+    monkeypatch.setattr("datamodules.language.tasks.base.FRUITLESS", 200)
+    found = [record["answer"] for split in ("train", "test") for record in Seven().records(split, None)]
+    assert sorted(found) == list("0123456")
+    with pytest.raises(UsageError, match=r"n=8 records .* has only \d with different prompts"):
+        Seven().records("train", 8)
+
+
+def test_a_number_as_answer_is_compared_as_text():
+    class Two(Task):
+        def draw(self, rng):
+            return {"question": f"{rng.random()} ="}
+
+        def solve(self, question, rng):
+            return {"answer": 2}
+
+    class Numeric(Two):
+        def is_correct(self, answer, record):
+            return int(answer) == record["answer"]
+
+    for task in (Two(), Numeric()):
+        record = load_records(task=task, n=1)[0]
+        assert [task.score(record, text) for text in ("2", "3")] == [1.0, 0.0]
