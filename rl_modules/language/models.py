@@ -102,7 +102,7 @@ def make_config(
     words = text_config(config).vocab_size
     if len(tokenizer) > words:
         raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {words}; "
-                         "give the tokenizer that the model was trained with")  # fmt: skip
+                         "give the one that the model was trained with as tokenizer_name_or_path")  # fmt: skip
     return config
 
 

@@ -79,7 +79,7 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
                              ) from error  # fmt: skip
         raise UsageError(
             f"tokenizer {name_or_path!r} can't be loaded ({_first_line(error)}); give a directory with a "
-            "tokenizer.json, or a hub name that is reachable or cached"
+            "tokenizer.json, or a hub name that is reachable or cached, as tokenizer_name_or_path"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
         raise UsageError(f"tokenizer {name_or_path!r} has no vocabulary: the model's folder is without a "

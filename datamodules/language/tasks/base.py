@@ -204,7 +204,7 @@ class Task:
         Raises:
             UsageError: the task has no preferences.
         """
-        raise UsageError(f"task {self.name!r} makes no preferences; task 'paths' does")
+        raise UsageError(f"task {self.name!r} makes no preferences; task='paths' does, or give path")
 
     # ---------------------------------------------------------------- the splits
 
@@ -248,7 +248,7 @@ class Task:
         if n > exist:
             raise UsageError(
                 f"n={n} records of task {self.name!r} were asked for, but its {split} split has only {exist} with "
-                "different prompts"
+                f"different prompts; lower {'n_train' if split == 'train' else 'n_eval'}"
             )
         return n
 

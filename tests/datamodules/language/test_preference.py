@@ -449,7 +449,7 @@ def test_more_micro_batches_than_pairs_are_refused(jsonl):
 
 
 def test_a_task_without_preferences_says_which_has_them():
-    with pytest.raises(UsageError, match=r"'addition' makes no preferences; task 'paths' does"):
+    with pytest.raises(UsageError, match=r"'addition' makes no preferences; task='paths' does"):
         attached(PreferenceDataModule(task="addition", n_train=4))
 
 
