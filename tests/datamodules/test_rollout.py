@@ -220,7 +220,7 @@ class RefusesInASentence(gym.Wrapper):
     [
         ({"env_id": "CartPol-v1"}, "env_id='CartPol-v1' is not a known environment; did you mean CartPole-v1"),
         ({"env_id": "CartPole-v99"}, "env_id='CartPole-v99' can't be made: .*v1"),
-        ({"env_id": "no.such.module:env"}, "names the module 'no.such.module', which can't be imported"),
+        ({"env_id": "no.such.module:env"}, "the module 'no.such.module' can't be imported"),
         ({"env_id": "tests.datamodules.envs:Nothing"}, "has no 'Nothing'"),
         ({"env_id": "CartPole-v1", "env_kwargs": {"gravity": 3}}, "env_kwargs={'gravity': 3} does not fit"),
         ({"env_id": "CartPole-v1", "wrappers": ["FlatenObservation"]}, "did you mean FlattenObservation"),
