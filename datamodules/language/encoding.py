@@ -79,10 +79,11 @@ class TextEncoder:
         if not self.chats and len(texts) == len(prompts):
             return self._open(texts)
         ids: list[list[int]] = []
-        for prompt, record in zip(prompts, columns, strict=True):
+        for i, (prompt, record) in enumerate(zip(prompts, columns, strict=True)):
             if self._is_plain(prompt):
                 ids += self._open([str(prompt)])
-            else:
+                continue
+            with _of_record(record, i):
                 messages = self.messages(prompt)
                 ids += self._tokens([self._opened(messages, record, _is_prefilled(messages))], False)
         return ids
