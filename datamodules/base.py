@@ -12,7 +12,6 @@ import lightning as L
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
-from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from datamodules.collector import Collector
@@ -28,7 +27,7 @@ from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.arguments import save_arguments
 from rl_modules.common.calls import CheckedCall
-from rl_modules.common.checkpoint_file import building, chosen_by_checkpoint
+from rl_modules.common.checkpoint_file import LoadsDataCheckpoints, chosen_by_checkpoint
 from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError, did_you_mean
@@ -86,7 +85,7 @@ def _of_environments(name: str, of_evaluation: bool = False) -> Any:
     return property(lambda self: getattr(self.environments, name), assign)
 
 
-class ControlDataModule(CheckedCall, L.LightningDataModule):
+class ControlDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModule):
     """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage.
 
     Args:
@@ -219,32 +218,6 @@ class ControlDataModule(CheckedCall, L.LightningDataModule):
         self._collector: Collector | None = None
         self._started_s = time.monotonic()
         self._started_at = 0
-
-    # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
-    @_restricted_classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        weights_only: bool | None = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Builds the datamodule of a checkpoint, see ``lightning.LightningDataModule.load_from_checkpoint``.
-
-        Args:
-            checkpoint_path: the file.
-            map_location: as Lightning takes it.
-            hparams_file: likewise.
-            weights_only: load without running code; on by default.
-            **kwargs: arguments that differ from the checkpoint's.
-
-        Raises:
-            TypeError: called on a datamodule instead of its class.
-            UsageError: the checkpoint names an environment or a wrapper by an import path.
-        """
-        with building(cls, kwargs):
-            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
 
     # ---------------------------------------------------------------- the run
 

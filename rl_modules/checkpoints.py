@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.arguments import make_loadable, settings_of
-from rl_modules.common.checkpoint_file import read_checkpoint, widen
+from rl_modules.common.checkpoint_file import check_optimizers, read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
@@ -104,6 +104,7 @@ class CheckpointMixin(MetricsMixin):
             raise UsageError(f"the checkpoint has the state of the optimizer {', '.join(before) or 'none'}, this run "
                              f"has {', '.join(here) or 'none'}; resume with the same")  # fmt: skip
         self._optimizers_saved = None
+        check_optimizers(self.trainer.optimizers)
         for name, parameter in self.named_parameters():
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter.device, parameter.dtype)

@@ -112,6 +112,7 @@ class TabularControl(ControlModule):
         Raises:
             UsageError: spaces without a finite table, several processes, or episodes without an end.
         """
+        super().setup(stage)
         self.configure_model()
         if self.trainer.world_size > 1:
             raise UsageError(f"{type(self).__name__} keeps one table in one process; use trainer.devices=1, not "

@@ -5,10 +5,12 @@ python -m tests.chaos --kills 20 ppo dqn   the cases whose names contain these w
 
 Every run is ``rl fit … --resume`` in a process of its own, killed by SIGKILL at a moment drawn uniformly from its
 length, start and writing of checkpoints included. The survivor's ``last.ckpt`` and ``best.ckpt`` must hold what those
-of the run that was never killed hold, tensor by tensor, and its curves the same points.
+of the run that was never killed hold, tensor by tensor, the progress of Lightning's loops included, and each logger's
+files the same points. Every run logs to TensorBoard and to CSV files, with Lightning's ``LearningRateMonitor``.
 """
 
 import argparse
+import csv
 import json
 import os
 import random
@@ -33,9 +35,16 @@ CLOCKS = ("time/fps", "time/time_elapsed")
 #: Likewise; a process that resumed just before a point has measured nothing for it.
 RATES = ("time/sampling_tokens_per_second", "time/training_tokens_per_second")
 
+#: All that a run logs: each logger has a folder, and the monitor reads Lightning's own counts.
+LOGGED = [
+    '--trainer.logger=[{"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "run"}}, '
+    '{"class_path": "CSVLogger", "init_args": {"save_dir": "csv", "name": "run"}}]',
+    "--trainer.callbacks=LearningRateMonitor", "--trainer.log_every_n_steps=3",
+]  # fmt: skip
 #: Evaluation, so that there is a best checkpoint, and a checkpoint as often as can be written.
 COMMON = [
-    "--data.n_eval_episodes=2", "--data.n_test_episodes=2", "--checkpoint.interval_s=0.05", "--checkpoint.max_share=1"
+    "--data.n_eval_episodes=2", "--data.n_test_episodes=2", "--checkpoint.interval_s=0.05", "--checkpoint.max_share=1",
+    *LOGGED,
 ]  # fmt: skip
 ROLLOUTS = ["--data=RolloutDataModule", "--data.n_envs=4", "--data.eval_freq=512", *COMMON]
 TABULAR = [*ROLLOUTS, "--data.n_steps=8", "--data.batch_size=null", "--data.n_epochs=1", "--data.total_timesteps=16000",
@@ -54,7 +63,7 @@ TINY = ('{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "n
         '"num_key_value_heads": 2}')  # fmt: skip
 LANGUAGE = ["--data.task=addition", "--data.n_eval=8", "--data.eval_steps=5", "--model.logging_steps=3",
             "--trainer.accelerator=cpu", "--trainer.max_steps=24", "--checkpoint.interval_s=0.05",
-            "--checkpoint.max_share=1"]  # fmt: skip
+            "--checkpoint.max_share=1", *LOGGED]  # fmt: skip
 PROMPTS = ["--data=PromptDataModule", *LANGUAGE, "--model.max_completion_length=4", "--data.steps_per_generation=2",
            "--data.num_iterations=2"]  # fmt: skip
 
@@ -270,8 +279,32 @@ def compare(whole: Path, survivor: Path) -> list[str]:
         if (one / name).exists() != (other / name).exists():
             found.append(f"{name} is there only once")
         elif (one / name).exists():
-            found += [f"{name}: {difference}" for difference in differences(one / name, other / name)]
-    left, right = curves.points(one.parent), curves.points(other.parent)
+            found += [f"{name}: {difference}" for difference in differences(one / name, other / name, loops=True)]
+    found += _differing_points("curve", *(curves.points(path.parent) for path in (one, other)))
+    left, right = ({path.relative_to(folder): path for path in _logged(folder)} for folder in (whole, survivor))
+    found += [f"{name} is there only once" for name in left.keys() ^ right.keys()]
+    for name in left.keys() & right.keys():
+        if name.name == "metrics.csv":
+            found += _differing_points(str(name), *(_columns(files[name]) for files in (left, right)))
+        elif left[name].read_bytes() != right[name].read_bytes():
+            found.append(f"{name} differs")
+    return found
+
+
+def _logged(folder: Path) -> list[Path]:
+    """The files that loggers wrote, besides TensorBoard's."""
+    return [path for pattern in ("csv/**/*.*", "logs/*/*/hparams.yaml") for path in folder.glob(pattern)]
+
+
+def _columns(path: Path) -> dict[str, list[tuple[int, str]]]:
+    """Every column of a CSV file: (step, value) by name."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [(int(row["step"]), row[name]) for row in rows if row[name]] for name in (rows or [{}])[0]}
+
+
+def _differing_points(what: str, left: dict[str, list], right: dict[str, list]) -> list[str]:
+    found = []
     for tag in sorted(left.keys() | right.keys()):
         a, b = left.get(tag, []), right.get(tag, [])
         if tag in (*CLOCKS, *RATES):
@@ -279,7 +312,7 @@ def compare(whole: Path, survivor: Path) -> list[str]:
         if tag in RATES and b == sorted(set(b) & set(a)):
             continue
         if repr(a) != repr(b):  # NaN is equal to itself here
-            found.append(f"curve {tag}: {a} and {b}")
+            found.append(f"{what} {tag}: {a} and {b}")
     return found
 
 

@@ -52,8 +52,8 @@ def mean_return(model: ControlModule, env: Any, n_episodes: int = 20, seed: int 
     return total / n_episodes
 
 
-def tensors_of(tree: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf of a checkpoint by its path; clocks and library versions left out."""
+def tensors_of(tree: Any, path: str = "", left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every leaf of a checkpoint by its path; the library's version and the callbacks left out."""
     if isinstance(tree, dict):
         items: Any = tree.items()
     elif isinstance(tree, list | tuple):
@@ -62,14 +62,15 @@ def tensors_of(tree: Any, path: str = "") -> dict[str, Any]:
         return {path: tree}
     leaves: dict[str, Any] = {}
     for key, value in items:
-        if key not in ("pytorch-lightning_version", "loops", "callbacks"):
-            leaves.update(tensors_of(value, f"{path}/{key}"))
+        if key not in ("pytorch-lightning_version", "callbacks", *left_out):
+            leaves.update(tensors_of(value, f"{path}/{key}", left_out))
     return leaves
 
 
-def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two checkpoints, leaf by leaf; NaN is equal to itself."""
-    left, right = (tensors_of(torch.load(path, weights_only=True)) for path in (one, other))
+def differences(one: Path, other: Path, loops: bool = False) -> list[str]:
+    """What differs between two checkpoints, leaf by leaf; NaN is equal to itself. ``loops``: compare Lightning's too."""
+    left_out = () if loops else ("loops",)
+    left, right = (tensors_of(torch.load(path, weights_only=True), left_out=left_out) for path in (one, other))
     found = [f"{path} is there only once" for path in left.keys() ^ right.keys()]
     for path in left.keys() & right.keys():
         a, b = left[path], right[path]

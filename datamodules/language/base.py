@@ -28,6 +28,7 @@ from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
 from rl_modules.common.arguments import save_arguments
 from rl_modules.common.calls import CheckedCall
+from rl_modules.common.checkpoint_file import LoadsDataCheckpoints
 from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.ranges import check_ranges
@@ -40,7 +41,7 @@ Record = dict[str, Any]
 Batch = dict[str, Any]
 
 
-class LanguageDataModule(CheckedCall, L.LightningDataModule):
+class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModule):
     """Base of the language datamodules; one of them adds ``train_dataloader``.
 
     Records come from exactly one of ``task`` (made here), ``path`` (a JSONL file) and ``dataset`` (a hub name, or a

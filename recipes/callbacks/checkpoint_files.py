@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from rl_modules.common.checkpoint_file import CheckedCheckpointIO
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(CheckedCheckpointIO):
     """Writes to a temporary file in the same folder, forces it to the disk and renames it to the target."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

@@ -1,6 +1,5 @@
 """Writes checkpoints between two batches, from where a run resumes exactly."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from recipes.callbacks import curves
@@ -118,10 +116,7 @@ class Checkpoints(ModelCheckpoint):
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A FiniteCheck among the user's callbacks replaces this one.
         self._finite = None if any(isinstance(other, FiniteCheck) for other in callbacks) else FiniteCheck()
-        # Some strategies write checkpoints in their own way and have no `checkpoint_io`.
-        with contextlib.suppress(NotImplementedError):
-            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        AtomicCheckpointIO.install(trainer)
 
     def _forget_run(self) -> None:
         """Resets the folder and the best checkpoint if the callback served another run before. A resumed run takes its
@@ -295,7 +290,8 @@ class Checkpoints(ModelCheckpoint):
 
     def _rotate(self, trainer: L.Trainer, folder: Path) -> None:
         """Replaces the last checkpoint by the new one."""
-        rotate(folder, self.keep_previous)
+        # A run that resumed from another file found the last one damaged.
+        rotate(folder, self.keep_previous and (self.last_path is None or self.last_path.name == "last.ckpt"))
         if self.keep_all:
             keep(folder, trainer.global_step)
 

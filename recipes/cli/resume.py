@@ -1,23 +1,21 @@
 """Finds the run to resume, verifies its checkpoint, and lists the changed settings."""
 
-import pickle
 import re
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.checkpoint_file import require_parts
-from rl_modules.common.errors import UsageError
+from rl_modules.common.checkpoint_file import DamagedCheckpoint, damage_of, read_checkpoint, require_parts
 from rl_modules.common.storable import described
 from rl_modules.loggers import FILLED_IN
 
 #: Names that ``--ckpt_path`` takes instead of a path: checkpoints of the newest run.
 NAMES = ("last", "previous", "best")
+#: What a run needs of a checkpoint to resume.
+RESUMABLE = ("state_dict", "global_step", "pytorch-lightning_version")
 
 
 @dataclass(frozen=True)
@@ -68,45 +66,41 @@ def read(path: Path) -> dict[str, Any]:
         UsageError: the file is damaged, no checkpoint, or holds code. Names the checkpoint before it if that one is
             whole.
     """
-    if path.is_dir():
-        raise UsageError(f"the checkpoint {path} is a folder, as Lightning's sharded strategies write it; its index is "
-                         "a pickle, which could run code: give a .ckpt file that this project wrote")  # fmt: skip
-    damage = damage_of(path)
-    if damage is None:
-        try:
-            checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-            parts = ("state_dict", "global_step", "pytorch-lightning_version")
-            require_parts(checkpoint, path, "ckpt_path", parts)
-            if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
-                require_parts(checkpoint, path, "ckpt_path", ("hyper_parameters",))
-            return checkpoint
-        except UsageError:
-            raise
-        except pickle.UnpicklingError as error:
-            code = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(r"(?:class|function) ([\w.]+)", str(error))
-            if code is not None:
-                raise UsageError(
-                    f"{path} holds code, {code.group(1)}, which is never run; only checkpoints "
-                    "of tensors, numbers, strings, lists and dictionaries load"
-                ) from error
-            damage = str(error).splitlines()[0]
-        except (RuntimeError, EOFError, KeyError, ValueError) as error:
-            damage = str(error).splitlines()[0]
-    previous = path.with_name("previous.ckpt")
-    advice = "no earlier one is whole"
-    if path.name != previous.name and previous.exists() and damage_of(previous) is None:
-        advice = f"the one before it is whole: resume from it with --ckpt_path previous ({previous})"
-    raise UsageError(f"the checkpoint {path} is damaged: {damage}; {advice}")
-
-
-def damage_of(path: Path) -> str | None:
-    """Returns the damage of a checkpoint file that its checksums show; None: it is whole."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        return f"it is cut off, or not a checkpoint at all ({error})"
-    return None if bad is None else f"its part {bad} does not match its checksum"
+        checkpoint = read_checkpoint(path, None, RESUMABLE)
+    except DamagedCheckpoint as error:
+        whole = next((other for other in _older(path) if damage_of(other) is None), None)
+        named = "previous" if whole is not None and whole.name == "previous.ckpt" else whole
+        advice = f"the one before it is whole: resume from it with --ckpt_path {named} ({whole})"
+        raise DamagedCheckpoint(f"{error}; {advice if whole else 'no earlier one is whole'}") from error
+    if "algorithm" in checkpoint:  # a module of another library may have no hyperparameters
+        require_parts(checkpoint, f"ckpt_path={str(path)!r}", ("hyper_parameters",))
+    return checkpoint
+
+
+def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:
+    """Loads a run's last checkpoint, or the newest whole one before it if that one is damaged, with a warning.
+
+    Raises:
+        UsageError: none of them is whole, or the first that is whole is no checkpoint.
+    """
+    try:
+        return read(path), path
+    except DamagedCheckpoint as error:
+        for other in _older(path):
+            if damage_of(other) is None:
+                checkpoint = read(other)
+                rank_zero_warn(f"{str(error).partition(';')[0]}; the run resumes from {other}, the one before it.")
+                return checkpoint, other
+        raise
+
+
+def _older(path: Path) -> list[Path]:
+    """Returns the other checkpoints in a folder from which a run can resume, the best choice first."""
+    folder = path.parent
+    kept = sorted(folder.glob("step-*.ckpt"), key=lambda kept: kept.stat().st_mtime, reverse=True)
+    others = [folder / "last.ckpt", folder / "previous.ckpt", *kept, folder / "best.ckpt"]
+    return [other for other in others if other.exists() and not other.samefile(path) and path.name != "previous.ckpt"]
 
 
 def changes(checkpoint: dict[str, Any], model: Any, datamodule: Any) -> list[str]:
@@ -116,6 +110,6 @@ def changes(checkpoint: dict[str, Any], model: Any, datamodule: Any) -> list[str
         saved = settings_of(checkpoint, key)
         for name, value in owner.hparams.items():
             value = described(value)  # as the checkpoint has it
-            if name in saved and name not in FILLED_IN and not name.startswith("_") and saved[name] != value:
+            if name in saved and name not in FILLED_IN and saved[name] != value:
                 lines.append(f"{name}: {saved[name]} → {value}")
     return lines

@@ -125,12 +125,16 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
     if not Path(given).exists():
         raise UsageError(f"ckpt_path={given!r} is not a file; give the path of a .ckpt file, or one of "
                          f"{', '.join(resume.NAMES)} for the newest run's")  # fmt: skip
-    checkpoint = resume.read(Path(given))
+    if resumed is None:
+        checkpoint, taken = resume.read(Path(given)), Path(given)
+    else:
+        checkpoint, taken = resume.read_newest_whole(Path(given))
+        config["ckpt_path"] = str(taken)
     if command == "fit" and "optimizer_states" not in checkpoint:
         raise UsageError(f"ckpt_path={str(given)!r} holds weights alone, as save_weights_only writes them, and no run "
                          f"resumes from it; begin one with its weights: --model.init_from {given}, or for a language "
                          "model `rl export`, then --model.model_name_or_path")  # fmt: skip
-    return checkpoint, resumed
+    return checkpoint, None if resumed is None else resume.Run(resumed.folder, taken)
 
 
 def is_found_again(config: Any) -> bool:
@@ -270,7 +274,7 @@ def continue_folder(run: resume.Run, checkpoint: dict[str, Any] | None, trainer:
             callback.last_path = run.checkpoint
     states = (checkpoint or {}).get("callbacks", {})
     written = states.get("Checkpoints", {})
-    if len(written.get("loggers", [])) == len(trainer.loggers):
+    if run.checkpoint is None or len(written.get("loggers", [])) == len(trainer.loggers):
         for logger in _unnumbered(trainer):
             logger._version = run.folder.name
     for logger in trainer.loggers:

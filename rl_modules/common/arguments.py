@@ -116,7 +116,7 @@ def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> di
         key: ``hyper_parameters`` of the module, or ``datamodule_hyper_parameters``.
 
     Raises:
-        UsageError: they are not a dictionary of settings.
+        UsageError: they are not a dictionary of settings, or one has a name that Lightning reads as a command.
     """
     chosen = checkpoint.get("chosen", {})
     parts = [checkpoint.get(key) or {}, chosen.get(key, {}) if isinstance(chosen, dict) else chosen]
@@ -124,6 +124,11 @@ def settings_of(checkpoint: dict[str, Any], key: str = "hyper_parameters") -> di
         if not isinstance(part, dict):
             raise UsageError(f"the checkpoint is damaged: it has {str(part)[:60]!r} where {key} should be; give one "
                              "that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+        for name in part:
+            # Lightning imports what `_instantiator` and `_class_path` name.
+            if not isinstance(name, str) or name.startswith("_"):
+                raise UsageError(f"the checkpoint has {name!r} in {key}, which no module or datamodule takes as an "
+                                 "argument; give one that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
     return {**parts[0], **parts[1]}
 
 

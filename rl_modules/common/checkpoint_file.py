@@ -1,15 +1,17 @@
-"""Reads checkpoint files, and refuses truncated files, those of other programs, and files that are no checkpoints."""
+"""Reads checkpoint files, and refuses damaged ones, those of other programs, and tensors that kernels must not get."""
 
 import pickle
+import re
 import zipfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.arguments import settings_of
@@ -19,6 +21,9 @@ from rl_modules.common.launched import ReturnsFromRanks
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
+#: What torch's optimizers keep as one number per parameter; all else has the parameter's shape, except in these.
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+_FACTORED = (torch.optim.Adafactor, torch.optim.LBFGS)
 
 #: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the settings of the
 #: checkpoint, before these replaced them; None: unknown.
@@ -63,13 +68,16 @@ def settings_before(made: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     return settings_of(checkpoint) if cls is None or settings is None or not isinstance(made, cls) else settings
 
 
-def require_parts(checkpoint: Any, path: Any, what: str, parts: Collection[str] = PARTS) -> None:
+class DamagedCheckpoint(UsageError):
+    """The bytes of a checkpoint file are not those that were written."""
+
+
+def require_parts(checkpoint: Any, name: str, parts: Collection[str] = PARTS) -> None:
     """Refuses a file that torch has read but that is not a checkpoint, such as a bare state dict.
 
     Args:
         checkpoint: the file's content.
-        path: of the file.
-        what: the argument that named it.
+        name: of the file, for the message.
         parts: keys that it must have.
 
     Raises:
@@ -77,47 +85,150 @@ def require_parts(checkpoint: Any, path: Any, what: str, parts: Collection[str] 
     """
     missing = [part for part in parts if not isinstance(checkpoint, dict) or checkpoint.get(part) in (None, {})]
     if missing:
-        raise UsageError(f"{what}={str(path)!r} is no checkpoint of this project: it has no {', '.join(missing)}; give "
-                         "one that `rl fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
+        raise UsageError(f"{name} is no checkpoint of this project: it has no {', '.join(missing)}; give one that `rl "
+                         "fit` or Trainer.save_checkpoint wrote, such as PPO's")  # fmt: skip
 
 
-def read_checkpoint(path: Any, what: str = "checkpoint_path") -> dict[str, Any]:
-    """Loads a checkpoint without running code; its tensors stay on the disk until they are used.
+def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Collection[str] = PARTS) -> dict[str, Any]:
+    """Verifies a checkpoint's checksums and loads it without running code; its tensors stay on the disk until they are
+    used.
 
     Args:
         path: of the file.
-        what: the argument that named it.
+        what: the argument that named it; None: no argument did.
+        parts: keys that it must have.
 
     Raises:
-        UsageError: no file, a folder, a cut or foreign file, or one that holds code.
+        UsageError: no file, one of another program, one that holds code, or tensors that share memory with themselves.
+        DamagedCheckpoint: a cut file, or one with a changed bit.
     """
     file = Path(path)
+    name = f"the checkpoint {path}" if what is None else f"{what}={str(path)!r}"
     if file.is_dir():
-        raise UsageError(f"{what}={str(path)!r} is a folder; give the .ckpt file in it")
-    if not file.is_file():
-        raise UsageError(f"{what}={str(path)!r} is not a file, so it can't be read; give the path of a .ckpt file")
-    if not zipfile.is_zipfile(file):
-        raise UsageError(f"{what}={str(path)!r} is cut off or damaged, or no checkpoint at all; give a .ckpt file that "
-                         "`rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+        raise UsageError(f"{name} is a folder, as Lightning's sharded strategies write it with a pickle, which could run "
+                         "code; give a .ckpt file that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+    if not file.is_file():  # a device or a pipe may have no end
+        raise UsageError(f"{name} is not a file, so it can't be read; give the path of a .ckpt file")
+    if (damage := damage_of(file)) is not None:
+        raise DamagedCheckpoint(f"{name} is damaged: {damage}")
     try:
         checkpoint = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-    except pickle.UnpicklingError as error:
-        raise UsageError(f"{what}={str(path)!r} holds code, which is never run; only checkpoints of tensors, numbers, "
-                         "strings, lists and dictionaries load") from error  # fmt: skip
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise UsageError(f"{what}={str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
-    require_parts(checkpoint, path, what)
+    except Exception as error:  # a foreign pickle makes torch raise errors of any kind
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):
+            code = re.search(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error))
+            said = f"holds code, {code.group(1) or code.group(2)}," if code is not None else f"holds code ({said}),"
+            raise UsageError(f"{name} {said} which is never run; only checkpoints of tensors, numbers, strings, lists "
+                             "and dictionaries load") from error  # fmt: skip
+        raise DamagedCheckpoint(f"{name} is damaged: {said}") from error
+    require_parts(checkpoint, name if what else f"ckpt_path={str(path)!r}", parts)
     for key in CHECKPOINT_PAST_HPARAMS_KEYS:
         # Lightning would also read arguments from there, past the checks of `hyper_parameters`.
         if key in checkpoint:
-            raise UsageError(f"{what}={str(path)!r} has the key {key!r}, which only checkpoints of Lightning before "
-                             "0.8 have, and none of this project; give one that `rl fit` or Trainer.save_checkpoint "
-                             "wrote")  # fmt: skip
+            raise UsageError(f"{name} has the key {key!r}, which only checkpoints of Lightning before 0.8 have, and "
+                             "none of this project; give one that `rl fit` or Trainer.save_checkpoint wrote"
+                             )  # fmt: skip
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        settings_of(checkpoint, key)
+    require_own_memory(checkpoint, name)
     return checkpoint
 
 
+def damage_of(path: Path) -> str | None:
+    """Returns the damage of a checkpoint file that its checksums show; None: it is whole."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch compresses nothing; unpacking what another program compressed could fill the memory.
+            foreign = [part.filename for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]
+            bad = foreign[0] if foreign else archive.testzip()
+    except Exception as error:  # a damaged directory makes zipfile raise errors of any kind
+        return f"it is cut off, or not a checkpoint at all ({error})"
+    return None if bad is None else f"its part {bad} does not match its checksum"
+
+
+def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
+    """Refuses a tensor that has less memory than elements, or another layout than rows: kernels that take tensors by
+    their address would read and write beyond it. ``expand`` makes such tensors.
+
+    Args:
+        checkpoint: the file's content.
+        name: of the file, for the message.
+
+    Raises:
+        UsageError: names the tensor.
+    """
+    pending: list[tuple[str, Any]] = [("", checkpoint)]
+    seen = set()  # a list may contain itself
+    while pending:
+        where, value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+            if not plain or value.is_quantized or value.device.type != "cpu":
+                raise UsageError(f"{name} has {where[1:]} as a {value.layout} tensor on {value.device.type} of the class "
+                                 f"{type(value).__name__}; only plain dense tensors load")  # fmt: skip
+            if (value.storage_offset() + value.numel()) * value.itemsize > value.untyped_storage().nbytes():
+                raise UsageError(f"{name} has {where[1:]} of shape {tuple(value.shape)} and strides {value.stride()} "
+                                 "with less memory than elements; tensors that share memory with themselves do not load"
+                                 )  # fmt: skip
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            pending += [(f"{where}.{key}", item) for key, item in items]
+
+
+class CheckedCheckpointIO(TorchCheckpointIO):
+    """Verifies a file by :func:`read_checkpoint` before Lightning loads it."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        if "://" not in str(path):
+            read_checkpoint(path, "ckpt_path", ("state_dict", "pytorch-lightning_version"))
+        return super().load_checkpoint(path, map_location or "cpu", weights_only=True)
+
+    @classmethod
+    def install(cls, trainer: Any) -> None:
+        """Replaces Lightning's own reader and writer of a Trainer; a user's stays.
+
+        Args:
+            trainer: before it loads a checkpoint.
+        """
+        # Some strategies read checkpoints in their own way and have no `checkpoint_io`.
+        with suppress(NotImplementedError):
+            if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, CheckedCheckpointIO):
+                trainer.strategy.checkpoint_io = cls()
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Gives the loaded moments memory of their own, laid out as their parameters: torch's fused optimizers read both by
+    their addresses.
+
+    Args:
+        optimizers: after a checkpoint was loaded.
+
+    Raises:
+        UsageError: names a moment of another shape than its parameter.
+    """
+    for optimizer in optimizers:
+        if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, _FACTORED):
+            continue
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if value is None or (name in _NUMBERS and isinstance(value, int | float)):
+                    continue
+                shape = () if name in _NUMBERS else parameter.shape
+                if not isinstance(value, torch.Tensor) or value.shape != shape or value.is_complex():
+                    found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)[:60]
+                    raise UsageError(f"the checkpoint has {type(optimizer).__name__}'s {name} as {found}, where its "
+                                     f"parameter needs {tuple(shape)} {parameter.dtype}; resume from a checkpoint of the "
+                                     "same network")  # fmt: skip
+                state[name] = torch.empty_like(value if name in _NUMBERS else parameter, dtype=value.dtype).copy_(value)
+
+
 class LoadsCheckpoints(ReturnsFromRanks):
-    """Base of modules: ``load_from_checkpoint`` checks the file first, and never runs code in it."""
+    """Base of modules: every way to load a checkpoint checks the file first, and runs no code in it."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)  # type: ignore[misc]
+        CheckedCheckpointIO.install(self._trainer)
 
     # As in Lightning: a call on a module would leave that module unchanged.
     @_restricted_classmethod
@@ -162,6 +273,38 @@ class LoadsCheckpoints(ReturnsFromRanks):
             detail = " ".join(str(error).split())[:300]
             raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
                              f"hyperparameters describe: {detail}") from error  # fmt: skip
+
+
+class LoadsDataCheckpoints:
+    """Base of datamodules: the same for them."""
+
+    # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Builds the datamodule of a checkpoint, see ``lightning.LightningDataModule.load_from_checkpoint``.
+
+        Args:
+            checkpoint_path: the file.
+            map_location: as Lightning takes it.
+            hparams_file: likewise.
+            weights_only: load without running code; on by default.
+            **kwargs: arguments that differ from the checkpoint's.
+
+        Raises:
+            TypeError: called on a datamodule instead of its class.
+            UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
+        """
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
+        with building(cls, kwargs):
+            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)  # type: ignore[misc]
 
 
 def widen(module: Any, state_dict: dict[str, Any]) -> None:

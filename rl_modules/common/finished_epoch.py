@@ -92,7 +92,12 @@ def begin_next_epoch(trainer: Any) -> None:
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     is_finished = batches.restarted_on_last and batches.batch_progress.current.ready >= trainer.num_training_batches
+    # Lightning counts a batch as stepped after its evaluation, in which a checkpoint may have been written.
+    steps = trainer.global_step if trainer.lightning_module.automatic_optimization else batches.total_batch_idx + 1
+    is_counted = batches.restarted_on_last and batches._batches_that_stepped >= steps
     if not (is_finished and batches.restarting):
+        if is_counted:
+            _skip_end_of_batch(batches)
         return
     epoch = epochs.epoch_progress.current
     # A completed epoch has been evaluated: the checkpoint was written after its fit.
@@ -101,8 +106,23 @@ def begin_next_epoch(trainer: Any) -> None:
         if epochs.restarted_on_epoch_end:  # Lightning counts the epoch as processed again, after the evaluation
             for progress in (epochs.epoch_progress.total, epochs.epoch_progress.current):
                 progress.processed -= 1
+        batches._batches_that_stepped -= is_counted  # Lightning ends the batch again
         return
     batches.restarting = False
     if epochs.restarted_on_epoch_end:  # as a callback saves in `on_train_epoch_end`
         epochs.epoch_progress.increment_completed()
         epochs.reset_restart_stage()
+
+
+def _skip_end_of_batch(batches: Any) -> None:
+    """Lets a run that resumes between two batches begin with the next one.
+
+    Where an evaluation was due after the batch before, Lightning skips the evaluation but ends that batch again: it
+    counts another step, and schedulers that wait for a metric step again.
+    """
+
+    def once(data_fetcher: Any) -> bool:
+        del batches._should_check_val_fx
+        return False
+
+    batches._should_check_val_fx = once

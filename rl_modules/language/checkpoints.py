@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.arguments import make_loadable, settings_of
-from rl_modules.common.checkpoint_file import LoadsCheckpoints, widen
+from rl_modules.common.checkpoint_file import LoadsCheckpoints, check_optimizers, widen
 from rl_modules.common.errors import UsageError
 from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, is_cut_off, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
@@ -32,8 +32,6 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
     # Gradients of the unfinished step in the loaded checkpoint, until training resumes.
     _gradients: dict[str, Tensor]
     _generators: GlobalGenerators
-    # Whether this fit's training has begun.
-    _has_begun: bool
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
@@ -110,6 +108,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self._gradients = {}
         self._has_begun = True
         if self._trainer is not None:
+            check_optimizers(self.trainer.optimizers)
             begin_next_epoch(self.trainer)
         # Not earlier, because the preparation of a run may draw from them.
         self._generators.start(self.device)

@@ -34,6 +34,8 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
     _weights: dict[str, Tensor]
     _logged_at: int
     _throughput: Throughput
+    # Whether this fit's training has begun.
+    _has_begun: bool
 
     def record(self, weight: Tensor | float = 1.0, /, **metrics: Tensor | float) -> None:
         """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
@@ -133,11 +135,20 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             self.write_metrics()
 
     def on_train_end(self) -> None:
+        self._write_last_point()
+
+    def on_fit_end(self) -> None:
+        # A complete run that is resumed does not train; its checkpoint was written before the last point.
+        if not self._has_begun:
+            self._throughput.restart(self.num_tokens)
+            self._write_last_point()
+
+    def _write_last_point(self) -> None:
+        """Logs the means since the last point, which a run that resumes from here continues."""
         if not self._sums:
             return
         unfinished = self._sums, self._weights, self.regular_metrics
         self.write_metrics()
-        # A run that resumes from here still writes a complete next point.
         self._sums, self._weights, self.regular_metrics = unfinished
 
     def write_metrics(self) -> None:
@@ -171,7 +182,7 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             torch.stack([self._sums.get(name, nothing), self._weights.get(name, nothing)]) for name in names
         ])  # fmt: skip
         if self.trainer.world_size > 1:
-            table = self.trainer.strategy.reduce(table, reduce_op="sum")
+            table = self.trainer.strategy.reduce(table.to(self.trainer.strategy.root_device), reduce_op="sum")
         sums, weights = table.unbind(-1)
         found = zip(names, *torch.stack([weights, sums / weights]).tolist(), strict=True)
         # Non-finite means are logged too, because callbacks such as `EarlyStopping` check whether values are finite.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rl_modules import functional as F
+from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.contract import PairLearner
@@ -350,12 +351,7 @@ def initialize_head(head: nn.Linear) -> None:
 
 
 def _from_checkpoint(path: str) -> RewardModel:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        algorithm = checkpoint.get("algorithm")
-    except Exception as error:  # torch raises errors of many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise UsageError(f"checkpoint {path!r} can't be read ({reason})") from error
+    algorithm = read_checkpoint(path, None).get("algorithm")
     if algorithm != RewardModel.__name__:
         kind = algorithm or "no language algorithm"
         raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "

@@ -23,6 +23,7 @@ from recipes.callbacks import curves
 from recipes.callbacks.signals import Stopped
 from recipes.cli import main
 from recipes.cli.command import _resume_command
+from recipes.cli.resume import damage_of
 from tests import chaos
 from tests.marks import quick
 from tests.training import assert_equal_checkpoints
@@ -238,17 +239,26 @@ def test_without_a_checkpoint_a_run_begins(rl: Any, how: list[str]) -> None:
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_gets_a_sentence_and_the_one_before_works(rl: Any, stopped: Path) -> None:
-    last = stopped / "checkpoints/last.ckpt"
-    shutil.copy(last, last.with_name("previous.ckpt"))
-    last.write_bytes(last.read_bytes()[:5000])
-    code, _, err = rl("fit", *RUN, "--resume")
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(rl: Any, stopped: Path) -> None:
+    last, previous = (stopped / f"checkpoints/{name}.ckpt" for name in ("last", "previous"))
+    shutil.copy(last, previous)
+    whole = last.read_bytes()
+    last.write_bytes(whole[:5000])
+    code, _, err = rl("test", *RUN, "--ckpt_path", "last")
     assert code == 1
     assert re.fullmatch(r"error: the checkpoint \S+last.ckpt is damaged: .*--ckpt_path previous.*\n", err), err
+    previous.write_bytes(whole[:5000])
+    previous.with_name("best.ckpt").unlink()
+    code, _, err = rl("fit", *RUN, "--resume")
+    assert (code, "no earlier one is whole" in err) == (1, True), err
     assert steps(stopped, "train/loss") == [256, 512]
-    code, _, err = rl("fit", *RUN, "--ckpt_path", "previous")
+    previous.write_bytes(whole)
+    with pytest.warns(UserWarning, match=r"last.ckpt is damaged: .* resumes from \S+previous.ckpt"):
+        code, out, err = rl("fit", *RUN, "--resume")
     assert code == 0, err
+    assert re.search(r"resuming from \S+previous.ckpt \(", out), out
     assert steps(stopped, "train/loss") == [256, 512, 768, 1024]
+    assert damage_of(previous) is None  # the damaged file has not taken its place
 
 
 @pytest.mark.long
