@@ -68,7 +68,7 @@ def tensors_of(tree: Any, path: str = "", left_out: tuple[str, ...] = ()) -> dic
 
 
 def differences(one: Path, other: Path, loops: bool = False) -> list[str]:
-    """What differs between two checkpoints, leaf by leaf; NaN is equal to itself. ``loops``: compare Lightning's too."""
+    """What differs between two checkpoints, leaf by leaf; NaN is equal to itself. ``loops``: Lightning's too."""
     left_out = () if loops else ("loops",)
     left, right = (tensors_of(torch.load(path, weights_only=True), left_out=left_out) for path in (one, other))
     found = [f"{path} is there only once" for path in left.keys() ^ right.keys()]

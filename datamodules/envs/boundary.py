@@ -106,7 +106,7 @@ class Boundary:
         """Returns the observations after a reset of the vector."""
         try:
             observation, info = self.envs.reset(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise_in_one_sentence(self.envs, self.name, error)
         if not self.has_episodes:
             self._require(self._misfit_of_batch(observation))
@@ -122,7 +122,7 @@ class Boundary:
         """
         try:
             returned: Any = self.envs.step(action)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise_in_one_sentence(self.envs, self.name, error)
         if self.has_episodes:
             return returned

@@ -10,7 +10,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import tree_leaves
 
 
-def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoReturn:
+def raise_in_one_sentence(envs: VectorEnv, name: str, error: BaseException) -> NoReturn:
     """Converts an exception of a vector environment's ``reset`` or ``step`` to one sentence.
 
     Raises:
@@ -28,7 +28,8 @@ def raise_in_one_sentence(envs: VectorEnv, name: str, error: Exception) -> NoRet
         _end(envs, processes)
         raise UsageError(f"the process of environment {', '.join(dead) or '?'} of {name} died; resume from the last "
                          "checkpoint with --resume") from error  # fmt: skip
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    # The frame that called `exit()` is the environment's.
+    place = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename][-1]
     where = f"{place.filename}:{place.lineno}"
     if processes:
         where = "its own traceback stands above"

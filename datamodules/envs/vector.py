@@ -168,7 +168,7 @@ def _make_bare(env_id: EnvId, env_kwargs: dict[str, Any]) -> Any:
         raise UsageError(f"env_id={name!r} can't be made: {error}") from error
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         places = traceback.extract_tb(error.__traceback__)
         # A callable that takes no such arguments raises where it is called, here; Gymnasium's ids in Gymnasium.
         if isinstance(error, TypeError) and (factory is None or len(places) == 1):

@@ -461,8 +461,8 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"tools={tools[:60]!r} is not valid JSON, {error.msg}; give a list of schemas") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"tools={tools[:60]!r} is not valid JSON, {error}; give a list of schemas") from error
     if tools is not None and not isinstance(tools, list):
         raise UsageError(f"tools is a {type(tools).__name__}, where a list of JSON schemas should be")
     return tools or None  # some templates open a section for an empty list
@@ -581,7 +581,7 @@ def _with_read_arguments(messages: Messages) -> Messages:
 def _read_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

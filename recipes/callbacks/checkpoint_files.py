@@ -23,7 +23,11 @@ class AtomicCheckpointIO(CheckedCheckpointIO):
         unfinished = target.with_name(f"{target.name}.part")
         try:
             with unfinished.open("wb") as file:
-                torch.save(checkpoint, file)
+                try:
+                    torch.save(checkpoint, file)
+                except RuntimeError as error:
+                    # torch's writer of archives raises its own error after the file's.
+                    raise error.__context__ if isinstance(error.__context__, OSError) else error from None
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, target)

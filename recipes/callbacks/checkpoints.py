@@ -1,6 +1,8 @@
 """Writes checkpoints between two batches, from where a run resumes exactly."""
 
+import copy
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,8 @@ from recipes.callbacks.slurm import remove_requeue_checkpoints, requeue_signals
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.loggers import adapters
 
+#: What a ModelCheckpoint knows of the best checkpoint.
+_BEST = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score")
 #: Seconds to the first checkpoint. Each pause is twice the one before, up to ``interval_s``.
 FIRST_AFTER_S = 4.0
 
@@ -32,11 +36,11 @@ class Checkpoints(ModelCheckpoint):
     """Writes ``best.ckpt`` after the best evaluation and ``last.ckpt`` at intervals, into ``checkpoints`` in the run's
     folder.
 
-    ``last.ckpt`` is written between two batches, after an optimizer step, and again at the end. Ctrl-C and SIGTERM
-    write it at the next such moment and stop the run. The checkpoint before it stays as ``previous.ckpt``. Writing
-    takes at most a twentieth of the run's time, so that a replay buffer of gigabytes is written less often. If the disk
-    is full, the run continues without a new checkpoint. A NaN loss or gradient stops the run before a checkpoint stores
-    it (:class:`recipes.callbacks.FiniteCheck`).
+    ``last.ckpt`` is written between two batches, after an optimizer step, and again at the end. Ctrl-C, SIGTERM and
+    SIGHUP write it at the next such moment and stop the run. The checkpoint before it stays as ``previous.ckpt``.
+    Writing takes at most a twentieth of the run's time, so that a replay buffer of gigabytes is written less often. If
+    the disk is full, the run continues without a new checkpoint. A NaN loss or gradient stops the run before a
+    checkpoint stores it (:class:`recipes.callbacks.FiniteCheck`).
 
     Args:
         monitor: metric that selects ``best.ckpt``; None: the algorithm's own.
@@ -168,8 +172,13 @@ class Checkpoints(ModelCheckpoint):
             self._finite.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.writes:
-            super().on_validation_end(trainer, pl_module)
+        if not self.writes:
+            return
+        before = {name: copy.copy(getattr(self, name)) for name in _BEST}
+        error = self._disk_error(trainer, lambda: super(Checkpoints, self).on_validation_end(trainer, pl_module))
+        if (failure := trainer.strategy.broadcast(None if error is None else str(error))) is not None:
+            vars(self).update(before)
+            rank_zero_warn(f"The best checkpoint can't be written: {failure}. Training continues.")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._finite is not None:
@@ -270,13 +279,7 @@ class Checkpoints(ModelCheckpoint):
     def _write(self, trainer: L.Trainer) -> Exception | None:
         """Writes a checkpoint and rotates the files; returns the error of a disk that can't take it."""
         folder, coming = self._folder, self._folder / "next.ckpt"
-        try:
-            trainer.save_checkpoint(coming, weights_only=False)
-        except (OSError, RuntimeError) as error:
-            # torch's writer raises RuntimeError for the system's OSError.
-            if isinstance(error, RuntimeError) and "write" not in str(error):
-                raise
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait there
+        if error := self._disk_error(trainer, lambda: trainer.save_checkpoint(coming, weights_only=False)):
             return error
         if coming.is_dir():
             raise UsageError(f"{coming} is a folder, as trainer.strategy={type(trainer.strategy).__name__} writes it, "
@@ -286,6 +289,18 @@ class Checkpoints(ModelCheckpoint):
                 self._rotate(trainer, folder)
             except OSError as error:
                 return error
+        return None
+
+    def _disk_error(self, trainer: L.Trainer, write: Callable[[], Any]) -> Exception | None:
+        """Calls ``write``; returns the error of a disk that can't take a checkpoint."""
+        try:
+            write()
+        except (OSError, RuntimeError) as error:
+            # torch raises RuntimeError for the system's error where another plugin than this project's writes.
+            if isinstance(error, RuntimeError) and not re.search("inline_container|PytorchStreamWriter", str(error)):
+                raise
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait there
+            return error
         return None
 
     def _rotate(self, trainer: L.Trainer, folder: Path) -> None:

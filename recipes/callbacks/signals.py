@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as requests to stop, which the run grants between two batches."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, which the run grants between two batches."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def end_at_sigterm(trainer: Any) -> None:
 
 
 class StopRequests:
-    """Remembers SIGINT and SIGTERM instead of letting them interrupt an optimizer step.
+    """Remembers SIGINT, SIGTERM and SIGHUP instead of letting them interrupt an optimizer step.
 
     A second Ctrl-C raises KeyboardInterrupt at once.
     """
@@ -60,10 +60,15 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def install(self, *more: int) -> None:
-        """Handles SIGINT, SIGTERM and ``more``. Does nothing outside the main thread, where Python forbids it."""
+        """Handles SIGINT, SIGTERM, ``more``, and SIGHUP unless it is ignored, as under ``nohup``. Does nothing outside
+        the main thread, where Python forbids it.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         self.signum = 0
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
+            more = (hangup, *more)
         for signum in (signal.SIGINT, signal.SIGTERM, *more):
             if signum not in self._previous:
                 self._previous[signum] = signal.signal(signum, self._remember)
@@ -90,4 +95,8 @@ class StopRequests:
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         again = "; a second Ctrl-C stops at once, without saving" if signum == signal.SIGINT else ""
         # os.write, not print: the interrupted code may be writing to print's buffer.
-        os.write(2, f"\n{name}: saving a checkpoint after this step{again}\n".encode())
+        for descriptor in (1, 2) if name == "SIGHUP" else (2,):
+            try:
+                os.write(descriptor, f"\n{name}: saving a checkpoint after this step{again}\n".encode())
+            except OSError:  # the terminal is gone, and a later print would end the run before it has saved
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -261,6 +261,18 @@ class RLCLI(LightningCLI):
             except Stopped as stopped:
                 stopped.is_found_again = runs.is_found_again(self.config[self.command])
                 raise
+            except FileNotFoundError as error:
+                gone = [path for path in (getattr(logger, "log_dir", None) for logger in self.trainer.loggers)
+                        if path is not None and not Path(path).is_dir()]  # fmt: skip
+                if not gone:
+                    raise
+                raise UsageError(f"{gone[0]}, the folder of this run's logger, was deleted during the run; start the "
+                                 "run again") from error  # fmt: skip
+            except SystemExit as exit_:
+                # An exit of Lightning or of this command passes no line of the user's, unless Ctrl-C came there.
+                if not isinstance(exit_.__context__, KeyboardInterrupt) and (place := place_in_users_code(exit_)):
+                    raise UsageError(f"{place}: the run has ended before its end; raise an error instead") from exit_
+                raise
             except RuntimeError as error:
                 self._answer_monitor(error)
                 if "Error(s) in loading state_dict" not in str(error):

@@ -28,8 +28,8 @@ def held(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / NAME
-    with path.open("a") as file:
+    # The file stays: a process that has opened it would lock a file that is there no longer.
+    with (folder / NAME).open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -37,7 +37,4 @@ def held(folder: Path) -> Iterator[None]:
                              "new run") from error  # fmt: skip
         except OSError:
             pass
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+        yield

@@ -21,9 +21,14 @@ from rl_modules.common.launched import ReturnsFromRanks
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
-#: What torch's optimizers keep as one number per parameter; all else has the parameter's shape, except in these.
+#: What torch's elementwise optimizers, among them all that are fused, keep per parameter: tensors of its shape, and
+#: numbers.
+_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop,
+                torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD,
+                torch.optim.Rprop)  # fmt: skip
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta",
+            "exp_inf", "ax", "prev", "step_size")  # fmt: skip
 _NUMBERS = ("step", "eta", "mu", "mu_product")
-_FACTORED = (torch.optim.Adafactor, torch.optim.LBFGS)
 
 #: The class that ``load_from_checkpoint`` is building, the arguments that its caller gave, and the settings of the
 #: checkpoint, before these replaced them; None: unknown.
@@ -105,8 +110,8 @@ def read_checkpoint(path: Any, what: str | None = "checkpoint_path", parts: Coll
     file = Path(path)
     name = f"the checkpoint {path}" if what is None else f"{what}={str(path)!r}"
     if file.is_dir():
-        raise UsageError(f"{name} is a folder, as Lightning's sharded strategies write it with a pickle, which could run "
-                         "code; give a .ckpt file that `rl fit` or Trainer.save_checkpoint wrote")  # fmt: skip
+        raise UsageError(f"{name} is a folder, as Lightning's sharded strategies write it; its index is a pickle, "
+                         "which could run code: give a .ckpt file that this project wrote")  # fmt: skip
     if not file.is_file():  # a device or a pipe may have no end
         raise UsageError(f"{name} is not a file, so it can't be read; give the path of a .ckpt file")
     if (damage := damage_of(file)) is not None:
@@ -164,8 +169,8 @@ def require_own_memory(checkpoint: dict[str, Any], name: str) -> None:
         if isinstance(value, torch.Tensor):
             plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
             if not plain or value.is_quantized or value.device.type != "cpu":
-                raise UsageError(f"{name} has {where[1:]} as a {value.layout} tensor on {value.device.type} of the class "
-                                 f"{type(value).__name__}; only plain dense tensors load")  # fmt: skip
+                raise UsageError(f"{name} has {where[1:]} as a {type(value).__name__} of {value.layout} on "
+                                 f"{value.device.type}; only plain dense tensors load")  # fmt: skip
             if (value.storage_offset() + value.numel()) * value.itemsize > value.untyped_storage().nbytes():
                 raise UsageError(f"{name} has {where[1:]} of shape {tuple(value.shape)} and strides {value.stride()} "
                                  "with less memory than elements; tensors that share memory with themselves do not load"
@@ -207,20 +212,18 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     Raises:
         UsageError: names a moment of another shape than its parameter.
     """
-    for optimizer in optimizers:
-        if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, _FACTORED):
-            continue
+    for optimizer in (optimizer for optimizer in optimizers if isinstance(optimizer, _ELEMENTWISE)):
         for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if value is None or (name in _NUMBERS and isinstance(value, int | float)):
-                    continue
-                shape = () if name in _NUMBERS else parameter.shape
-                if not isinstance(value, torch.Tensor) or value.shape != shape or value.is_complex():
-                    found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)[:60]
-                    raise UsageError(f"the checkpoint has {type(optimizer).__name__}'s {name} as {found}, where its "
-                                     f"parameter needs {tuple(shape)} {parameter.dtype}; resume from a checkpoint of the "
-                                     "same network")  # fmt: skip
-                state[name] = torch.empty_like(value if name in _NUMBERS else parameter, dtype=value.dtype).copy_(value)
+            for name in [name for name in (*_MOMENTS, *_NUMBERS) if state.get(name) is not None]:
+                value, shape = state[name], () if name in _NUMBERS else parameter.shape
+                if not isinstance(value, torch.Tensor):
+                    value = torch.tensor(value) if isinstance(value, int | float) else torch.empty(0, 0)
+                if value.shape != shape or value.is_complex():
+                    raise UsageError(f"the checkpoint has {type(optimizer).__name__}'s {name} with shape "
+                                     f"{tuple(value.shape)}, where its parameter needs {tuple(shape)}; resume from a "
+                                     "checkpoint of the same network")  # fmt: skip
+                if name in _MOMENTS:
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 class LoadsCheckpoints(ReturnsFromRanks):

@@ -75,7 +75,7 @@ def make_config(
     elif model_name_or_path is not None:
         try:
             config = AutoConfig.from_pretrained(model_name_or_path, **fields, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             refuse_no_model(model_name_or_path)
             raise UsageError(_unreadable(model_name_or_path, error)) from error
     else:

@@ -67,7 +67,7 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
         is_plain = get_tokenizer_config(name_or_path).get("tokenizer_class") in _PLAIN
         kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
         tokenizer = kind.from_pretrained(name_or_path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         if name_or_path.count("/") != 1 and "/" in name_or_path and not Path(name_or_path).exists():
             raise UsageError(f"there is no model directory {name_or_path}; if an earlier stage writes it, run that "
                              "first (the config's header says how), else give another with --model.model_name_or_path"

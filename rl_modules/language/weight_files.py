@@ -1,5 +1,6 @@
 """Loads all weights of a directory or hub name; transformers would initialise missing ones and only print a message."""
 
+import pickle
 from typing import Any
 
 from torch import nn
@@ -19,11 +20,20 @@ def read_model(auto_class: Any, name: str, config: PretrainedConfig, **options: 
 
     Returns:
         The model, and what transformers found, for :func:`require_all_weights`.
+
+    Raises:
+        ValueError: files that hold code or are damaged, besides what transformers raises for others.
     """
-    # Weights of other shapes are among what was found; without the option they are a RuntimeError.
-    found: tuple[Any, dict[str, Any]] = auto_class.from_pretrained(
-        name, config=config, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False, **options
-    )
+    try:
+        # Weights of other shapes are among what was found; without the option they are a RuntimeError.
+        found: tuple[Any, dict[str, Any]] = auto_class.from_pretrained(
+            name, config=config, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
+            **options
+        )  # fmt: skip
+    except pickle.UnpicklingError as error:
+        raise ValueError("its pytorch_model.bin holds code, or is damaged, and code is never run") from error
+    except (RuntimeError, LookupError, TypeError, EOFError) as error:  # what damaged files and indices lead to
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     return found
 
 
