@@ -38,7 +38,7 @@ def test_a_module_is_whole_when_it_is_used():
         import torch._dynamo.utils as utils
         print(utils.__spec__.name, utils is torch._dynamo.utils, type(torch._dynamo).__name__)
     """)
-    # Lightning 2.6.4 or torch 2.12, the lower bounds, import dynamo with what the lines above use.
+    # Lightning 2.6.6 or torch 2.12, the lower bounds, import dynamo with what the lines above use.
     is_deferred = Version(version("torch")) >= Version("2.13")
     dynamo = [str(not is_deferred), "torch._dynamo.utils True module"]
     assert lines == ["False", "True True True", "2.0 accuracy", "Figure Axes", *dynamo]

@@ -1,11 +1,16 @@
 """Checkpoints are whole or not there, are taken between batches, and are resumed exactly."""
 
+import csv
+import errno
+import io
 import os
 import pickle
 import shutil
 import signal
 import subprocess
+import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +19,19 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from datamodules import ReplayDataModule, RolloutDataModule
+from datamodules import InstructionDataModule, ReplayDataModule, RolloutDataModule
 from recipes.callbacks.checkpoint_files import AtomicCheckpointIO
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.signals import Stopped, StopRequests
 from recipes.cli import resume
-from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, TD3, TQC, TRPO, MonteCarlo, QLearning
+from rl_modules import A2C, DDPG, DQN, PPO, REINFORCE, SAC, SARSA, SFT, TD3, TQC, TRPO, MonteCarlo, QLearning
 from rl_modules.action_noise import NormalActionNoise, OrnsteinUhlenbeckActionNoise
 from rl_modules.common.errors import UsageError
 from tests.marks import quick
-from tests.training import assert_equal_checkpoints, fit, rollouts
+from tests.training import assert_equal_checkpoints, differences, fit, rollouts
 
 
 def saving(folder: Path, *callbacks: L.Callback, **checkpoints: Any) -> dict[str, Any]:
@@ -216,6 +222,46 @@ def test_a_small_disk_in_earnest(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
+@pytest.mark.parametrize("kib", [48, 200, 400])
+def test_the_archive_s_own_error_is_that_of_the_disk(kib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer answers a failed write by a RuntimeError about positions in its file."""
+    written, write = [0], io.FileIO.write
+
+    class Disk(io.FileIO):
+        def write(self, data: Any) -> Any:
+            written[0] += len(data)
+            if written[0] > kib * 1024:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(self, data)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Disk(path, mode))
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({str(i): torch.zeros(4000) for i in range(40)}, tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_for_the_best_checkpoint_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next evaluation is compared with the best that a file holds."""
+    save, scores = AtomicCheckpointIO.save_checkpoint, []
+
+    def fails_once(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if str(path).endswith("best.ckpt"):
+            scores.append(callback.current_score)
+            if len(scores) == 1:
+                Path(f"{path}.part").symlink_to("/dev/full")
+        save(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", fails_once)
+    arguments = saving(tmp_path)
+    callback = arguments["callbacks"][0]
+    with pytest.warns(UserWarning, match=r"best checkpoint can't be written: .*No space left.* Training continues"):
+        fit(PPO(), ppo_data(eval_freq=32, n_eval_episodes=1, eval_on_start=False), **arguments)
+    assert len(scores) >= 2 and (tmp_path / "checkpoints/best.ckpt").exists()
+    assert callback.best_model_score == max(scores[1:])
+
+
 def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(PPO(), ppo_data(), **saving(tmp_path, KillAfter(3)))
@@ -225,6 +271,47 @@ def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
     assert steps == [2, 3]
     fit(PPO(), ppo_data(), **saving(tmp_path / "one", keep_previous=False))
     assert [path.name for path in (tmp_path / "one/checkpoints").iterdir()] == ["last.ckpt"]
+
+
+# -------------------------------------------------------------------- Lightning's loops and the last point
+
+
+def sft() -> SFT:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+             "num_key_value_heads": 1}  # fmt: skip
+    return SFT(model_config=small, logging_steps=4)
+
+
+def additions() -> InstructionDataModule:
+    return InstructionDataModule(task="addition", n_train=16, n_eval=4, eval_steps=2, batch_size=4)
+
+
+@pytest.mark.long
+def test_a_resumed_language_run_counts_each_batch_once_and_keeps_its_last_point(tmp_path: Path) -> None:
+    """Killed after an evaluation, after a step without one, and after the last step."""
+
+    def run(name: str, killed_after: int | None, ckpt_path: Path | None = None) -> list[dict[str, str]]:
+        logger = CSVLogger(tmp_path, name=name, version="")
+        callbacks = [] if killed_after is None else [KillAfter(killed_after)]
+        arguments = saving(tmp_path / name, *callbacks) | {"logger": logger, "max_steps": 6}
+        with nullcontext() if killed_after is None else pytest.raises(Killed):
+            fit(sft(), additions(), ckpt_path, **arguments)
+        logger.save()
+        with (tmp_path / name / "metrics.csv").open() as file:
+            return [{k: x for k, x in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+
+    points = run("whole", None)
+    last = tmp_path / "whole/checkpoints/last.ckpt"
+    assert points[-1]["step"] == "6" and points[-1]["train/loss"]
+    for step in (2, 3):
+        run(f"killed-{step}", step)
+        run(f"resumed-{step}", None, tmp_path / f"killed-{step}/checkpoints/last.ckpt")
+        found = differences(last, tmp_path / f"resumed-{step}/checkpoints/last.ckpt", loops=True)
+        assert not found, (step, found)
+    shutil.copy(last, tmp_path / "complete.ckpt")
+    assert run("complete", None, tmp_path / "complete.ckpt") == [
+        {name: value for name, value in points[-1].items() if value}
+    ]
 
 
 # -------------------------------------------------------------------- damage
@@ -308,7 +395,27 @@ class Signal(L.Callback):
                 os.kill(os.getpid(), self.signum)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_hangup_that_nohup_ignores_does_not_stop_a_run(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        fit(PPO(), ppo_data(), **saving(tmp_path, Signal(signal.SIGHUP, 5)))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_saves_although_the_terminal_is_gone() -> None:
+    """Whatever the run prints between the signal and its checkpoint would raise."""
+    program = (
+        "import os, signal\nfrom recipes.callbacks.signals import StopRequests\nrequests = StopRequests()\n"
+        "requests.install()\nreader, writer = os.pipe()\nos.close(reader)\n"
+        "os.dup2(writer, 1), os.dup2(writer, 2)\nos.kill(os.getpid(), signal.SIGHUP)\nprint('x', flush=True)\n"
+        "os._exit(40 + requests.signum)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 40 + signal.SIGHUP
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_after_the_step_and_stops(signum: int, tmp_path: Path, capfd: Any) -> None:
     before = signal.getsignal(signum)
     arguments = saving(tmp_path, Signal(signum, 5), interval_s=1e9)
