@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from datamodules.resume import like
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 
 Batch = dict[str, Any]
@@ -203,10 +204,14 @@ class ReplayBuffer:
         """Restores the rows; ``state`` comes from a buffer of the same size."""
         used = len(state["valid"])
         self.filled = used // self.n_envs
-        tree_map(lambda store, x: store[:used].copy_(x), self.observation, state["observation"])
+
+        def fill(store: Tensor, saved: Any, name: str) -> None:
+            store[:used].copy_(like(saved, store[:used], name))
+
+        tree_map(lambda store, x: fill(store, x, "observation"), self.observation, state["observation"])
         for name in ("action", "reward", "terminated", "valid"):
-            getattr(self, name)[:used].copy_(state[name])
-        self.head = state["head"].clone()
+            fill(getattr(self, name), state[name], name)
+        self.head = like(state["head"], self.head, "head").clone()
 
 
 def replay_bytes(

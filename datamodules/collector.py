@@ -17,6 +17,7 @@ from datamodules.envs.tensors import rows_of
 from datamodules.episode_statistics import EpisodeStatistics
 from datamodules.fields import require_acted
 from datamodules.normalizers import Normalizers
+from datamodules.resume import like
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
 
@@ -304,8 +305,8 @@ class Collector:
             reward, done, valid = (x.numpy() for x in tensors)
             # Older checkpoints hold the successes alone.
             self._unreported = reward, done, valid, [end if isinstance(end, list) else [end] for end in ends]
-        self._resets_next = state["resets_next"].numpy().copy()
-        self.episode_start = state["episode_start"].numpy().copy()
+        self._resets_next = like(state["resets_next"], self._resets_next, "resets_next")
+        self.episode_start = like(state["episode_start"], self.episode_start, "episode_start")
         if self.memory is not None:
             self.memory.load_state_dict(state["memory"], device)
         if state["generator"] is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from datamodules.resume import like
 from rl_modules.common.errors import UsageError
 
 
@@ -122,8 +123,8 @@ class EpisodeStatistics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.running_return = state["running_return"].numpy().copy()
-        self.running_length = state["running_length"].numpy().copy()
+        self.running_return = like(state["running_return"], self.running_return, "running_return")
+        self.running_length = like(state["running_length"], self.running_length, "running_length")
         self.returns.extend(state["returns"])
         self.lengths.extend(state["lengths"])
         self.successes.extend(state.get("successes", []))

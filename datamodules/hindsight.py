@@ -12,6 +12,7 @@ from torch import Tensor
 
 from datamodules.buffers import Batch, ReplayBuffer
 from datamodules.envs.masks import reset_once
+from datamodules.resume import like
 from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 
@@ -197,7 +198,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         self.end[: len(state["end"])] = state["end"]
         if "position" in state:
             self.position[: len(state["position"])] = state["position"]
-        self.length = state["length"].numpy().copy()
+        self.length = like(state["length"], self.length, "length")
         if self.filled < self.rows:
             # A bounded checkpoint may lack the first rows of its oldest episodes.
             row = torch.arange(self.total) // self.n_envs

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from datamodules.resume import like
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK
 from rl_modules.common.spaces import is_image, normalize, tree_leaves, tree_map
@@ -84,22 +85,21 @@ class RunningMeanStd:
         return {**state, "shared": _as_tensors(*self._shared), "own": self._own.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean, self.var, self.count = _as_arrays(state)
+        self.mean, self.var, self.count = self._loaded(state)
         if self._own is None:
             return
         self.track_own()
         # A checkpoint of one process, or of an earlier version, has the statistics that all share and no others.
         if "own" in state:
-            self._shared = _as_arrays(state["shared"])
+            self._shared = self._loaded(state["shared"])
             self._own.load_state_dict(state["own"])
+
+    def _loaded(self, state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, float]:
+        return like(state["mean"], self.mean, "mean"), like(state["var"], self.var, "var"), float(state["count"])
 
 
 def _as_tensors(mean: np.ndarray, var: np.ndarray, count: float) -> dict[str, Any]:
     return {"mean": torch.from_numpy(np.array(mean)), "var": torch.from_numpy(np.array(var)), "count": float(count)}
-
-
-def _as_arrays(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, float]:
-    return state["mean"].numpy().copy(), state["var"].numpy().copy(), state["count"]
 
 
 class ObservationNormalizer:
@@ -198,4 +198,4 @@ class RewardNormalizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.running.load_state_dict(state["running"])
-        self.returns = state["returns"].numpy().copy()
+        self.returns = like(state["returns"], self.returns, "returns")

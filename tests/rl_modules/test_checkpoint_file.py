@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from datamodules import RolloutDataModule
-from rl_modules import PPO
+from datamodules import ReplayDataModule, RolloutDataModule
+from rl_modules import DQN, PPO
 from rl_modules.common.checkpoint_file import check_optimizers
 from rl_modules.common.errors import UsageError
 from tests.training import assert_equal_checkpoints, fit, rollouts
@@ -91,6 +91,26 @@ def test_a_moment_of_another_shape_is_refused(name: str, value: torch.Tensor, wh
     torch.save(checkpoint, tmp_path / "changed.ckpt")
     with pytest.raises(UsageError, match=rf"Adam's {name} with shape \({value.shape[0]},.* resume from"):
         WAYS["fit"](tmp_path / "changed.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [("statistics", "running_return"), ("", "resets_next"), ("replay", "reward"), ("replay", "head")]
+)  # fmt: skip
+def test_state_of_another_shape_is_refused_and_not_spread(part: str, name: str, tmp_path: Path) -> None:
+    def run(path: Path | None = None) -> Any:
+        replay = ReplayDataModule("CartPole-v1", n_envs=2, total_timesteps=40, learning_starts=10, buffer_size=100,
+                                  rollouts_per_epoch=5, eval_freq=0)  # fmt: skip
+        return fit(DQN(), replay, ckpt_path=path, max_epochs=1 if path is None else 2)
+
+    run().save_checkpoint(tmp_path / "whole.ckpt")
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    own = checkpoint["ReplayDataModule"]["ranks"][0]
+    place = own["replay"] if part == "replay" else own["collector"].get(part, own["collector"])
+    place[name] = place[name][:1].clone() if name != "resets_next" else place[name].float()
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+    with pytest.raises(UsageError, match=f"the checkpoint has {name} as .*, where this run has"):
+        run(tmp_path / "changed.ckpt")
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -243,23 +243,20 @@ def test_the_archive_s_own_error_is_that_of_the_disk(kib: int, tmp_path: Path, m
 def test_a_disk_without_room_for_the_best_checkpoint_costs_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next evaluation is compared with the best that a file holds."""
-    save, scores = AtomicCheckpointIO.save_checkpoint, []
+    save = AtomicCheckpointIO.save_checkpoint
 
-    def fails_once(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    def fails(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         if str(path).endswith("best.ckpt"):
-            scores.append(callback.current_score)
-            if len(scores) == 1:
-                Path(f"{path}.part").symlink_to("/dev/full")
+            Path(f"{path}.part").symlink_to("/dev/full")
         save(self, checkpoint, path, storage_options)
 
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", fails_once)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", fails)
     arguments = saving(tmp_path)
-    callback = arguments["callbacks"][0]
     with pytest.warns(UserWarning, match=r"best checkpoint can't be written: .*No space left.* Training continues"):
         fit(PPO(), ppo_data(eval_freq=32, n_eval_episodes=1, eval_on_start=False), **arguments)
-    assert len(scores) >= 2 and (tmp_path / "checkpoints/best.ckpt").exists()
-    assert callback.best_model_score == max(scores[1:])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
+    callback = arguments["callbacks"][0]  # a later evaluation must not be compared with what no file holds
+    assert (callback.best_model_path, callback.best_model_score, callback.best_k_models) == ("", None, {})
 
 
 def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
