@@ -5,6 +5,7 @@ a traceback, and an exit code other than 0. ``says`` are regular expressions: th
 """
 
 import re
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,6 +174,13 @@ cli("arguments before their class", "fit --config mine.yaml --config ppo/cartpol
 cartpole("--trainer.barebones true", "trainer.barebones=true", "leave it out")
 cli("an environment that can't be made", [*CARTPOLE, "--data.env_id", "mine:make"], "mine:make can't be made: RuntimeError: boom",
     "mine.py:2", mine__py="def make():\n    raise RuntimeError('boom')\n")  # fmt: skip
+cli("an environment that exits", [*CARTPOLE, "--data.env_id", "mine:make"], "mine:make raised SystemExit: 0", "mine.py:4",
+    mine__py="import sys\nimport gymnasium as gym\nclass Env(gym.Wrapper):\n    def step(self, action): sys.exit(0)\n"
+    "def make():\n    return Env(gym.make('CartPole-v1'))\n")  # fmt: skip
+cli("a callback that exits", [*CARTPOLE, "--trainer.callbacks=mine.Exits"], "mine.py:4: SystemExit: 0", "raise an error",
+    mine__py="import sys\nimport lightning as L\nclass Exits(L.Callback):\n    def on_train_batch_end(self, *a): "
+    "sys.exit(0)\n")  # fmt: skip
+cli("a checkpoint that is a device", [*CARTPOLE, "--ckpt_path", "/dev/zero"], "/dev/zero is not a file", "\\.ckpt file")
 cli("a class that raises", ["fit", "--config", "ppo/cartpole.yaml", "--model", "mine.Bad"], "mine.py:4", "ValueError: boom",
     mine__py="import rl_modules\nclass Bad(rl_modules.PPO):\n    def __init__(self, **more):\n        raise ValueError('boom')\n")  # fmt: skip
 config("modle", "modle:\n  class_path: PPO\n", "mine.yaml", "modle", "did you mean model")
@@ -893,6 +901,19 @@ def truncated(p: Place) -> None:
     PPO.load_from_checkpoint("half.ckpt")
 
 
+def pickled_weights(p: Place) -> None:
+    SFT.load_from_checkpoint(p.language).export("model")
+    Path("model/model.safetensors").unlink()
+    Path("model/pytorch_model.bin").write_bytes(pickle.dumps(print))
+    SFT(model_name_or_path="model").configure_model()
+
+
+def nested_config(p: Place) -> None:
+    SFT.load_from_checkpoint(p.language).export("model")
+    Path("model/config.json").write_text('{"a": ' * 100_000)
+    SFT(model_name_or_path="model").configure_model()
+
+
 def saved(content: Any) -> Callable[[Place], Any]:
     """Loads a checkpoint of this content."""
 
@@ -915,6 +936,8 @@ def changed(change: Callable[[dict], Any]) -> Callable[[Place], Any]:
     return load
 
 
+python("load pickled weights", pickled_weights, "model_name_or_path='model'", "code is never run", "safetensors")
+python("load a nested config", nested_config, "model_name_or_path='model'", "recursion")
 python("load a cut file", truncated, "half.ckpt", "cut off|damaged")
 python("load bare weights", saved({"weight": torch.zeros(3, dtype=torch.float32)}), "foreign.ckpt", "PPO|checkpoint")
 python("load a list", saved([1, 2]), "foreign.ckpt", "checkpoint")
@@ -925,6 +948,8 @@ python(
     "load without version", changed(lambda c: c.pop("pytorch-lightning_version") and c.pop("algorithm")), "changed.ckpt"
 )
 python("load without hyperparameters", changed(lambda c: c.pop("hyper_parameters")), "changed.ckpt", "hyper_parameters")
+python("load with an instantiator", changed(lambda c: c["hyper_parameters"].update(_instantiator="os.system")),
+       "_instantiator", "hyper_parameters")  # fmt: skip
 python("load without weights", changed(lambda c: c.pop("state_dict")), "changed.ckpt", "state_dict")
 python(
     "load with other shapes",
