@@ -30,6 +30,9 @@ def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
     """
     frame: Any = inspect.currentframe()
     made.save_hyperparameters(ignore=list(ignore), frame=frame.f_back, logger=False)
+    for parameters in (made._hparams, made._hparams_initial):
+        # LightningCLI's; a function that a checkpoint names is not called.
+        parameters.pop("_instantiator", None)
     make_plain(made)
     given = made.__dict__.pop("_given")
     made._received, made._passed_on = {}, {}

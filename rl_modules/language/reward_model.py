@@ -351,7 +351,7 @@ def initialize_head(head: nn.Linear) -> None:
 
 
 def _from_checkpoint(path: str) -> RewardModel:
-    algorithm = read_checkpoint(path, None).get("algorithm")
+    algorithm = read_checkpoint(path, None, ("algorithm",))["algorithm"]
     if algorithm != RewardModel.__name__:
         kind = algorithm or "no language algorithm"
         raise UsageError(f"checkpoint {path!r} holds {kind}, where a RewardModel should be; export that of a subclass "
