@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from datamodules.base import ControlDataModule
 from recipes import callbacks, language
@@ -118,7 +119,12 @@ class RLCLI(LightningCLI):
         runs.set_folder(config)
         if self.command == "fit" and not config["trainer"].get("fast_dev_run"):
             trainer_settings.require_writable(config["trainer"])
-        self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments)
+        self.checkpoint, self.resumed = runs.find_checkpoint(config, self.command, self.arguments, self._hold)
+
+    def _hold(self, folder: Path) -> None:
+        """Holds a run's folder until the command ends; one rank does so for all."""
+        if rank_zero_only.rank == 0:  # before there is a Trainer
+            self._lock.enter_context(run_lock.held(folder))
 
     def _require_weights(self, config: Any) -> None:
         """Raises an error if a command would evaluate random weights."""
@@ -132,8 +138,6 @@ class RLCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Prints what is resumed and what is changed; prepares the loggers."""
-        if self.resumed is not None and self.trainer.is_global_zero:
-            self._lock.enter_context(run_lock.held(self.resumed.folder))
         if self.checkpoint is not None and self.trainer.is_global_zero:
             path = self.config[self.command]["ckpt_path"]
             runs.announce(self.checkpoint, path, self.model, self.datamodule)
@@ -147,8 +151,8 @@ class RLCLI(LightningCLI):
         placed = runs.place_without_logger(self.trainer, name, self.resumed)
         self.made = self.made or (placed if self.resumed is None else None)
         folder = placed or runs.local_folder(self.trainer)
-        if self.resumed is None and self.trainer.is_global_zero and folder is not None:
-            self._lock.enter_context(run_lock.held(folder))
+        if self.resumed is None and folder is not None:
+            self._hold(folder)
         self.checkpoint = None  # its tensors are mapped from the file, which the run replaces
 
     def instantiate_classes(self) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,16 @@ def drawn_seed() -> int:
     return int(torch.seed() % 2**31)
 
 
-def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[dict[str, Any] | None, resume.Run | None]:
+def find_checkpoint(
+    config: Any, command: str, arguments: list[str], lock: Callable[[Path], Any]
+) -> tuple[dict[str, Any] | None, resume.Run | None]:
     """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written.
 
     Args:
         config: of the command; ``ckpt_path`` is replaced by the path.
         command: of ``rl``.
         arguments: words after the command, which identify the run of a requeued SLURM job.
+        lock: called with the folder of a run that is resumed, before its checkpoint is read.
 
     Returns:
         The checkpoint, and the run that is resumed in its own folder; None where there is none.
@@ -117,6 +121,8 @@ def find_checkpoint(config: Any, command: str, arguments: list[str]) -> tuple[di
         if given is not None and given not in resume.NAMES:
             raise UsageError(f"--resume finds its checkpoint by itself; leave out --ckpt_path {given}, or --resume")
         given, resumed = _resolve(config, command, given or "last")
+    if resumed is not None:
+        lock(resumed.folder)
     config["ckpt_path"] = None if given is None else str(given)
     if given is None:
         if command == "fit" and resumed is None:

@@ -187,7 +187,8 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         if "://" not in str(path):
             read_checkpoint(path, "ckpt_path", ("state_dict", "pytorch-lightning_version"))
-        return super().load_checkpoint(path, map_location or "cpu", weights_only=True)
+        where: Any = map_location or "cpu"
+        return super().load_checkpoint(path, where, weights_only=True)
 
     @classmethod
     def install(cls, trainer: Any) -> None:
