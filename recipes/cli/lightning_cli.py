@@ -123,7 +123,7 @@ class RLCLI(LightningCLI):
 
     def _hold(self, folder: Path) -> None:
         """Holds a run's folder until the command ends; one rank does so for all."""
-        if rank_zero_only.rank == 0:  # before there is a Trainer
+        if getattr(rank_zero_only, "rank", 0) == 0:  # before there is a Trainer
             self._lock.enter_context(run_lock.held(folder))
 
     def _require_weights(self, config: Any) -> None:
