@@ -507,7 +507,12 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
         if self._scoring is not None:
             self._scoring.stop()
             self._scoring = None
+        self.rewards.close()
         super().on_exception(exception)
+
+    def teardown(self, stage: str) -> None:
+        self.rewards.close()
+        super().teardown(stage)
 
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None

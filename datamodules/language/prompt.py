@@ -459,8 +459,8 @@ class PromptDataModule(LanguageDataModule):
         return replaced(written, rows, again, self._pad_id)
 
     def teardown(self, stage: str) -> None:
-        super().teardown(stage)
         self._stop_ahead()
+        super().teardown(stage)
 
     def on_exception(self, exception: BaseException) -> None:
         self._stop_ahead()

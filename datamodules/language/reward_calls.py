@@ -1,12 +1,12 @@
 """Calls of reward functions, the user's among them: values are checked, and a failure affects only its sample."""
 
-import asyncio
 import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from datamodules.language import reward_logging
+from datamodules.language.coroutines import EventLoop, TooLong
 from datamodules.language.notices import notice
 from datamodules.language.reward_arguments import RENDERED, accepted, columns_of, names_argument, own_part
 from datamodules.language.reward_logging import LOGGING, RewardLog
@@ -30,8 +31,8 @@ class RewardFunctions:
     the run at the next prompt.
 
     Args:
-        funcs: functions with TRL's signature; coroutine functions too. One that takes no ``**columns`` gets those it
-            names.
+        funcs: functions with TRL's signature; coroutine functions too, which run at once, in one event loop until
+            :meth:`close`. One that takes no ``**columns`` gets those it names.
         time_limit_s: longest that one call may take, in seconds; None: no limit. Under a limit the functions run in a
             thread of their own.
         workers: calls that run at once, in threads. Above 1 each function is called on up to as many parts of the
@@ -70,6 +71,7 @@ class RewardFunctions:
         self._scored: set[str] = set()
         self._unscored: dict[str, set[str]] = {}
         self._warned_of_none = False
+        self._loop = EventLoop()
 
     def __len__(self) -> int:
         return len(self.funcs)
@@ -97,18 +99,22 @@ class RewardFunctions:
         """
         given = self._given(records, completions, completion_ids, self.trainer_state)
         arguments = self._arguments(given)
-        calls = [_Call(j, start, stop) for j in range(len(self.funcs)) for start, stop in self._parts(records)]
-
-        def run(call: "_Call") -> None:
-            call.values = self._scores(call, arguments[call.function], given, call.start, call.stop)
-
+        parts = self._parts(records)
         if self.workers == 1:
-            for call in calls:
-                run(call)
+            calls = self._run(arguments, given, *parts[0])
         else:
+            calls = [_Call(j, start, stop) for j in range(len(self.funcs)) for start, stop in parts]
+
+            def run(call: "_Call") -> None:
+                call.values = self._scores(call, arguments[call.function], given, call.start, call.stop)
+
             with ThreadPoolExecutor(self.workers, thread_name_prefix="reward") as pool:
                 list(pool.map(run, calls))
         return self._collected(calls, records, given)
+
+    def close(self) -> None:
+        """Ends the coroutines that still run, and their event loop; a later call opens another one."""
+        self._loop.close()
 
     def score_part(
         self,
@@ -128,16 +134,37 @@ class RewardFunctions:
             state: passed as ``trainer_state``.
         """
         given = self._given(records, completions, completion_ids, state)
-        calls = []
-        for j, arguments in enumerate(self._arguments(given)):
-            call = _Call(j, first, first + len(records))
-            call.values = self._scores(call, arguments, given, 0, len(records))
+        calls = self._run(self._arguments(given), given, 0, len(records))
+        for call in calls:
+            call.start, call.stop = call.start + first, call.stop + first
             call.failures = [(first + i, error) for i, error in call.failures]
             for log in call.logs:
                 log.start += first
             call.lists = {first + i: numbers for i, numbers in call.lists.items()}
-            calls.append(call)
         return calls
+
+    def _run(self, arguments: Sequence[dict[str, Any]], given: dict[str, Any], start: int, stop: int) -> list["_Call"]:
+        """Calls every function on samples ``start`` to ``stop``: coroutine functions at once, the others in turn."""
+        calls = [_Call(j, start, stop) for j in range(len(self.funcs))]
+        for call in calls:
+            if _is_coroutine_function(self.funcs[call.function]):
+                call.begun = self._begin(call, arguments[call.function], start, stop)
+        for call in calls:
+            call.values = self._scores(call, arguments[call.function], given, start, stop)
+        return calls
+
+    def _begin(
+        self, call: "_Call", arguments: dict[str, Any], start: int, stop: int
+    ) -> tuple[RewardLog, Callable[[], Any]]:
+        """Returns a call's log, and what waits for its values: of a coroutine function, which begins here, or of
+        another one, which it calls.
+        """
+        func, log = self.funcs[call.function], RewardLog(start, stop - start)
+        part = own_part(arguments, start, stop)
+        part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
+        if _is_coroutine_function(func):
+            return log, self._loop.start(partial(func, **part), self.time_limit_s)
+        return log, partial(self._call, func, part)
 
     def join_parts(
         self, calls: Sequence["_Call"], records: Sequence[dict[str, Any]], completions: Sequence[str]
@@ -263,18 +290,17 @@ class RewardFunctions:
         self, call: "_Call", arguments: dict[str, Any], given: dict[str, Any], start: int, stop: int
     ) -> list[float]:
         """The function's values for samples ``start`` to ``stop``; NaN, noted in the call, for those it fails on."""
-        func, name, n = self.funcs[call.function], self.names[call.function], stop - start
-        log = RewardLog(start, n)
-        part = own_part(arguments, start, stop)
-        part |= {argument: getattr(log, argument) for argument in LOGGING if argument in part}
+        name, n = self.names[call.function], stop - start
+        begun, call.begun = call.begun, None
+        log, wait = begun or self._begin(call, arguments, start, stop)
         try:
-            values = self._call(func, part)
+            values = wait()
         except (Exception, SystemExit) as error:
             if n <= 1:
                 call.failures.extend((i, error) for i in range(start, stop))
                 return [math.nan] * n
             # Each half that contains the hanging sample would take the whole limit again.
-            alone = isinstance(error, _TooLong)
+            alone = isinstance(error, TooLong)
             middle = (start + stop) // 2
             pieces = [(i, i + 1) for i in range(start, stop)] if alone else [(start, middle), (middle, stop)]
             return [value for piece in pieces for value in self._scores(call, arguments, given, *piece)]
@@ -338,7 +364,7 @@ class RewardFunctions:
             return
         sample, error = min(failures, key=lambda failure: failure[0])
         example = _short(given["completions"][sample])
-        what = f"took longer than {self.time_limit_s} s" if isinstance(error, _TooLong) else (
+        what = f"took longer than {self.time_limit_s} s" if isinstance(error, TooLong) else (
             f"raised {what_happened(error)}")  # fmt: skip
         if len(failures) == n and self._failed_on_several(name, given):
             raise UsageError(f"reward function {name!r} {what} on all {n} completions, such as {example}") from error
@@ -350,12 +376,12 @@ class RewardFunctions:
 
     def _call(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if self.time_limit_s is None:
-            return _run(func, arguments)
+            return self._value_of(func(**arguments))
         outcome: list[tuple[bool, Any]] = []
 
         def work() -> None:
             try:
-                outcome.append((True, _run(func, arguments)))
+                outcome.append((True, self._value_of(func(**arguments))))
             except BaseException as error:
                 outcome.append((False, error))
 
@@ -364,11 +390,15 @@ class RewardFunctions:
         thread.start()
         thread.join(self.time_limit_s)
         if not outcome:
-            raise _TooLong
+            raise TooLong
         succeeded, value = outcome[0]
         if not succeeded:
             raise value
         return value
+
+    def _value_of(self, result: Any) -> Any:
+        """Waits for what a function returned, if it is a coroutine."""
+        return self._loop.start(lambda: result, self.time_limit_s)() if inspect.isawaitable(result) else result
 
 
 @dataclass
@@ -385,10 +415,8 @@ class _Call:
     lists: dict[int, list[float]] = field(default_factory=dict)
     #: What the function logged, where it returned.
     logs: list[RewardLog] = field(default_factory=list)
-
-
-class _TooLong(Exception):
-    """The time limit passed."""
+    #: The log and the values of a coroutine function that runs already.
+    begun: tuple[RewardLog, Callable[[], Any]] | None = None
 
 
 def function_name(func: Callable[..., Any]) -> str:
@@ -397,21 +425,9 @@ def function_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _run(func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    result = func(**arguments)
-    if not inspect.isawaitable(result):
-        return result
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(_wait_for(result))
-    # A notebook's loop runs in this thread, which can have no second one.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, _wait_for(result)).result()
-
-
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
+def _is_coroutine_function(func: Callable[..., Any]) -> bool:
+    """Whether a call of the function, or of the object's ``__call__``, returns a coroutine."""
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
 def _is_sequence(values: Any) -> bool:

@@ -1,5 +1,6 @@
 """Rewards while rows are written, and generations that are written while earlier ones train."""
 
+import asyncio
 import threading
 import time
 from dataclasses import replace
@@ -112,6 +113,25 @@ def test_an_error_of_a_reward_ends_the_run_under_overlap_too() -> None:
 
 def broken(completions: Any, **columns: Any) -> list[float]:
     return [1 / 0 for _ in completions]
+
+
+@pytest.mark.parametrize("more", [{}, {"reward_overlap": True}, {"async_generations": 1}, {"reward_workers": 2}])
+def test_a_run_has_one_event_loop_which_it_closes(more: dict[str, Any]) -> None:
+    loops, lock = set(), asyncio.Lock()
+
+    async def reward(completions: Any, **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        async with lock:  # belongs to the loop in which a call first waits for it
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0.001)
+        return [float(len(text)) for text in completions]
+
+    for runs in (1, 2):
+        lock = asyncio.Lock()
+        module = spy()
+        fit(module, addition(reward_funcs=[reward, reward], **more), max_steps=2)
+        assert not any(rollout["rewards"].isnan().any() for rollout, _ in module.rollouts)
+        assert len(loops) == runs and all(loop.is_closed() for loop in loops)
 
 
 # ---------------------------------------------------------------- the queue of rounds

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import math
 import re
+import sys
 import threading
 import time
 from functools import partial
@@ -255,6 +256,103 @@ def test_a_coroutine_is_awaited_where_a_loop_is_running():
         return RewardFunctions([later])(records(2), ["x", "y"], [[1], [2]])
 
     assert asyncio.run(cell()).tolist() == [[2.0], [2.0]]
+
+
+class Client:
+    """A client as of a reward service: two slots, which belong to the event loop of its first use."""
+
+    def __init__(self):
+        self.slots = asyncio.Semaphore(2)
+        self.loops, self.busy, self.most = set(), 0, 0
+
+    async def ask(self, text):
+        async with self.slots:
+            self.loops.add(asyncio.get_running_loop())
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+            await asyncio.sleep(0.005)
+            self.busy -= 1
+            return float(len(text))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_coroutines_share_a_client_over_all_calls(workers):
+    client = Client()
+
+    async def asks(completions, **columns):
+        return await asyncio.gather(*[client.ask(text) for text in completions])
+
+    call = RewardFunctions([asks, partial(asks)], time_limit_s=30, workers=workers)
+    rows = [{"prompt": str(i)} for i in range(4)]
+    for _ in range(3):
+        assert call(rows, ["a", "bb", "", "dddd"], [[1]] * 4).tolist() == [[1, 1], [2, 2], [0, 0], [4, 4]]
+    call.close()
+    assert len(client.loops) == 1 and client.loops.pop().is_closed() and client.most == 2
+
+
+def test_coroutine_functions_run_at_once():
+    """Each waits for the other, which two calls in turn would do until the time limit."""
+    waiting = []
+
+    async def meets(completions, **columns):
+        waiting.append(1)
+        while len(waiting) < 2:
+            await asyncio.sleep(0.001)
+        return [1.0] * len(completions)
+
+    call = RewardFunctions([meets, meets], time_limit_s=10)
+    assert call(records(2), ["x", "y"], [[1], [2]]).tolist() == [[1.0, 1.0]] * 2
+    call.close()
+
+
+def test_what_a_closed_loop_interrupts_is_not_called_again():
+    begun = threading.Event()
+    calls = []
+
+    async def waits_long(completions, **columns):
+        calls.append(len(completions))
+        begun.set()
+        await asyncio.sleep(60)
+
+    call = RewardFunctions([waits_long])
+    thread = threading.Thread(target=lambda: pytest.raises(BaseException, call, records(4), ["x"] * 4, [[1]] * 4))
+    thread.start()
+    assert begun.wait(10)
+    call.close()
+    thread.join(10)
+    assert not thread.is_alive() and calls == [4]
+
+
+async def leaves(completions, **columns):
+    if "bad" in completions:
+        sys.exit(1)
+    return [1.0] * len(completions)
+
+
+async def waits(completions, **columns):
+    await asyncio.sleep(60 if "bad" in completions else 0)
+    return [1.0] * len(completions)
+
+
+async def blocks(completions, **columns):
+    time.sleep(1.5 if "bad" in completions else 0)
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("func", "why"),
+    [
+        (leaves, "raised SystemExit"),
+        (waits, "longer than 0.1 s"),
+        pytest.param(blocks, "longer than 0.1 s", marks=pytest.mark.long),
+    ],
+)
+def test_a_coroutine_that_fails_costs_its_sample_alone(func, why, capsys):
+    call = RewardFunctions([func], time_limit_s=0.1)
+    rewards = call([{"prompt": str(i)} for i in range(3)], ["x", "bad", "y"], [[1]] * 3)
+    call.close()
+    assert rewards.flatten().isnan().tolist() == [False, True, False]
+    assert why in capsys.readouterr().out
 
 
 def empties(completions, prompts, tests, meta, **columns):

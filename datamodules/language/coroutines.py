@@ -1,0 +1,97 @@
+"""The event loop in which reward functions that are coroutines run."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+#: Of the module, because a datamodule that holds a lock can't be pickled.
+_OPENING = threading.Lock()
+_Serving = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
+
+
+class TooLong(Exception):
+    """A reward function exceeded its time limit."""
+
+
+class RunEnded(BaseException):
+    """The event loop was closed; no error of the reward function, which is therefore not called again."""
+
+
+class EventLoop:
+    """An event loop in a thread of its own, opened by the first coroutine.
+
+    All coroutines of a run share it: a client, lock or session that one call opens works in the next ones.
+    """
+
+    def __init__(self) -> None:
+        self._opened: tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread] | None = None
+
+    def start(self, call: Callable[[], Awaitable[Any]], limit_s: float | None) -> Callable[[], Any]:
+        """Starts the coroutine that a call returns, beside those that run already.
+
+        Returns:
+            A function that waits for the coroutine's value, or raises its error, or :class:`TooLong`.
+        """
+        with _OPENING:
+            if self._opened is None or not self._opened[2].is_alive():
+                serving = _Serving()
+                thread = threading.Thread(
+                    target=lambda: asyncio.run(_serve(serving)), daemon=True, name="reward coroutines"
+                )
+                thread.start()
+                self._opened = (*serving.result(), thread)
+            opened = self._opened
+            started = asyncio.run_coroutine_threadsafe(_outcome(call, limit_s), opened[0])
+
+        def wait() -> Any:
+            try:
+                value, ended = started.result(None if limit_s is None else limit_s + 1)
+            except concurrent.futures.CancelledError:
+                if self._opened is opened:  # the coroutine's own error
+                    raise
+                raise RunEnded from None
+            except concurrent.futures.TimeoutError:
+                if started.done():  # the coroutine's own error
+                    raise
+                if self._opened is opened:  # a coroutine that never awaits blocks the loop; the next one gets another
+                    self._opened = None
+                raise TooLong from None
+            if ended is not None:
+                raise ended
+            return value
+
+        return wait
+
+    def close(self) -> None:
+        """Cancels what still runs, and closes the loop; another coroutine opens a new one."""
+        with _OPENING:
+            opened, self._opened = self._opened, None
+        if opened is not None and opened[2].is_alive():
+            loop, stop, thread = opened
+            loop.call_soon_threadsafe(stop.set)
+            thread.join(5.0)  # a coroutine that ignores its cancellation does not keep the run from ending
+
+
+async def _serve(serving: _Serving) -> None:
+    stop = asyncio.Event()
+    serving.set_result((asyncio.get_running_loop(), stop))
+    await stop.wait()
+
+
+async def _outcome(call: Callable[[], Awaitable[Any]], limit_s: float | None) -> tuple[Any, SystemExit | None]:
+    """Returns the value and None, or None and the ``SystemExit``, which would end the loop if it were raised."""
+    task = asyncio.ensure_future(_guarded(call))
+    await asyncio.wait({task}, timeout=limit_s)
+    if not task.done():
+        task.cancel()
+        raise TooLong
+    return task.result()
+
+
+async def _guarded(call: Callable[[], Awaitable[Any]]) -> tuple[Any, SystemExit | None]:
+    try:
+        return await call(), None
+    except SystemExit as ended:
+        return None, ended
