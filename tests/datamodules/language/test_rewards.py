@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 
@@ -16,6 +17,7 @@ import torch
 
 from datamodules import PromptDataModule
 from datamodules.language import mathematics
+from datamodules.language.coroutines import RunEnded
 from datamodules.language.rewards import (
     RewardFunctions,
     answer_in_tags,
@@ -315,12 +317,11 @@ def test_what_a_closed_loop_interrupts_is_not_called_again():
         await asyncio.sleep(60)
 
     call = RewardFunctions([waits_long])
-    thread = threading.Thread(target=lambda: pytest.raises(BaseException, call, records(4), ["x"] * 4, [[1]] * 4))
-    thread.start()
-    assert begun.wait(10)
-    call.close()
-    thread.join(10)
-    assert not thread.is_alive() and calls == [4]
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(call, records(4), ["x"] * 4, [[1]] * 4)
+        assert begun.wait(10)
+        call.close()
+        assert isinstance(called.exception(10), RunEnded) and calls == [4]
 
 
 async def leaves(completions, **columns):
