@@ -18,10 +18,10 @@ from rl_modules.language.group_metrics import (
     quantile,
     terminated_lengths,
 )
-from rl_modules.language.grpo_arguments import check_arguments
+from rl_modules.language.grpo_arguments import check_arguments, warn_of_sequence_level
 from rl_modules.language.policy import with_logged_columns
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, check_reward_weights, require_room
-from rl_modules.language.sampling.correction import correction_of, sampling_metrics
+from rl_modules.language.sampling.correction import correction_of, filters_of, sampling_metrics, warn_of_filters
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 from rl_modules.loggers import adapters
@@ -66,8 +66,9 @@ class GRPO(PolicyWithReference):
         advantages: function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards:
             ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in
             Python also the function itself.
-        importance_sampling_level: ratio of each ``token``, of the whole ``sequence`` (GSPO), or the sequence ratio with
-            a gradient per token (``sequence_token``: GSPO-token, for advantages that differ between tokens).
+        importance_sampling_level: ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a
+            gradient per token (``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are
+            these with ``loss_type: grpo``, ``epsilon: 3e-4`` and ``epsilon_high: 4e-4``.
         kl_estimator: ``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``.
         use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
         reward_weights: one per reward function, the reward model's last; None: all 1.
@@ -91,9 +92,9 @@ class GRPO(PolicyWithReference):
         importance_sampling_correction: weight of each token if the sampler's probabilities differ from training's, with
             ρ = π_training / π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole
             completion, clipped to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or
-            ``none``. Null: ``sequence_mask`` for a sampler on another engine and under ``async_generations``,
-            ``none`` for ``native``. ρ includes filters: if nothing else differs, it is the probability mass that
-            ``top_p`` or ``top_k`` kept.
+            ``none``. Null: ``none`` for ``native``; for a sampler on another engine and under ``async_generations``
+            ``sequence_mask``, or ``token_truncate`` if sampling is filtered. ρ includes filters: if nothing else
+            differs, it is the probability mass that ``top_p`` or ``top_k`` kept.
         importance_sampling_clip_min: lower bound on ρ; null: none.
         importance_sampling_clip_max: upper bound on ρ; null: none.
         max_completion_length: tokens.
@@ -112,6 +113,8 @@ class GRPO(PolicyWithReference):
     learns_from = "prompts"
     #: Whether the loss has a part of the datamodule's demonstrations, ``ptx_tokens``, as RLHFPPO's has.
     reads_demonstrations = False
+    #: Whether a token may have an importance weight of its own.
+    weights_tokens = True
 
     def __init__(
         self,
@@ -211,6 +214,9 @@ class GRPO(PolicyWithReference):
         single = getattr(self.trainer.datamodule, "num_generations", 2) < 2  # type: ignore[attr-defined]
         if stage == "fit" and single and self.compares_groups:
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
+        if stage == "fit":
+            warn_of_filters(self)
+            warn_of_sequence_level(self)
 
     @property
     def compares_groups(self) -> bool:
@@ -313,7 +319,7 @@ class GRPO(PolicyWithReference):
     @property
     def correction(self) -> str:
         """The mode of the importance weights, or ``none``."""
-        return correction_of(self.hparams, self.samples_ahead)
+        return correction_of(self)
 
     @property
     def corrects(self) -> bool:
@@ -325,8 +331,7 @@ class GRPO(PolicyWithReference):
         """Whether the sampler's log-probabilities differ from training's."""
         if self.corrects or self.hparams["sampler"] != "native":
             return True
-        filtered = self.top_k or self.min_p or (self.top_p or 1) < 1 or self.repetition_penalty != 1
-        return bool(filtered) or self.rounds_differently
+        return bool(filters_of(self)) or self.rounds_differently
 
     @property
     def rounds_differently(self) -> bool:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling.correction import check_correction
 from rl_modules.language.sampling.draw import NextToken
@@ -47,6 +49,14 @@ def _check_loss(hp: Any) -> None:
     if hp.advantages is not None and hp.scale_rewards != "group":
         raise UsageError(f"scale_rewards={hp.scale_rewards!r} does nothing with advantages={hp.advantages!r}, which "
                          "scales by itself; give one of them")  # fmt: skip
+
+
+def warn_of_sequence_level(policy: Any) -> None:
+    """Warns if ratios of sequences go with a loss that is not GSPO's mean over sequences."""
+    level, loss_type = policy.importance_sampling_level, policy.loss_type
+    if level != "token" and loss_type != "grpo":
+        rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which averages "
+                       "over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and epsilon_high=4e-4")  # fmt: skip
 
 
 def _check_reference(hp: Any) -> None:

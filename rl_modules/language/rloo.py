@@ -45,6 +45,8 @@ class RLOO(GRPO):
         UsageError: an argument out of range, a reward model or reference that does not fit the policy.
     """
 
+    weights_tokens = False
+
     def __init__(
         self,
         model_name_or_path: str | None = None,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
@@ -28,17 +29,44 @@ def check_correction(hparams: Any) -> None:
         raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 
 
-def correction_of(hparams: Any, is_ahead: bool = False) -> str:
-    """Returns the mode of the correction: the given one, or TRL's default if another engine or older weights sample.
+def filters_of(policy: Any) -> list[str]:
+    """Returns the policy's arguments with which it samples from another distribution than it trains, as
+    ``name=value``.
+    """
+    idle: dict[str, tuple] = {"top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,)}
+    return [f"{name}={value}" for name, off in idle.items() if (value := getattr(policy, name)) not in off]
+
+
+def correction_of(policy: Any) -> str:
+    """Returns the mode of the correction: the given one, or a default if another engine or older weights sample.
+
+    The default is TRL's, except for filtered sampling: there the weight of a completion is the product of the masses
+    that the filter keeps of each token, which falls exponentially with the length.
 
     Args:
-        hparams: the module's.
-        is_ahead: completions are written ahead of training, with older weights.
+        policy: GRPO or a subclass.
     """
-    given: str | None = hparams[_NAME]
+    given: str | None = policy.hparams[_NAME]
     if given is not None:
         return given
-    return "none" if hparams["sampler"] == "native" and not is_ahead else "sequence_mask"
+    if policy.hparams["sampler"] == "native" and not policy.samples_ahead:
+        return "none"
+    if filters_of(policy):
+        return "token_truncate" if policy.weights_tokens else "none"
+    return "sequence_mask"
+
+
+def warn_of_filters(policy: Any) -> None:
+    """Warns if filtered sampling changes the default mode, or makes the weights of the given one tiny."""
+    filters, given, mode = ", ".join(filters_of(policy)), policy.hparams[_NAME], correction_of(policy)
+    why = f"under {filters} the weight of a completion is the product of the probability masses kept of its tokens"
+    if not filters:
+        return
+    if given is not None and given.startswith("sequence"):
+        instead = "token_truncate" if policy.weights_tokens else "none"
+        rank_zero_warn(f"{_NAME}={given!r}: {why}, so that nothing is learned from long ones; take {instead}")
+    elif given is None and (policy.hparams["sampler"] != "native" or policy.samples_ahead):
+        rank_zero_warn(f"{_NAME} is {mode} in this run, in place of sequence_mask: {why}, near 0 for a long one")
 
 
 def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Importance weights for samplers whose probabilities are not training's: closed forms, metrics, whole runs."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.rloo import RLOO
 from rl_modules.language.sampling.correction import sampling_metrics
 from rl_modules.language.sampling.draw import NextToken
-from tests.rl_modules.language.sampler_cases import running_server
+from tests.rl_modules.language.sampler_cases import fake_vllm, running_server
 from tests.rl_modules.language.test_grpo import TINY, addition, grpo, spy, weights_of
 from tests.training import fit
 
@@ -143,6 +144,46 @@ def test_rloo_weights_whole_completions() -> None:
     log_prob, batch = seen[0]
     difference = torch.where(batch["mask"], log_prob - batch["sampling_log_prob"], 0.0).sum(1)
     torch.testing.assert_close(batch["importance_weight"][:, 0], difference.exp().clamp(max=3.0), atol=1e-4, rtol=0)
+
+
+def of_vllm(monkeypatch: pytest.MonkeyPatch, **filters: Any) -> Any:
+    fake_vllm(monkeypatch)
+    return spy(sampler="vllm", max_completion_length=40, **filters)
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch, **filters: Any) -> Any:
+    return spy(max_completion_length=40, **filters)
+
+
+@pytest.mark.parametrize("make", [of_vllm, ahead])
+@pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.5}, {"repetition_penalty": 1.3}, {}])
+def test_weights_of_filtered_sampling_do_not_shrink_with_the_length(
+    make: Any, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """top-p .8 keeps at least .8 of a token's mass, which bounds its weight; 40 tokens multiply to 1e-4 or less."""
+    module = make(monkeypatch, **filters)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(module, addition(async_generations=int(make is ahead)), max_steps=1)
+    said = [str(warning.message) for warning in warned if "importance_sampling_correction" in str(warning.message)]
+    assert [all(f"{name}={value}" in text for name, value in filters.items()) for text in said] == [True] * len(filters)
+    _, fields = module.rollouts[0]
+    weight = fields["importance_weight"][fields["mask"]]
+    assert int(fields["length"].max()) == 40
+    assert float(weight.min()) > {"top_p": 0.799}.get(next(iter(filters), ""), 0.05)
+    if not filters:
+        torch.testing.assert_close(weight, torch.ones_like(weight), atol=1e-3, rtol=0)
+
+
+def test_rloo_has_no_weight_under_a_filter() -> None:
+    module = RLOO(model_config=TINY, max_completion_length=5, top_p=0.8, completions_steps=0)
+    with pytest.warns(UserWarning, match=r"importance_sampling_correction is none .* under top_p=0.8 the weight of a"):
+        fit(module, addition(async_generations=1), max_steps=1)
+
+
+def test_a_given_weight_of_completions_is_warned_of_under_a_filter() -> None:
+    with pytest.warns(UserWarning, match="'sequence_mask': under top_k=5, min_p=0.1 the .*take token_truncate"):
+        fit(spy(top_k=5, min_p=0.1, importance_sampling_correction="sequence_mask"), addition(), max_steps=1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from typing import Any
 
 import lightning as L
@@ -103,6 +104,22 @@ def spy(**arguments: Any) -> Spy:
 
 def weights_of(module: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in module.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        ({"importance_sampling_level": "sequence"}, 1),
+        ({"importance_sampling_level": "sequence_token", "loss_type": "bnpo"}, 1),
+        ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, 0),
+        ({}, 0),
+    ],
+)
+def test_what_is_not_gspo_is_warned_of(arguments: dict[str, Any], warned: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(grpo(**arguments), addition(), max_steps=1)
+    assert sum("is not GSPO" in str(warning.message) for warning in caught) == warned
 
 
 # ---------------------------------------------------------------- the loss of a step
