@@ -33,6 +33,7 @@ from rl_modules import (
     GRPO,
     PPO,
     REINFORCE,
+    RLOO,
     SAC,
     SARSA,
     SFT,
@@ -624,6 +625,10 @@ addition: dict[str, tuple[str, ...]] = {
     "model.model_config {model_type: qwen9}": ("model_config", "qwen9"),
     "model.model_config {hidden_size: 30}": ("model_config|hidden_size",),
     "model.model_config 7": ("model_config",),
+    "model.model_config {quantization_config: {load_in_4bit: true}}": ("quantization_config", "not quantized", "lora"),
+    "model.model_config {dtype: bfloat16}": ("model_config", "dtype='bfloat16'", "argument torch_dtype"),
+    "model.model_config {model_type: mixtral, router_aux_loss_coef: 0.1}": (
+        "router_aux_loss_coef=0.1", "output_router_logits", "SFT"),
     "model.model_name_or_path no/such/model": ("model_name_or_path|'no/such/model'", "directory"),
     "model.model_name_or_path .": ("tokenizer", "directory"),
     "model.torch_dtype float8": ("torch_dtype='float8'", "bfloat16"),
@@ -980,6 +985,20 @@ python("model of text", lambda p: fit(SFT(model_name_or_path="no/model"), Instru
        "no/model", "directory")  # fmt: skip
 python("SFT's argument misspelled", lambda p: SFT(learning_rat=1), "learning_rat", "did you mean learning_rate")
 python("SFT's model as SB3", lambda p: SFT(model="qwen"), "model", "model_name_or_path")
+for several, make in {
+    "task": PromptDataModule, "path": InstructionDataModule, "eval_path": PreferenceDataModule,
+    "eval_split": PreferenceDataModule, "ptx_path": PromptDataModule, "reward_model_name_or_path": GRPO,
+    "ref_model_name_or_path": DPO, "tokenizer_name_or_path": RewardModel, "torch_dtype": SFT,
+}.items():  # fmt: skip
+    python(f"several of {several}", lambda p, make=make, name=several: make(**{name: ["a", "b"]}),
+           rf"{several}=\['a', 'b'\] is a list", "where a single text should be")  # fmt: skip
+python("task_kwargs without names", lambda p: PromptDataModule("addition", task_kwargs=["digits"]),
+       r"task_kwargs=\['digits'\] is a list", "dictionary {name: value}")  # fmt: skip
+python(
+    "GRPO(packing_strategy=…)", lambda p: GRPO(packing_strategy="bfd"), "takes no argument 'packing_strategy'; reward"
+)
+python("GRPO(model_init_kwargs=…)", lambda p: GRPO(model_init_kwargs={}), "model_config", "torch_dtype")
+python("RLOO(loss_type=…)", lambda p: RLOO(loss_type="dapo"), "RLOO sets loss_type itself", "GRPO takes it")
 python("GRPO's rewards in the module", lambda p: GRPO(reward_funcs=[len]), "reward_funcs", "PromptDataModule")
 python("preferences without a source", lambda p: PreferenceDataModule(), "task, path and dataset")
 python("chat template that loops", lambda p: with_template("{% for i in range(99999) %}{% for j in range(99999) %}"

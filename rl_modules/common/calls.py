@@ -3,8 +3,8 @@
 import inspect
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from types import FrameType
-from typing import Any
+from types import FrameType, NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from torch import nn
 
@@ -37,6 +37,7 @@ class CheckedCall:
             refuse_foreign_call(cls, args, arguments)
         made = super().__new__(cls)
         given = given_arguments(cls, args, arguments)
+        refuse_several(cls, given)
         own = [name for name in sorted(given) if name not in declared_here(cls) and not is_storable(given[name])]
         made.__dict__["_given"] = given
         made.__dict__["given_names"] = list(given)
@@ -88,6 +89,29 @@ def refuse_foreign_call(cls: type, args: tuple, arguments: dict[str, Any]) -> No
                 raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}")
             near = did_you_mean(name, known)
             raise UsageError(f"{cls.__name__} takes no argument {name!r}{near}{f'; {hint}' if hint else ''}")
+
+
+def refuse_several(cls: type, given: dict[str, Any]) -> None:
+    """Refuses a list, tuple, set or dictionary for an argument that its class declares as a text, and one without names
+    for an argument that is declared as a dictionary.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    declared = {name: declaration for base in reversed(cls.__mro__) if is_ours(base) and "__init__" in vars(base)
+                for name, declaration in inspect.signature(vars(base)["__init__"]).parameters.items()}  # fmt: skip
+    for name, value in given.items():
+        kind = declared[name].annotation if name in declared and type(value) in (list, tuple, set, dict) else None
+        wanted = {str: "a single text", dict: "a dictionary {name: value}"}.get(_plain(kind))
+        if wanted is not None and type(value) is not _plain(kind):
+            raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where {wanted} should be")
+
+
+def _plain(annotation: Any) -> Any:
+    """Returns ``dict`` for ``dict[str, Any] | None`` and ``str`` for ``str | None``; other unions as they are."""
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    kind = kinds[0] if isinstance(annotation, UnionType) and len(kinds) == 1 else annotation
+    return get_origin(kind) or kind
 
 
 def given_arguments(cls: type, args: tuple, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The exception whose message is written for the user."""
 
 import difflib
+import re
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +26,9 @@ def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:
     word = str(getattr(word, "__name__", getattr(word, "name", word)))
     known = list(known)
     # Names are compared without case, because case is the most common mistake.
-    by_folded = {name.casefold(): name for name in known}
-    near = [by_folded[match] for match in difflib.get_close_matches(word.casefold(), by_folded, n=most, cutoff=0.6)]
+    given, by_folded = word.casefold(), {name.casefold(): name for name in known}
+    matches = difflib.get_close_matches(given, [name for name in by_folded if _is_near(given, name)], most, cutoff=0.6)
+    near = [by_folded[match] for match in matches]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -35,3 +37,14 @@ def what_happened(error: BaseException) -> str:
     message = " ".join(str(error).split())[:300]
     places = [f" ({place.filename}:{place.lineno})" for place in traceback.extract_tb(error.__traceback__)]
     return f"{type(error).__name__}: {message}{places[-1] if places else ''}"
+
+
+def _is_near(one: str, other: str) -> bool:
+    """Whether a name may be another one misspelled, or one with a word more or less: ``packing_strategy`` may be
+    ``packing``, and is not ``learning_rate``, with which it shares letters alone.
+    """
+    if difflib.SequenceMatcher(None, one, other).ratio() >= 0.75:
+        return True
+    few, many = sorted((re.split(r"\W|_", one), re.split(r"\W|_", other)), key=len)
+    shared = [a for a in few if any(a == b or (a[:4] == b[:4] and (a in b or b in a) and len(a) > 3) for b in many)]
+    return 2 * len(shared) > len(few)

@@ -71,6 +71,8 @@ INSTEAD = {
     **dict.fromkeys(("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations"), _ONE_TURN),
     "generation_kwargs": "what samples differently are arguments of the module: temperature, top_k, top_p, min_p and "
                          "repetition_penalty",
+    "model_init_kwargs": "fields of the architecture are model_config; torch_dtype, attn_implementation, "
+                         "gradient_checkpointing and lora are arguments of the module",
     "formatting_func": "columns of the datamodule builds texts from columns, {prompt: '{question}'}; for anything else "
                        "map the dataset before",
     "shuffle_dataset": "every pass has an order of its own; streaming=true with streaming_buffer=1 keeps the source's",

@@ -39,9 +39,15 @@ from rl_modules.language.model_objects import (
     refuse_objects,
     tokenizer_name,
 )
-from rl_modules.language.models import export_model, make_config, make_model, max_length
+from rl_modules.language.models import (
+    export_model,
+    make_config,
+    make_model,
+    max_length,
+    refuse_loading_arguments,
+)
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
-from rl_modules.language.router_loss import wants_router_loss
+from rl_modules.language.router_loss import check_router_loss
 from rl_modules.language.sampling.decode import transformers_model
 from rl_modules.language.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.sharding import (
@@ -163,6 +169,8 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
                              "replaces; give one of them")  # fmt: skip
         # A user's optimizer has its own rate. A checkpoint, which has a description, does not hold the optimizer.
         rate = learning_rate if optimizer is None and description is None else 1.0
+        if description is None:
+            refuse_loading_arguments(model_config)
         check_schedule(lr_scheduler_type, hp.lr_scheduler_kwargs, warmup_steps, rate)
         self.learning_rate: float = hp.learning_rate
         self.max_grad_norm: float | None = hp.max_grad_norm
@@ -391,9 +399,7 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         require_left_to_right(self.model)
         if not self.dropout:
             warn_of_noise(self.model)
-        if wants_router_loss(self.model) and not self.balances_experts:
-            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
-                             f"and {type(self).__name__} does not; set it to false in model_config")  # fmt: skip
+        check_router_loss(self.model, self.hparams["model_config"] or {}, type(self).__name__, self.balances_experts)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_batch(self, batch, "training_step")

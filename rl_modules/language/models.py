@@ -47,7 +47,34 @@ _PRODUCTS = [
         "_scaled_dot_product_cudnn_attention",
     )
 ]  # fmt: skip
+_NOT_QUANTIZED = ("weights are not quantized here; torch_dtype=bfloat16 halves them, and lora trains adapters "
+                  "only")  # fmt: skip
+#: Arguments of transformers' ``from_pretrained``, which are no fields of an architecture, and what to use here.
+_OF_LOADING = {
+    **dict.fromkeys(("quantization_config", "load_in_4bit", "load_in_8bit"), _NOT_QUANTIZED),
+    **dict.fromkeys(("dtype", "torch_dtype"), "the module's argument torch_dtype sets it"),
+    "attn_implementation": "the module's argument of that name sets it",
+    "gradient_checkpointing": "the module's argument of that name sets it",
+    **dict.fromkeys(("device_map", "max_memory", "low_cpu_mem_usage", "offload_folder"),
+                    "the Trainer's devices and strategy place the weights"),
+    **dict.fromkeys(("trust_remote_code", "code_revision"), "code of a model directory is never run"),
+    **dict.fromkeys(("revision", "token", "cache_dir", "subfolder", "variant"),
+                    "download the model, and give its directory as model_name_or_path"),
+    "return_dict": "the algorithms read results by name",
+}  # fmt: skip
 _HEADS = {"causal": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+
+
+def refuse_loading_arguments(model_config: dict[str, Any] | None) -> None:
+    """Refuses arguments of transformers' ``from_pretrained`` among the fields of an architecture, where they would be
+    ignored.
+
+    Raises:
+        UsageError: names the argument and what to use here.
+    """
+    for name in (model_config or {}).keys() & _OF_LOADING.keys():
+        raise UsageError(f"model_config has {name}={(model_config or {})[name]!r}, no field of an architecture: "
+                         f"{_OF_LOADING[name]}")  # fmt: skip
 
 
 def make_config(

@@ -55,6 +55,8 @@ class RLOO(GRPO):
         epsilon_high: float | None = None,
         **policy: Any,
     ) -> None:
+        for name in policy.keys() & _FIXED:
+            raise UsageError(f"RLOO sets {name} itself, and takes no {name}={policy[name]!r}; GRPO takes it")
         super().__init__(
             model_name_or_path, beta, epsilon, epsilon_high, loss_type="grpo", importance_sampling_level="token",
             scale_rewards="group", advantages="rloo", top_entropy_quantile=1.0, kl_estimator="k1",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
@@ -15,6 +16,31 @@ from rl_modules.language.models import text_config
 def wants_router_loss(model: Any) -> bool:
     """Returns whether the model's config asks for the loss, by ``output_router_logits``."""
     return bool(getattr(text_config(model.config), "output_router_logits", False))
+
+
+def check_router_loss(model: Any, given: dict[str, Any], algorithm: str, is_added: bool) -> None:
+    """Refuses a config that asks in vain for the loss; warns of a mixture of experts that is trained without it.
+
+    Args:
+        model: of transformers.
+        given: the ``model_config`` that the user gave.
+        algorithm: name of the class, for messages.
+        is_added: whether the algorithm adds the loss.
+
+    Raises:
+        UsageError: the algorithm does not add it, or a coefficient is given that nothing reads.
+    """
+    coefficient = getattr(text_config(model.config), "router_aux_loss_coef", None)
+    if wants_router_loss(model):
+        if not is_added:
+            raise UsageError(f"output_router_logits=true asks for a loss that keeps experts in balance, which SFT adds "
+                             f"and {algorithm} does not; set it to false in model_config")  # fmt: skip
+    elif "router_aux_loss_coef" in given and "output_router_logits" not in given:
+        raise UsageError(f"model_config has router_aux_loss_coef={coefficient}, which does nothing without "
+                         "output_router_logits: set that to true for SFT, which alone has the loss")  # fmt: skip
+    elif coefficient and not is_added:
+        rank_zero_warn(f"router_aux_loss_coef={coefficient} of the model's config has no effect: {algorithm} trains a "
+                       "mixture of experts without a loss that keeps them in balance, which SFT alone has")  # fmt: skip
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_modules import GRPO, SFT
+from rl_modules import DPO, GRPO, KTO, RLHFPPO, RLOO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling import sample
 from tests.conformance.architectures import ARCHITECTURES
@@ -55,8 +55,20 @@ def test_without_it_nothing_is_added(tmp_path):
     assert "train/aux_loss" not in module.latest_metrics
 
 
-def test_an_algorithm_that_does_not_add_it_says_so():
-    module = GRPO(model_config={**ARCHITECTURES["Mixtral"], **BALANCED})
+@pytest.mark.parametrize("algorithm", [GRPO, RLOO, RLHFPPO, DPO, KTO, RewardModel])
+def test_an_algorithm_that_does_not_add_it_says_so(algorithm):
+    module = algorithm(model_config={**ARCHITECTURES["Mixtral"], **BALANCED})
     module.configure_model()
-    with pytest.raises(UsageError, match="output_router_logits=true asks for a loss .* GRPO does not"):
+    with pytest.raises(UsageError, match=f"output_router_logits=true asks for a loss .* {algorithm.__name__} does not"):
+        module.check_architecture()
+    module = algorithm(model_config=ARCHITECTURES["Mixtral"])
+    module.configure_model()
+    with pytest.warns(UserWarning, match=f"router_aux_loss_coef=0.001 .* no effect: {algorithm.__name__} trains"):
+        module.check_architecture()
+
+
+def test_a_coefficient_that_nothing_reads_is_refused():
+    module = SFT(model_config={**ARCHITECTURES["Mixtral"], "router_aux_loss_coef": 0.5})
+    module.configure_model()
+    with pytest.raises(UsageError, match="router_aux_loss_coef=0.5, which does nothing without output_router_logits"):
         module.check_architecture()
