@@ -627,8 +627,6 @@ addition: dict[str, tuple[str, ...]] = {
     "model.model_config 7": ("model_config",),
     "model.model_config {quantization_config: {load_in_4bit: true}}": ("quantization_config", "not quantized", "lora"),
     "model.model_config {dtype: bfloat16}": ("model_config", "dtype='bfloat16'", "argument torch_dtype"),
-    "model.model_config {model_type: mixtral, router_aux_loss_coef: 0.1}": (
-        "router_aux_loss_coef=0.1", "output_router_logits", "SFT"),
     "model.model_name_or_path no/such/model": ("model_name_or_path|'no/such/model'", "directory"),
     "model.model_name_or_path .": ("tokenizer", "directory"),
     "model.torch_dtype float8": ("torch_dtype='float8'", "bfloat16"),
