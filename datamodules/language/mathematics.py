@@ -10,6 +10,7 @@ signal:
 
 import atexit
 import json
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from typing import Any
 
 from datamodules.language.text import answer_of
 
+# A warning of a text that takes too long repeats the text: such an answer is wrong, which the reward says already.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 #: Seconds after which math-verify gives up on a text, or on a comparison.
 LIMIT_S = 5
 #: Seconds after which a process that the signal does not reach is ended.

@@ -4,6 +4,8 @@ import logging
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from rl_modules.common.visible import visible
+
 log = logging.getLogger(__name__)
 
 
@@ -13,4 +15,4 @@ def notice(text: str) -> None:
 
     Lightning's own ``rank_zero_info`` is silenced by ``rl fit`` together with Lightning's messages.
     """
-    log.warning(text)
+    log.warning(visible(text))

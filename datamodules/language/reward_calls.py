@@ -20,6 +20,7 @@ from datamodules.language.reward_arguments import RENDERED, accepted, columns_of
 from datamodules.language.reward_logging import LOGGING, RewardLog
 from datamodules.language.trainer_state import TrainerState
 from rl_modules.common.errors import UsageError, what_happened
+from rl_modules.common.visible import visible
 
 
 class RewardFunctions:
@@ -365,7 +366,7 @@ class RewardFunctions:
         sample, error = min(failures, key=lambda failure: failure[0])
         example = _short(given["completions"][sample])
         what = f"took longer than {self.time_limit_s} s" if isinstance(error, TooLong) else (
-            f"raised {what_happened(error)}")  # fmt: skip
+            f"raised {visible(what_happened(error))}")  # fmt: skip
         if len(failures) == n and self._failed_on_several(name, given):
             raise UsageError(f"reward function {name!r} {what} on all {n} completions, such as {example}") from error
         if name not in self._reported:

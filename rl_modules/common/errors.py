@@ -6,13 +6,18 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from rl_modules.common.visible import visible
+
 
 class UsageError(ValueError):
     """Raised if something that a user gave can't be used.
 
     The message is one sentence: the argument or ``file:line``, the value that was given, and what would be right. The
-    command line prints it without a traceback.
+    command line prints it without a traceback. Control characters of texts that it quotes are shown as escapes.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(visible(str(message)))
 
 
 def did_you_mean(word: Any, known: Iterable[str], most: int = 3) -> str:

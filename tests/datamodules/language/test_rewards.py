@@ -160,12 +160,15 @@ def test_a_piece_of_an_answer_is_not_the_answer_but_a_unit_may_follow(answer, re
 @pytest.mark.long
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("endless", ["\\boxed{9^{9^{9}}}", "<answer>2^{10^{12}}</answer>"])
-def test_an_answer_without_end_is_wrong_and_does_not_stop_the_run(endless, in_thread, monkeypatch):
-    """In a thread too, where math-verify's own limits do not hold, and which no time limit can stop."""
+def test_an_answer_without_end_is_wrong_and_does_not_stop_the_run(endless, in_thread, monkeypatch, capfd, caplog):
+    """In a thread too, where math-verify's own limits do not hold, and which no time limit can stop; nothing is said of
+    it, which would repeat the text.
+    """
     monkeypatch.setattr(mathematics, "LIMIT_S", 1)
     records, completions = [{"prompt": "", "answer": "5"}] * 3, ["\\boxed{5}", endless, "5"]
     rewards = RewardFunctions([math_accuracy], time_limit_s=60 if in_thread else None)
     assert rewards(records, completions).tolist() == [[1.0], [0.0], [1.0]]
+    assert not caplog.records and "imeout" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.long
