@@ -15,6 +15,7 @@ from datamodules.language.notices import notice
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference_forms import as_preference
 from datamodules.language.records import NothingUsable, place_of
+from datamodules.language.sequences import pack
 from datamodules.language.sources import load_records
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
@@ -64,7 +65,8 @@ class PreferenceDataModule(LanguageDataModule):
             micro-batches without changing the step.
         packing: concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are
             computed once and little is padded; scores and steps do not change. The mask's memory grows with the square
-            of the longest pair. None: if the model supports it; False: one row per answer.
+            of the longest pair. None: for the steps in which it saves work, if the model supports it; False: one row
+            per answer.
         demonstrations_path: JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to
             be 0, for a reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
         n_demonstrations: how many of them are scored; ≥ 1.
@@ -155,15 +157,25 @@ class PreferenceDataModule(LanguageDataModule):
         """The module in training."""
         return cast(PairLearner, super().policy)
 
-    @property
-    def _packs(self) -> bool:
-        """Whether rows are packed; decided with the first batch, when the model exists."""
+    def _packs(self, pairs: Pairs, packed: list[Tensor], padded: list[Tensor]) -> bool:
+        """Whether rows are packed; needs the model.
+
+        Args:
+            pairs: all of them.
+            packed: those of each micro-batch, if rows are packed.
+            padded: the same if they are not.
+        """
         wanted, can = self.hparams["packing"], self.policy.can_pack
         if wanted and not can:
             raise UsageError("packing=true needs a model that keeps the texts of a row apart by a mask and positions "
                              "(no sliding window, ALiBi or recurrent state; attn_implementation sdpa or eager); set "
                              "packing=false")  # fmt: skip
-        return can if wanted is None else wanted
+        if wanted is not None or not can:
+            return bool(wanted)
+        size = getattr(self.policy, "hidden_size", 1024)
+        return sum(work_of(pairs, part, True, size) for part in packed) < sum(
+            work_of(pairs, part, False, size) for part in padded
+        )
 
     @property
     def unpaired(self) -> bool:
@@ -306,17 +318,17 @@ class PreferenceDataModule(LanguageDataModule):
 
     def _micro_batches(self) -> Iterator[Batch]:
         """Yields one pass, from the checkpoint's position."""
-        n_micro, packs = self._n_micro, self._packs
+        n_micro = self._n_micro
         length = self.steps_per_epoch * n_micro
         step: list[Batch] = []
         for position in range(self._position % length, length):
             part = position % n_micro
             if part == 0 or not step:
-                step = self._step(self._position // n_micro, packs)
+                step = self._step(self._position // n_micro)
             self._position += 1
             yield step[part]
 
-    def _step(self, number: int, packs: bool) -> list[Batch]:
+    def _step(self, number: int) -> list[Batch]:
         """This rank's micro-batches of one optimizer step; see :func:`collate` for what they hold.
 
         Besides, ``step_pairs``: this rank's pairs in the step; ``step_chosen_tokens``: tokens of the step's chosen
@@ -329,7 +341,8 @@ class PreferenceDataModule(LanguageDataModule):
         # Neighbours in length go to different ranks, so that these have equally much to do.
         own = rows[self._rank :: self._world_size]
         # Padding is least with equal lengths in a micro-batch; packing is best with short and long ones mixed.
-        parts = [own[i::n_micro] for i in range(n_micro)] if packs else list(own.tensor_split(n_micro))
+        mixed, alike = [own[i::n_micro] for i in range(n_micro)], list(own.tensor_split(n_micro))
+        packs = self._packs(pairs, mixed, alike)
         # As in TRL: the mismatched answers, which estimate KTO's KL, don't count.
         tokens = int(pairs.lengths[rows, :2].sum() if self.unpaired else pairs.total[rows].sum())
         chosen_tokens = int(pairs.lengths[rows, 1].sum()) / self._world_size
@@ -343,7 +356,7 @@ class PreferenceDataModule(LanguageDataModule):
                 "n_micro": n_micro,
                 "num_tokens": tokens if i == n_micro - 1 else 0,
             }
-            for i, part in enumerate(parts)
+            for i, part in enumerate(mixed if packs else alike)
         ]
 
     def _drawn(self, number: int) -> tuple[Pairs, list[Record], Tensor]:
@@ -395,7 +408,7 @@ class PreferenceDataModule(LanguageDataModule):
 
         def play() -> Iterator[Batch]:
             for part in parts:
-                batch = collate(self.eval_pairs, self.eval_records, part, self._packs)
+                batch = collate(self.eval_pairs, self.eval_records, part, self._packs(self.eval_pairs, [part], [part]))
                 if texts:
                     columns = ("prompt", "completion", "label") if self.unpaired else ("prompt", "chosen", "rejected")
                     batch["texts"] = [{name: self.eval_records[i][name] for name in columns} for i in part.tolist()]
@@ -477,6 +490,30 @@ def collate(pairs: Pairs, records: list[Record], index: Tensor, packing: bool) -
         "margin": torch.tensor([float(record.get("margin") or 0.0) for record in chosen]),
         "probability": torch.tensor([_probability(record) for record in chosen]),
     }
+
+
+def work_of(pairs: Pairs, index: Tensor, packing: bool, hidden_size: int) -> float:
+    """Returns the work of a forward pass, in tokens: the places of its rows, and 1 for every 8 · ``hidden_size`` pairs
+    of places that attention compares, which cost as much as a token's matrix products of 16 · ``hidden_size``²
+    weights.
+
+    A causal kernel skips the half of a row's pairs that lies above the diagonal; with the mask of packed rows it
+    computes all.
+
+    Args:
+        pairs: their lengths.
+        index: those of one batch.
+        packing: see :meth:`~datamodules.language.pairs.Pairs.batch`.
+        hidden_size: width of the model's layers.
+    """
+    if packing:
+        total = pairs.lengths[index].sum(-1)
+        width = int(total.max())
+        rows, compared = int(pack(total.tolist(), width)[0].max()) + 1, float(width)
+    else:
+        width = int(pairs.longest[index].max())
+        rows, compared = 2 * len(index), width / 2
+    return rows * width * (1 + compared / (8 * hidden_size))
 
 
 def _probability(record: Record) -> float:

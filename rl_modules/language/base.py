@@ -45,6 +45,7 @@ from rl_modules.language.models import (
     make_model,
     max_length,
     refuse_loading_arguments,
+    text_config,
 )
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import check_router_loss
@@ -370,6 +371,11 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         hp: Any = self.hparams
         self.model = make_model(config, source, self.head, hp.torch_dtype, hp.attn_implementation,
                                 hp.gradient_checkpointing, self.lora)  # fmt: skip
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the model's layers."""
+        return int(text_config(self.model.config).hidden_size)
 
     @property
     def lora(self) -> dict[str, Any] | None:

@@ -179,9 +179,10 @@ class PackingLearner(TextLearner, Protocol):
 class PairLearner(PackingLearner, Protocol):
     """The interface of a module that a datamodule of preferences uses.
 
-    Three members are optional. ``unpaired``: whether the module learns from answers judged one by one instead of pairs
+    Four members are optional. ``hidden_size``: width of the layers, from which the datamodule decides whether packing
+    saves work. ``unpaired``: whether the module learns from answers judged one by one instead of pairs
     (by default false). ``scores_demonstrations``: whether it measures its rewards from those of demonstrations, which
-    are then loaded (by default true). The third is the method of :class:`PredictsAnswers`.
+    are then loaded (by default true). The last is the method of :class:`PredictsAnswers`.
     """
 
 

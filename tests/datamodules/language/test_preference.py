@@ -115,6 +115,25 @@ def test_a_model_that_takes_no_mask_gets_one_row_per_answer(jsonl):
         next(iter(data.train_dataloader()))
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(
+    ("prompt", "answer", "width", "packed"),
+    [
+        (400, 20, 128, True),  # the prompt is read once in place of twice
+        (20, 400, 128, False),  # two answers in a row compare four times as many places, of which none are saved
+        (200, 200, 64, False),  # 3 texts of 200 tokens in place of 4, in a narrow model
+        (200, 200, 4096, True),  # in a wide one attention is a small part of the work
+    ],
+)
+def test_rows_are_packed_where_that_saves_work(jsonl, prompt, answer, width, packed, micro):
+    rows = [{"prompt": "a" * prompt, "chosen": "b" * answer, "rejected": "c" * answer}] * 8
+    data = PreferenceDataModule(path=jsonl(rows), batch_size=4, eval_path=jsonl(rows), n_eval=8)
+    attached(data, micro=micro, max_length=1024).setup("test")
+    data.trainer.lightning_module.can_pack, data.trainer.lightning_module.hidden_size = True, width
+    for batch in [*data.train_dataloader(), *data.test_dataloader()]:
+        assert ("segment" in batch) == packed
+
+
 def test_batch_by_hand(jsonl):
     rows = [
         {"prompt": "a", "chosen": "bc", "rejected": "", "margin": 2},
