@@ -401,7 +401,9 @@ def main() -> None:
     """Writes or compares; exit code 1 where anything differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.golden", description=__doc__.split("\n\n")[0])
     parser.add_argument("do", choices=["write", "compare", "speed"])
-    parser.add_argument("what", nargs="*", help=f"parts ({', '.join(PARTS)}) and words of names; speed: a checkout first")
+    parser.add_argument(
+        "what", nargs="*", help=f"parts ({', '.join(PARTS)}) and words of names; speed: a checkout first"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="speed: per case")
     options = parser.parse_args()
     if options.do == "speed":

@@ -4,8 +4,8 @@ A case is a command line of ``rl``, or a Python function that gets a :class:`Pla
 a traceback, and an exit code other than 0. ``says`` are regular expressions: the argument's name, its value, the remedy.
 """
 
-import re
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Demonstrations: prompts with the completions that a model is to learn."""
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -77,7 +77,6 @@ class InstructionDataModule(LanguageDataModule):
         self.sequences: Sequences | None = None
         self._position = 0  # micro-batches handed out
         self._has_saved = False  # since the fit began
-        self._warned_of_open_ends = False
         self._bucket: tuple[int, list[Tensor]] = (-1, [])
 
     # ---------------------------------------------------------------- records
@@ -120,7 +119,6 @@ class InstructionDataModule(LanguageDataModule):
             elif record.get("whole"):
                 ids = self.encoder.text(record["completion"])
                 records[i] = {**record, "text_ids": ids, "completion_mask": [True] * (len(ids) - 1)}
-        self._check_ends(records)
         shown = [i for i, r in enumerate(records) if r.get("completion") is not None and "text_ids" not in r]
         prompts, (answers,) = self.encode_answers([records[i] for i in shown], "completion")
         for i, prompt, answer in zip(shown, prompts, answers, strict=True):
@@ -160,22 +158,26 @@ class InstructionDataModule(LanguageDataModule):
                     "whole": True}  # fmt: skip
         return as_conversation(row, place)
 
-    def _check_ends(self, records: list[Record]) -> None:
-        """Reports if no conversation's counted tokens include the EOS token: the model would not learn to end
-        completions.
+    def _check_ends(self) -> None:
+        """Reports if no conversation's counted tokens include one that ends completions: the model would not learn to
+        end them. Needs the model, whose generation config may name several.
         """
-        eos = self.policy.tokenizer.eos_token_id
-        learned = [record for record in records if "conversation" in record and not self._warned_of_open_ends]
+        # Of a large file the first ones: they are encoded when they are read.
+        records = islice(self.train_records, 1000) if self.stream is None else self.stream.first(self.batch_size)
+        learned = [record for record in records if "conversation" in record]
+        tokenizer = self.policy.tokenizer
+        settings = getattr(self.policy, "settings", None)  # of a module that writes completions
+        stops = {tokenizer.eos_token_id} if settings is None else set(settings().eos_token_id)
         if learned and not any(
-            token == eos and flag
+            token in stops and flag
             for record in learned
             for token, flag in zip(record["completion_ids"], record["completion_mask"], strict=True)
         ):
-            self._warned_of_open_ends = True
-            notice(f"{self.source}: the chat template ends the assistant's turns without the EOS token "
-                   f"{self.policy.tokenizer.eos_token!r}, so that the model does not learn to end its "
-                   "completions; set eos_token in tokenizer_config.json to the template's end of a turn")  # fmt: skip
-            self._warned_of_ends = True
+            known = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(stops))))
+            notice(f"{self.source}: the chat template ends the assistant's turns without a token that ends "
+                   f"completions ({known}), so that the model does not learn to end them; set eos_token in "
+                   "tokenizer_config.json to the template's end of a turn, or add its id to eos_token_id in "
+                   "generation_config.json")  # fmt: skip
 
     def _encode_conversation(self, record: Record, number: int) -> Record:
         """Adds ``text_ids``, a conversation's tokens, and which of them but the first count."""
@@ -207,6 +209,8 @@ class InstructionDataModule(LanguageDataModule):
 
     def _micro_batches(self) -> Iterator[Batch]:
         """Yields one epoch's micro-batches, from the checkpoint's position."""
+        if self._position == 0:
+            self._check_ends()
         n_micro = self._n_micro
         length = self._steps_per_epoch * n_micro
         step: list[Batch] = []

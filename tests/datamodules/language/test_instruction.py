@@ -1,6 +1,7 @@
 """What a step of demonstrations consists of, whatever rows, micro-batches and ranks it is cut into."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from datamodules import InstructionDataModule
 from datamodules.language.sequences import Sequences, pack
@@ -247,6 +249,25 @@ def test_turns_of_the_assistant_count_however_rows_are_laid_out(tmp_path, packin
     assert batch["step_tokens"] == 8
     plain = attached(InstructionDataModule(path=path, batch_size=3, completion_only_loss=False), tokenizer=tokenizer)
     assert plain.sequences.counted.tolist() == [19, 9, 9]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("stops", [["<eos>", ")"], ["<eos>"]])
+def test_a_turn_ends_with_any_token_that_ends_completions(tmp_path, stops, streaming, caplog):
+    """The generation config may name several; the template's end of a turn need not be the tokenizer's EOS token."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}){% endfor %}"
+    config = Qwen2Config(**TINY, vocab_size=len(tokenizer), max_position_embeddings=64)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(stops)
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    data = InstructionDataModule(path=jsonl(tmp_path / "a.jsonl", [{"messages": talk}] * 4), batch_size=2, n_eval=0,
+                                 streaming=streaming)  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        fit(SFT(model_name_or_path=model, tokenizer_name_or_path=tokenizer), data, max_steps=3)
+    told = [message for message in caplog.messages if "does not learn to end" in message]
+    assert len(told) == (0 if ")" in stops else 1)
+    assert all("('<eos>')" in message for message in told)
 
 
 # -------------------------------------------------------------------- bad input
