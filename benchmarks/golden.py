@@ -293,8 +293,8 @@ def differences(part: str, golden: dict[str, Any], now: dict[str, Any], only: bo
     if part == "runs":
         same = golden["machine"] == now["machine"]
         if not same:
-            print(f"golden runs are of {golden['machine']}, this is {now['machine']}: only names, types and shapes count",
-                  file=sys.stderr)  # fmt: skip
+            print(f"golden runs are of {golden['machine']}, this is {now['machine']}: only names, types and shapes "
+                  "count", file=sys.stderr)  # fmt: skip
         golden, now = golden["runs"], now["runs"]
         if not same:
             golden, now = ({name: structure(run) for name, run in x.items()} for x in (golden, now))
@@ -309,12 +309,13 @@ def differences(part: str, golden: dict[str, Any], now: dict[str, Any], only: bo
 
 def text_of(golden: dict[str, Any]) -> str:
     """JSON with a line for each name, two levels deep at most."""
-    lines = [
-        f"{json.dumps(key)}: "
-        + ("{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()) + "\n}"
-           if key == "runs" else json.dumps(value, ensure_ascii=False, indent=1 if isinstance(value, list) else None))
-        for key, value in golden.items()
-    ]  # fmt: skip
+
+    def dumped(key: str, value: Any) -> str:
+        if key == "runs":
+            return "{\n" + ",\n".join(f" {json.dumps(k)}: {dumped('', v)}" for k, v in value.items()) + "\n}"
+        return json.dumps(value, ensure_ascii=False, indent=1 if isinstance(value, list) else None)
+
+    lines = [f"{json.dumps(key)}: {dumped(key, value)}" for key, value in golden.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -359,7 +360,8 @@ class Clock(L.Callback):
     def on_train_end(self, *_): seconds.append(time.perf_counter() - self.began)
 original = L.Trainer.__init__
 def init(self, *args, callbacks=None, **kwargs):
-    original(self, *args, callbacks=[*(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []), Clock()], **kwargs)
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    original(self, *args, callbacks=[*callbacks, Clock()], **kwargs)
 L.Trainer.__init__ = init
 words, sys.argv = sys.argv[1:], ["rl"]
 try:
