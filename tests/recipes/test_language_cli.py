@@ -377,12 +377,12 @@ def test_what_only_the_trainer_knows_gets_one_sentence_too(rl, arguments, messag
 
 
 def test_export_refuses_other_checkpoints_and_full_folders(rl, trained):
-    whole = {"state_dict": {}, "global_step": 0, "pytorch-lightning_version": "2"}
+    whole = {"state_dict": {"w": torch.zeros(1)}, "global_step": 0, "pytorch-lightning_version": "2"}
     torch.save(whole, "other.ckpt")
     code, _, err = rl("export", "--ckpt_path", "other.ckpt", "--output", "x")
     assert code == 1
     assert "which is no language model" in err
-    torch.save({**whole, "algorithm": "Mine"}, "mine.ckpt")
+    torch.save({**whole, "algorithm": "Mine", "hyper_parameters": {"a": 1}}, "mine.ckpt")
     code, _, err = rl("export", "--ckpt_path", "mine.ckpt", "--output", "x")
     assert code == 1
     assert "give its class with --model package.module.Mine" in err

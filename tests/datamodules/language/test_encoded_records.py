@@ -57,7 +57,7 @@ def steps(kind, data):
     if kind == "grpo":
         return [data._asked(range(start, start + 8)) for start in (0, 700, 1_490, 1_600)]
     numbers = (0, 1, 90, 92, 93, 94, 130)
-    found = [data._step(number) if kind == "sft" else data._step(number, False) for number in numbers]
+    found = [data._step(number) for number in numbers]
     return [[{name: value for name, value in part.items() if name != "index"} for part in step] for step in found]
 
 

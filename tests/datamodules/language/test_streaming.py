@@ -271,13 +271,13 @@ def test_streamed_pairs_are_those_that_are_loaded(tmp_path):
     path = written_pairs(tmp_path)
     data = attached(PreferenceDataModule(path=path, streaming=True, streaming_buffer=4, batch_size=3, packing=False))
     loaded = attached(PreferenceDataModule(path=path, batch_size=11, packing=False))
-    [expected] = loaded._step(0, False)
+    [expected] = loaded._step(0)
     rows = dict(answers(expected))
     assert len(rows) == 22
     assert not len(data.train_pairs)
     seen = set()
     for number in range(15):  # about four passes
-        [batch] = data._step(number, False)
+        [batch] = data._step(number)
         assert "index" not in batch
         assert batch["step_pairs"] == 3
         assert all(rows[text] == margin for text, margin in answers(batch))

@@ -335,6 +335,7 @@ def test_reinforcement_learning_turns_the_adapters_dropout_off(judge: str) -> No
 
     for module in (grpo(lora=lora), RLHFPPO(model_config=TINY, reward_model_name_or_path=judge, lora=lora)):
         module.configure_model()
+        module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         module.on_fit_start()
         assert module.model.training
         for model in [module.model] + ([module.value_model] if isinstance(module, RLHFPPO) else []):
