@@ -612,7 +612,7 @@ for world, says in {
     "ShortEnd": ("(1,)", "(3,)"), "ComplexObservation": ("complex64", "float32"),
     "RaisesInReset": ("FileNotFoundError", "level.txt"), "NoStep": ("reset|step",), "NoDictionary": ("info|step",),
     "ListInfo": (r"reset.*info=\[\], no dictionary",), "NoInfo": ("reset.*info=None, no dictionary",),
-    "NoObservation": ("step.*observation=None",), "NoFirstObservation": ("reset.*None as the observation",),
+    "NoObservation": ("the observation None", "(3,)"), "NoFirstObservation": ("reset.*None as the observation",),
     "TextObservation": ("Text",), "EmptyAction": ("can't act in", "Sequence"), "Foreign": ("Foreign", "gymnasium.Env"),
     "nothing": ("nothing", "None"), "needs": ("needs", "level"), "instance": ("instance|World", "callable"),
 }.items():  # fmt: skip

@@ -44,6 +44,8 @@ def misfit(space: spaces.Space, batch: tuple[int, ...] = (), part: str = "") -> 
             try:
                 array = np.asarray(observation)
             except ValueError:  # rows of several lengths
+                array = np.asarray(None)
+            if array.dtype == object:
                 return f"the observation {str(observation)[:60]}, and its observation_space{part} has the shape {shape}"
             found, given = array.shape, array.dtype
             fits = np.can_cast(given, dtype, "same_kind")

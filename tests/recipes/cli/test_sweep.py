@@ -196,7 +196,7 @@ def test_a_trial_that_is_worse_than_the_others_were_is_pruned(sweep, monkeypatch
     ({"config": "ppo/cartpol.yaml"}, "did you mean ppo/cartpole.yaml"),
     ({"config": None}, "config=None must be the config"),
     ({"search": {"model.gama": {"log": [0.9, 1]}}, "n_trials": 3},
-     "3 trials failed; the last one said: unknown option"),
+     "search: unknown option 'model.gama'; did you mean gamma?"),
     ({"monitor": "eval/mean", "seeds": 1, "n_trials": 3}, "monitor='eval/mean' is not among what"),
     ({"objective": "eval/mean", "seeds": 1, "n_trials": 3}, "objective='eval/mean' is no curve of the run"),
 ])  # fmt: skip
