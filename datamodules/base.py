@@ -4,7 +4,7 @@ import inspect
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import gymnasium as gym
@@ -25,15 +25,13 @@ from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
-from rl_modules.common.arguments import save_arguments
-from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsDataCheckpoints, chosen_by_checkpoint
-from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import Learner
-from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.errors import UsageError
+from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.pairing import check_pairing
-from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
+from rl_modules.core.settings import Declared, setting
 
 Batch = dict[str, Any]
 
@@ -41,34 +39,6 @@ Batch = dict[str, Any]
 IDLE_WITHOUT = {"norm_gamma": "norm_reward", "clip_reward": "norm_reward", "clip_obs": "norm_obs"}
 #: Trainers whose ``check_val_every_n_epoch`` a datamodule has set from its ``eval_freq``, with that number.
 _evaluates_every: WeakKeyDictionary[L.Trainer, int] = WeakKeyDictionary()
-
-
-class EnvironmentArguments(TypedDict, total=False):
-    """Keyword arguments of every control datamodule; :class:`ControlDataModule` documents them."""
-
-    total_timesteps: int
-    seed: int
-    vectorization_mode: str
-    autoreset_mode: str
-    env_kwargs: dict[str, Any] | None
-    wrappers: list[str | dict[str, Any]] | None
-    eval_env_kwargs: dict[str, Any] | None
-    eval_wrappers: list[str | dict[str, Any]] | None
-    action_masks: bool
-    norm_obs: bool
-    norm_reward: bool
-    norm_gamma: float | None
-    warm_start_statistics: bool
-    sign_reward: bool
-    clip_obs: float
-    clip_reward: float
-    eval_freq: int
-    n_eval_episodes: int
-    n_test_episodes: int
-    eval_on_start: bool | None
-    eval_deterministic: bool
-    eval_max_steps: int
-    stats_window_size: int
 
 
 def _of_environments(name: str, of_evaluation: bool = False) -> Any:
@@ -85,139 +55,108 @@ def _of_environments(name: str, of_evaluation: bool = False) -> Any:
     return property(lambda self: getattr(self.environments, name), assign)
 
 
-class ControlDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModule):
-    """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage.
-
-    Args:
-        env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
-            them, or a vector.
-        n_envs: environments that step together, per rank; ignored for a vector, which has its own number.
-        total_timesteps: transitions, over all environments and ranks, after which training ends; the last rollout is
-            finished.
-        seed: source of all random streams: environments, actions, minibatches, weights.
-        vectorization_mode: ``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the
-            environment's own engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium).
-        autoreset_mode: ``same_step``, ``next_step`` or ``disabled``. ``same_step`` and ``disabled`` give the same
-            transitions. With ``next_step``, actions are also drawn for the reset rows, which are ignored, so later
-            samples differ.
-        env_kwargs: keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable.
-        wrappers: Gymnasium wrappers around each environment, the first innermost: a name from
-            ``gymnasium.wrappers``, an import path, or ``{"class_path": ..., "init_args": {...}}``.
-        eval_env_kwargs: keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if
-            an engine steps in training, they replace ``env_kwargs``.
-        eval_wrappers: wrappers of the environments of evaluation, instead of ``wrappers``; None: the same.
-        action_masks: restrict actions to those that the environment allows in an ``action_mask`` of its Dict
-            observation or infos, or by a method ``action_masks()``. False: ignore masks.
-        norm_obs: normalise observations by their running mean and standard deviation; ranks share theirs after every
-            rollout.
-        norm_reward: divide rewards by the running standard deviation of their discounted sum.
-        norm_gamma: discount of that sum; None: the algorithm's γ.
-        warm_start_statistics: start from the running statistics of the module's last training, if it has any.
-        sign_reward: learn from the signs of the rewards, -1, 0 or 1, as usual for Atari (Mnih et al. 2015); logged
-            returns and evaluations use the game's points.
-        clip_obs: bound on normalised observations, in standard deviations.
-        clip_reward: bound on normalised rewards.
-        eval_freq: transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's
-            ``check_val_every_n_epoch`` and ``val_check_interval`` override it.
-        eval_on_start: evaluate before the first update too, if there are evaluations; None: only if ``eval_freq`` sets
-            their times and the environment has a time limit, because an untrained policy may never end an episode. A
-            resumed run does not repeat it.
-        n_eval_episodes: episodes per evaluation, and of ``validate``.
-        n_test_episodes: episodes of ``test`` and ``predict``, on separate seeds.
-        eval_deterministic: evaluate the policy's most likely actions instead of samples.
-        eval_max_steps: steps after which an evaluation episode that does not end is cut, with a warning.
-        stats_window_size: finished episodes in ``rollout/ep_rew_mean``.
-
-    Raises:
-        UsageError: an invalid argument.
-    """
+class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
+    """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage."""
 
     #: Kind of experience: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.
     kind = "rollouts"
     #: Settings that the algorithm determines if they are not given, see :meth:`resolve`.
     filled_in: tuple[str, ...] = ()
-    env_id = _of_environments("env_id")
-    env_kwargs, wrappers = _of_environments("env_kwargs"), _of_environments("wrappers")
-    eval_env_kwargs = _of_environments("eval_env_kwargs", of_evaluation=True)
-    eval_wrappers = _of_environments("eval_wrappers", of_evaluation=True)
-    vectorization_mode, autoreset_mode = _of_environments("vectorization_mode"), _of_environments("autoreset_mode")
-    action_masks = _of_environments("action_masks")
     called_elsewhere = "γ, learning rates and networks belong to the module, epochs and devices to lightning.Trainer"
 
-    def __init__(
-        self,
-        env_id: EnvId = "CartPole-v1",
-        n_envs: int = 8,
-        total_timesteps: int = 100_000,
-        seed: int = 0,
-        vectorization_mode: str = "sync",
-        autoreset_mode: str = "same_step",
-        env_kwargs: dict[str, Any] | None = None,
-        wrappers: list[str | dict[str, Any]] | None = None,
-        eval_env_kwargs: dict[str, Any] | None = None,
-        eval_wrappers: list[str | dict[str, Any]] | None = None,
-        action_masks: bool = True,
-        norm_obs: bool = False,
-        norm_reward: bool = False,
-        norm_gamma: float | None = None,
-        warm_start_statistics: bool = True,
-        sign_reward: bool = False,
-        clip_obs: float = 10.0,
-        clip_reward: float = 10.0,
-        eval_freq: int = 10_000,
-        eval_on_start: bool | None = None,
-        n_eval_episodes: int = 10,
-        n_test_episodes: int = 50,
-        eval_deterministic: bool = True,
-        eval_max_steps: int = 100_000,
-        stats_window_size: int = 100,
-    ) -> None:
-        super().__init__()
-        save_arguments(self, ignore=["env_id", *self.given_networks])
-        check_ranges(self.hparams, type(self))
-        for name in ("env_kwargs", "eval_env_kwargs"):
-            if not isinstance(self.hparams[name], dict | None):
-                raise UsageError(f"{name}={self.hparams[name]!r} must be a dict of the environment's arguments")
+    env_id: Any = setting(
+        "CartPole-v1", "a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a "
+        "vector of them, or a vector", kind=EnvId, positional=True, stored=False, attribute="_given_env",
+        computed=_of_environments("env_id"))  # fmt: skip
+    n_envs: int = setting(
+        8, "environments that step together, per rank; ignored for a vector, which has its own number", least=1,
+        positional=True)  # fmt: skip
+    total_timesteps: int = setting(
+        100_000, "transitions, over all environments and ranks, after which training ends; the last rollout is "
+        "finished", least=1)  # fmt: skip
+    seed: int = setting(0, "source of all random streams: environments, actions, minibatches, weights", least=0)
+    vectorization_mode: str = setting(
+        "sync", "``sync``, ``async`` (a process per environment), ``vector_entry_point`` (the environment's own "
+        "engine) or ``envpool`` (EnvPool's engine, an extra; evaluation stays with Gymnasium)", one_of=VECTORIZATION,
+        computed=_of_environments("vectorization_mode"))  # fmt: skip
+    autoreset_mode: str = setting(
+        "same_step", "``same_step``, ``next_step`` or ``disabled``. ``same_step`` and ``disabled`` give the same "
+        "transitions. With ``next_step``, actions are also drawn for the reset rows, which are ignored, so later "
+        "samples differ", one_of=tuple(AUTORESET), computed=_of_environments("autoreset_mode"))  # fmt: skip
+    env_kwargs: Any = setting(
+        None, "keyword arguments of ``gymnasium.make``, such as ``max_episode_steps``, or of the callable",
+        kind=dict[str, Any] | None, computed=_of_environments("env_kwargs"))  # fmt: skip
+    wrappers: Any = setting(
+        None, "Gymnasium wrappers around each environment, the first innermost: a name from ``gymnasium.wrappers``, an "
+        "import path, or ``{'class_path': ..., 'init_args': {...}}``", kind=list[str | dict[str, Any]] | None,
+        computed=_of_environments("wrappers"))  # fmt: skip
+    eval_env_kwargs: Any = setting(
+        None, "keyword arguments of the environments of evaluation, which override those of ``env_kwargs``; if an "
+        "engine steps in training, they replace ``env_kwargs``", kind=dict[str, Any] | None,
+        computed=_of_environments("eval_env_kwargs", of_evaluation=True))  # fmt: skip
+    eval_wrappers: Any = setting(
+        None, "wrappers of the environments of evaluation, instead of ``wrappers``; None: the same",
+        kind=list[str | dict[str, Any]] | None,
+        computed=_of_environments("eval_wrappers", of_evaluation=True))  # fmt: skip
+    action_masks: bool = setting(
+        True, "restrict actions to those that the environment allows in an ``action_mask`` of its Dict observation or "
+        "infos, or by a method ``action_masks()``. False: ignore masks",
+        computed=_of_environments("action_masks"))  # fmt: skip
+    norm_obs: bool = setting(
+        False, "normalise observations by their running mean and standard deviation; ranks share theirs after every "
+        "rollout")  # fmt: skip
+    norm_reward: bool = setting(False, "divide rewards by the running standard deviation of their discounted sum")
+    norm_gamma: float | None = setting(None, "discount of that sum; None: the algorithm's γ", least=0, most=1)
+    warm_start_statistics: bool = setting(
+        True, "start from the running statistics of the module's last training, if it has any")  # fmt: skip
+    sign_reward: bool = setting(
+        False, "learn from the signs of the rewards, -1, 0 or 1, as usual for Atari (Mnih et al. 2015); logged returns "
+        "and evaluations use the game's points")  # fmt: skip
+    clip_obs: float = setting(10.0, "bound on normalised observations, in standard deviations", above=0, attribute="")
+    clip_reward: float = setting(10.0, "bound on normalised rewards", above=0, attribute="")
+    eval_freq: int = setting(
+        10_000, "transitions between evaluations, rounded to whole epochs; 0: no evaluation. The Trainer's "
+        "``check_val_every_n_epoch`` and ``val_check_interval`` override it", least=0)  # fmt: skip
+    eval_on_start: bool | None = setting(
+        None, "evaluate before the first update too, if there are evaluations; None: only if ``eval_freq`` sets their "
+        "times and the environment has a time limit, because an untrained policy may never end an episode. A resumed "
+        "run does not repeat it")  # fmt: skip
+    n_eval_episodes: int = setting(10, "episodes per evaluation, and of ``validate``", least=1)
+    n_test_episodes: int = setting(50, "episodes of ``test`` and ``predict``, on separate seeds", least=1)
+    eval_deterministic: bool = setting(True, "evaluate the policy's most likely actions instead of samples")
+    eval_max_steps: int = setting(
+        100_000, "steps after which an evaluation episode that does not end is cut, with a warning",
+        least=1)  # fmt: skip
+    stats_window_size: int = setting(100, "finished episodes in ``rollout/ep_rew_mean``", least=1, attribute="")
+
+    _given_env: Any
+
+    def __post_init__(self) -> None:
+        hp: Any = self.hparams
         chosen = chosen_by_checkpoint(self)
         if "env_id" in chosen:
-            require_registered(env_id, "it again: load_from_checkpoint(…, env_id=…)")
+            require_registered(self._given_env, "it again: load_from_checkpoint(…, env_id=…)")
         for name in chosen.intersection(("wrappers", "eval_wrappers")):
-            require_gymnasiums(self.hparams[name], f"them again: load_from_checkpoint(…, {name}=…)")
-        self.seed = at_least("seed", seed, 0)
+            require_gymnasiums(hp[name], f"them again: load_from_checkpoint(…, {name}=…)")
         self.environments = Environments(
-            env_id, self.hparams["env_kwargs"], wrappers, self.hparams["eval_env_kwargs"], eval_wrappers,
-            vectorization_mode, autoreset_mode, action_masks, self.seed,
+            self._given_env, hp.env_kwargs, hp.wrappers, hp.eval_env_kwargs, hp.eval_wrappers, hp.vectorization_mode,
+            hp.autoreset_mode, hp.action_masks, self.seed,
         )  # fmt: skip
-        self.hparams["env_id"] = self.env_name
-        self.n_envs = at_least("n_envs", self.env_id.num_envs if isinstance(self.env_id, VectorEnv) else n_envs)
-        self.total_timesteps = at_least("total_timesteps", total_timesteps)
-        self.norm_obs = norm_obs
-        self.norm_reward = norm_reward
-        self.norm_gamma = None if norm_gamma is None else unit_interval("norm_gamma", norm_gamma)
-        self.warm_start_statistics = warm_start_statistics
-        self.sign_reward = sign_reward
-        self.eval_freq = at_least("eval_freq", eval_freq, 0)
-        self.eval_on_start = eval_on_start
-        self.n_eval_episodes = at_least("n_eval_episodes", n_eval_episodes)
-        self.n_test_episodes = at_least("n_test_episodes", n_test_episodes)
-        self.eval_deterministic = eval_deterministic
-        self.eval_max_steps = at_least("eval_max_steps", eval_max_steps)
-        self.hparams["stats_window_size"] = at_least("stats_window_size", stats_window_size)
-        if sign_reward and norm_reward:
+        hp["env_id"] = self.env_name
+        if isinstance(self.env_id, VectorEnv):
+            self.n_envs = self.env_id.num_envs
+        if self.sign_reward and self.norm_reward:
             raise UsageError("sign_reward and norm_reward both scale the rewards; give one")
-        for name, bound in (("clip_obs", clip_obs), ("clip_reward", clip_reward)):
-            if not bound > 0:
-                raise UsageError(f"{name}={bound} must be positive")
-        for name, known in (("vectorization_mode", VECTORIZATION), ("autoreset_mode", tuple(AUTORESET))):
-            value = self.hparams[name]
-            if value not in known:
-                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}")
         self.num_timesteps = 0
         # Settings as :meth:`resolve` left them.
         self._resolved: dict[str, Any] = {}
         self._collector: Collector | None = None
         self._started_s = time.monotonic()
         self._started_at = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        keep_hooks(cls)
 
     # ---------------------------------------------------------------- the run
 

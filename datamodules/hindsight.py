@@ -13,7 +13,6 @@ from torch import Tensor
 from datamodules.buffers import Batch, ReplayBuffer
 from datamodules.envs.masks import reset_once
 from datamodules.resume import like
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 
 #: Keys of an observation that has a goal, as in Gymnasium-Robotics.
@@ -208,7 +207,7 @@ class HindsightReplayBuffer(ReplayBuffer):
 
 
 def check_hindsight(arguments: Any) -> None:
-    """Refuses arguments of a replay datamodule that do not go together; makes ``n_sampled_goal`` an int.
+    """Refuses arguments of a replay datamodule that do not go together.
 
     Args:
         arguments: of the datamodule, by name.
@@ -217,9 +216,6 @@ def check_hindsight(arguments: Any) -> None:
         UsageError: in one sentence.
     """
     k, strategy = arguments["n_sampled_goal"], arguments["goal_selection_strategy"]
-    arguments["n_sampled_goal"] = at_least("n_sampled_goal", k, 0)
-    if strategy not in STRATEGIES:
-        raise UsageError(f"goal_selection_strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
     if not k and strategy != "future":
         raise UsageError(f"goal_selection_strategy={strategy!r} does nothing at n_sampled_goal=0; set that to 4")
     if k and arguments["n_steps"] != 1:

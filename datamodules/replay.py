@@ -13,15 +13,13 @@ from gymnasium import spaces
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from typing_extensions import Unpack
 
 from datamodules.acting import prepared_by, rollout_act
-from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
+from datamodules.base import Batch, ControlDataModule
 from datamodules.buffers import ReplayBuffer, replay_bytes
-from datamodules.envs.vector import EnvId
 from datamodules.fields import require_action, require_rows
 from datamodules.frame_buffer import FrameReplayBuffer, stack_size
-from datamodules.hindsight import HindsightReplayBuffer, require_goals
+from datamodules.hindsight import STRATEGIES, HindsightReplayBuffer, require_goals
 from datamodules.loader import LazyLoader
 from datamodules.replay_arguments import check_arguments, parse_train_freq, require_memory
 from datamodules.resume import preparation, resumed_position
@@ -33,6 +31,7 @@ from rl_modules.common.masks import split_mask
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_map
+from rl_modules.core.settings import setting
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,13 @@ DRAWN_TOGETHER_BYTES = 64 * 2**20
 STORED_ACTIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 #: Steps of each environment between two writes into the buffer while nothing is learned yet.
 WARM_UP_STEPS = 128
+
+
+def check_gradient_steps(name: str, value: Any) -> Any:
+    """Refuses what is neither a number of minibatches nor -1."""
+    if value == 0:
+        raise UsageError(f"{name}={value} must be at least 1, or -1 for as many as transitions")
+    return value
 
 
 class ReplayDataModule(ControlDataModule):
@@ -56,80 +62,67 @@ class ReplayDataModule(ControlDataModule):
     Other values that ``act`` returns are not stored, because they belong to an outdated policy.
     With ``norm_obs`` and ``norm_reward`` the buffer holds raw observations and rewards, and minibatches are normalised
     with the current statistics. Rows that a subclass adds count in these statistics.
-
-    Args:
-        env_id: a Gymnasium id, ``package.module:callable``, or a callable that returns an environment.
-        n_envs: environments that step together, per rank.
-        buffer_size: rows of the replay buffer over all environments of a rank: transitions, and one row for each
-            episode's end.
-        learning_starts: transitions with random actions, over all environments and ranks, before the first update.
-        train_freq: steps of each environment per round, or ``[<number>, "episode"]`` for whole episodes of a single
-            environment; None: the algorithm's (DQN 4, the others 1).
-        gradient_steps: minibatches per round; -1: as many as transitions (``train_freq * n_envs``).
-        batch_size: transitions per minibatch; None: the algorithm's (DQN 32, the others 256).
-        n_steps: steps between a transition's observation and the one to bootstrap from; fewer where the episode ends.
-        prioritized_replay: draw transitions in proportion to their TD error instead of uniformly.
-        prioritized_replay_alpha: α ≥ 0, exponent of the TD error; 0: uniform.
-        prioritized_replay_beta0: β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling
-            bias that the importance weights correct.
-        prioritized_replay_eps: ε > 0, in units of reward, added to each TD error.
-        share_frames: the observations are stacks of k frames along their first axis. Each frame is stored once, and
-            the stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then
-            frames: one per transition, and k more per episode.
-        n_sampled_goal: k, for environments with goals: in k of k + 1 drawn transitions the goal is replaced by one that
-            the episode reached, and the reward is recomputed (hindsight experience replay; usual: 4). 0: no
-            replacement.
-        goal_selection_strategy: which goal: the one reached after a random later step (``future``), at the end of the
-            episode (``final``), or after any of its steps (``episode``).
-        checkpoint_buffer_size: number of newest rows that a checkpoint stores, at least one transition of each
-            environment; None: all. A run resumed from fewer rows differs from the uninterrupted run.
-        rollouts_per_epoch: rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an
-            epoch has as many minibatches as this number of rounds, or a thousand if the number of minibatches depends
-            on the episodes.
-        **environment: ``total_timesteps``, ``seed``, ``eval_freq`` and the other arguments of
-            :class:`~datamodules.base.ControlDataModule`.
-
-    Raises:
-        UsageError: an invalid argument, or a buffer larger than the memory.
     """
 
     kind = "replay"
     filled_in = ("batch_size", "train_freq", "gradient_steps", "rollouts_per_epoch")
     replay: ReplayBuffer
     sampler: UniformSampler | PrioritizedSampler
+    #: α, β at the start, and ε of prioritised replay.
+    alpha: float
+    beta0: float
+    epsilon: float
 
-    def __init__(
-        self,
-        env_id: EnvId = "CartPole-v1",
-        n_envs: int = 1,
-        buffer_size: int = 1_000_000,
-        learning_starts: int = 100,
-        train_freq: int | tuple[int, str] | None = None,
-        gradient_steps: int = 1,
-        batch_size: int | None = None,
-        n_steps: int = 1,
-        prioritized_replay: bool = False,
-        prioritized_replay_alpha: float = 0.6,
-        prioritized_replay_beta0: float = 0.4,
-        prioritized_replay_eps: float = 1e-6,
-        share_frames: bool = False,
-        n_sampled_goal: int = 0,
-        goal_selection_strategy: str = "future",
-        checkpoint_buffer_size: int | None = None,
-        rollouts_per_epoch: int | None = None,
-        **environment: Unpack[EnvironmentArguments],
-    ) -> None:
-        super().__init__(env_id, n_envs, **environment)
-        hp: Any = self.hparams
-        check_arguments(hp, self.n_envs, self.total_timesteps)
-        self.buffer_size, self.n_steps = hp.buffer_size, hp.n_steps
-        self.checkpoint_buffer_size: int | None = hp.checkpoint_buffer_size
-        self.share_frames = share_frames
-        self.learning_starts = learning_starts
-        self.prioritized_replay = prioritized_replay
-        self.alpha = prioritized_replay_alpha
-        self.beta0 = prioritized_replay_beta0
-        self.epsilon = prioritized_replay_eps
+    n_envs = 1
+    buffer_size: int = setting(
+        1_000_000, "rows of the replay buffer over all environments of a rank: transitions, and one row for each "
+        "episode's end", least=1)  # fmt: skip
+    learning_starts: int = setting(
+        100, "transitions with random actions, over all environments and ranks, before the first update",
+        least=0)  # fmt: skip
+    train_freq: Any = setting(
+        None, "steps of each environment per round, or ``[<number>, 'episode']`` for whole episodes of a single "
+        "environment; None: the algorithm's (DQN 4, the others 1)", kind=int | tuple[int, str] | None,
+        attribute="")  # fmt: skip
+    gradient_steps: Any = setting(
+        1, "minibatches per round; -1: as many as transitions (``train_freq * n_envs``)", kind=int, least=-1,
+        attribute="", check=check_gradient_steps)  # fmt: skip
+    batch_size: Any = setting(
+        None, "transitions per minibatch; None: the algorithm's (DQN 32, the others 256)", kind=int | None, least=1,
+        attribute="")  # fmt: skip
+    n_steps: int = setting(
+        1, "steps between a transition's observation and the one to bootstrap from; fewer where the episode ends",
+        least=1)  # fmt: skip
+    prioritized_replay: bool = setting(False, "draw transitions in proportion to their TD error instead of uniformly")
+    prioritized_replay_alpha: float = setting(
+        0.6, "α ≥ 0, exponent of the TD error; 0: uniform", least=0, attribute="alpha")  # fmt: skip
+    prioritized_replay_beta0: float = setting(
+        0.4, "β in [0, 1] at the start, rising to 1 over ``total_timesteps``: share of the sampling bias that the "
+        "importance weights correct", least=0, most=1, attribute="beta0")  # fmt: skip
+    prioritized_replay_eps: float = setting(
+        1e-6, "ε > 0, in units of reward, added to each TD error", above=0, attribute="epsilon")  # fmt: skip
+    share_frames: bool = setting(
+        False, "the observations are stacks of k frames along their first axis. Each frame is stored once, and the "
+        "stacks are made when they are drawn, which takes a k-th of the memory. The buffer's rows are then frames: one "
+        "per transition, and k more per episode")  # fmt: skip
+    n_sampled_goal: int = setting(
+        0, "k, for environments with goals: in k of k + 1 drawn transitions the goal is replaced by one that the "
+        "episode reached, and the reward is recomputed (hindsight experience replay; usual: 4). 0: no replacement",
+        least=0, attribute="")  # fmt: skip
+    goal_selection_strategy: str = setting(
+        "future", "which goal: the one reached after a random later step (``future``), at the end of the episode "
+        "(``final``), or after any of its steps (``episode``)", one_of=STRATEGIES, attribute="")  # fmt: skip
+    checkpoint_buffer_size: int | None = setting(
+        None, "number of newest rows that a checkpoint stores, at least one transition of each environment; None: all. "
+        "A run resumed from fewer rows differs from the uninterrupted run", least=1)  # fmt: skip
+    rollouts_per_epoch: Any = setting(
+        None, "rounds per Lightning epoch; None: about a thousand transitions. If rounds are episodes, an epoch has as "
+        "many minibatches as this number of rounds, or a thousand if the number of minibatches depends on the episodes",
+        kind=int | None, least=1, attribute="")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_arguments(self.hparams, self.n_envs, self.total_timesteps)
         self.resolve()
         self._position = 0
         self._left = 0

@@ -8,47 +8,31 @@ from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 
 #: Default values of the arguments that prioritised replay alone reads.
-_PRIORITIES = {"alpha": 0.6, "beta0": 0.4, "eps": 1e-6}
+_PRIORITIES = {"prioritized_replay_alpha": 0.6, "prioritized_replay_beta0": 0.4, "prioritized_replay_eps": 1e-6}
 
 
 def check_arguments(hp: Any, n_envs: int, total_timesteps: int) -> None:
-    """Refuses arguments out of range, and those without effect with the others; converts whole numbers to ``int``.
+    """Refuses arguments that contradict each other, and those without effect with the others.
 
     Args:
-        hp: hyperparameters of a replay datamodule, changed in place.
+        hp: hyperparameters of a replay datamodule.
         n_envs: number of environments, which a vector brings.
         total_timesteps: of the run.
 
     Raises:
         UsageError: names the argument, its value and what would be right.
     """
-    for name in ("buffer_size", "n_steps"):
-        hp[name] = at_least(name, hp[name])
-    if hp.gradient_steps < 1 and hp.gradient_steps != -1:
-        raise UsageError(f"gradient_steps={hp.gradient_steps} must be at least 1, or -1 for as many as transitions")
-    hp["gradient_steps"] = at_least("gradient_steps", hp.gradient_steps, -1)
-    if not 0 <= hp.learning_starts < total_timesteps:
+    if hp.learning_starts >= total_timesteps:
         raise UsageError(f"learning_starts={hp.learning_starts} must lie in [0, total_timesteps={total_timesteps}): "
                          "nothing would be left to learn in")  # fmt: skip
     kept = hp.checkpoint_buffer_size
     if kept is not None and kept < n_envs:
         raise UsageError(f"checkpoint_buffer_size={kept} must be at least n_envs={n_envs}, a row of each environment; "
                          "or None for all rows")  # fmt: skip
-    for name in ("checkpoint_buffer_size", "rollouts_per_epoch"):
-        hp[name] = None if hp[name] is None else at_least(name, hp[name])
-    _check_priorities(hp)
+    for name, value in _PRIORITIES.items():
+        if not hp.prioritized_replay and hp[name] != value:
+            raise UsageError(f"{name}={hp[name]} does nothing while prioritized_replay is false; set that to true")
     check_hindsight(hp)
-
-
-def _check_priorities(hp: Any) -> None:
-    given = {name: hp[f"prioritized_replay_{name}"] for name in _PRIORITIES}
-    if given["alpha"] < 0 or not 0 <= given["beta0"] <= 1 or given["eps"] <= 0:
-        raise UsageError("prioritized_replay needs alpha ≥ 0, beta0 in [0, 1] and eps > 0; got "
-                         f"{', '.join(f'{name}={value}' for name, value in given.items())}")  # fmt: skip
-    for name, value in given.items():
-        if not hp.prioritized_replay and value != _PRIORITIES[name]:
-            raise UsageError(f"prioritized_replay_{name}={value} does nothing while prioritized_replay is false; "
-                             "set that to true")  # fmt: skip
 
 
 def parse_train_freq(given: Any, default: int) -> tuple[int, bool]:

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
-from typing_extensions import Unpack
 
 from datamodules.acting import prepared_by, rollout_act
-from datamodules.base import Batch, ControlDataModule, EnvironmentArguments
-from datamodules.envs.vector import EnvId
+from datamodules.base import Batch, ControlDataModule
 from datamodules.fields import require_rows
 from datamodules.free_memory import available_bytes
 from datamodules.loader import LazyLoader
@@ -23,10 +21,18 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.core.settings import setting
 
 #: Estimated times of an environment step and of an update, in ms, and the shortest time of an epoch, chosen so that
 #: Lightning's two or three ms per epoch are a few per cent of it.
 STEP_MS, UPDATE_MS, EPOCH_MS = 0.2, 1.0, 100.0
+
+
+def check_batch_size(name: str, value: Any) -> Any:
+    """Refuses what is neither a number, nor None, nor ``auto``."""
+    if isinstance(value, str) and value != "auto":
+        raise UsageError(f"{name}={value!r} must be a number, null for the whole rollout, or auto")
+    return value
 
 
 class RolloutDataModule(ControlDataModule):
@@ -35,59 +41,36 @@ class RolloutDataModule(ControlDataModule):
     Every epoch collects ``rollouts_per_epoch`` rollouts of ``n_steps`` transitions from each of ``n_envs``
     environments, calls the module's ``prepare`` on each, and yields it ``n_epochs`` times in shuffled minibatches.
     Names are Stable-Baselines3's; the algorithm sets the defaults.
-
-    Args:
-        env_id: a Gymnasium id, ``package.module:callable``, a callable that returns an environment or a vector of
-            them, or a vector.
-        n_envs: environments that step together, per rank.
-        n_steps: transitions per environment and rollout; None: the algorithm's (256; PQN 128, A2C and RecurrentA2C 5,
-            tables 1).
-        batch_size: transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the
-            algorithm's (PPO and RecurrentPPO 64, PQN 128, or the nearest divisor of the rollout; others: the whole
-            rollout).
-        n_epochs: passes over each rollout; None: the algorithm's (PPO and RecurrentPPO 10, PQN 4, others 1).
-        rollouts_per_epoch: rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for
-            long rollouts.
-        overlap: collect the next rollout in a thread while the last one trains, with the weights from before this
-            training, which PPO's ratio corrects. It pays where environments are slow and step outside of this process
-            (``vectorization_mode: async`` or an engine), and a core is free.
-        **environment: ``total_timesteps``, ``seed``, ``norm_obs``, ``eval_freq`` and the other arguments of
-            :class:`~datamodules.base.ControlDataModule`.
-
-    Raises:
-        UsageError: an argument that can't be used, in one sentence.
     """
 
     filled_in = ("n_steps", "n_epochs", "batch_size", "rollouts_per_epoch")
-    n_steps: int
-    batch_size: int
-    n_epochs: int
-    rollouts_per_epoch: int
+    n_steps: Any = setting(
+        None, "transitions per environment and rollout; None: the algorithm's (256; PQN 128, A2C and RecurrentA2C 5, "
+        "tables 1)", kind=int | None, least=1, attribute="")  # fmt: skip
+    batch_size: Any = setting(
+        "auto", "transitions per minibatch; must divide ``n_envs * n_steps``. None: the whole rollout; ``auto``: the "
+        "algorithm's (PPO and RecurrentPPO 64, PQN 128, or the nearest divisor of the rollout; others: the whole "
+        "rollout)", kind=int | Literal["auto"] | None, attribute="", check=check_batch_size)  # fmt: skip
+    n_epochs: Any = setting(
+        None, "passes over each rollout; None: the algorithm's (PPO and RecurrentPPO 10, PQN 4, others 1)",
+        kind=int | None, least=1, attribute="")  # fmt: skip
+    rollouts_per_epoch: Any = setting(
+        None, "rollouts per Lightning epoch; None: enough to keep Lightning's cost per epoch small, 1 for long "
+        "rollouts", kind=int | None, least=1, attribute="")  # fmt: skip
+    overlap: bool = setting(
+        False, "collect the next rollout in a thread while the last one trains, with the weights from before this "
+        "training, which PPO's ratio corrects. It pays where environments are slow and step outside of this process "
+        "(``vectorization_mode: async`` or an engine), and a core is free")  # fmt: skip
 
-    def __init__(
-        self,
-        env_id: EnvId = "CartPole-v1",
-        n_envs: int = 8,
-        n_steps: int | None = None,
-        batch_size: int | Literal["auto"] | None = "auto",
-        n_epochs: int | None = None,
-        rollouts_per_epoch: int | None = None,
-        overlap: bool = False,
-        **environment: Unpack[EnvironmentArguments],
-    ) -> None:
-        super().__init__(env_id, n_envs, **environment)
-        for name in ("n_steps", "n_epochs", "rollouts_per_epoch"):
-            if self.hparams[name] is not None:
-                self.hparams[name] = at_least(name, self.hparams[name])
-        if isinstance(batch_size, str) and batch_size != "auto":
-            raise UsageError(f"batch_size={batch_size!r} must be a number, null for the whole rollout, or auto")
-        if n_steps is not None and isinstance(self.hparams["batch_size"], int):
-            self._check_batch_size(self.hparams["batch_size"], self.n_envs * self.hparams["n_steps"])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given: Any = self.hparams
+        if given.n_steps is not None and isinstance(given.batch_size, int):
+            self._check_batch_size(given.batch_size, self.n_envs * given.n_steps)
         self.resolve()
         self._position = 0
         self._fields: Batch | None = None
         self._order: Tensor | None = None
-        self.overlap = overlap
         self._ahead = CollectedAhead(self._collect)
 
     def begin_run(self) -> None:

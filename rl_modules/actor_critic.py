@@ -8,46 +8,49 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules import ranks
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
-from rl_modules.common.checks import unit_interval
+from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
-from rl_modules.common.schedules import Schedule, schedule_value
+from rl_modules.common.ranges import check_widths
+from rl_modules.core.settings import setting
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
 from rl_modules.state_dependent_noise import ExploringMixin, StateDependentGaussian
 
 
+def outside_box(module: Any) -> str | None:
+    """The reason why an argument of real actions is idle."""
+    if isinstance(module.action_space, spaces.Box):
+        return None
+    return f"in the action space {module.action_space}; use it with a Box"
+
+
 class ActorCriticModule(ExploringMixin, ControlModule):
-    """Base class of the policy-gradient algorithms. The subclasses (PPO, A2C, …) document the arguments.
+    """Base class of the policy-gradient algorithms."""
 
-    An algorithm reads its network's arguments (``net_arch activation_fn log_std_init ortho_init``) from ``hparams``.
-    """
+    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    gae_lambda: float = setting(0.95, "λ of generalized advantage estimation", least=0, most=1)
+    normalize_advantage: bool = setting(True, "whiten advantages within each minibatch, over all ranks")
+    ent_coef: Any = setting(
+        0.0, "weight of the entropy bonus, in units of advantage per nat; a number or a schedule", kind=float | str,
+        schedule=True)  # fmt: skip
+    vf_coef: float = setting(0.5, "weight of the mean squared value error", least=0)
+    max_grad_norm: float | None = setting(
+        0.5, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping", above=0)  # fmt: skip
+    net_arch: list[int] | dict[str, list[int]] | None = setting(
+        None, 'hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none '
+        "after a convolutional encoder", attribute="", check=check_widths, idle=beside_network)  # fmt: skip
+    activation_fn: str = setting("tanh", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+    log_std_init: float = setting(
+        0.0, "initial log standard deviation of Box actions", attribute="",
+        idle=lambda m: beside_network(m) or outside_box(m))  # fmt: skip
+    ortho_init: bool = setting(
+        True, "orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head)", attribute="",
+        idle=beside_network)  # fmt: skip
 
-    network: ActorCritic
-    #: The schedule of ``ent_coef``, if the algorithm has that argument.
-    ent_schedule = Schedule(0.0, False)
-    ent_coef: float
-
-    def __init__(
-        self,
-        gamma: float,
-        gae_lambda: float,
-        normalize_advantage: bool,
-        max_grad_norm: float | None,
-        learning_rate: float | str | None,
-        optimizer: OptimizerFactory | None,
-        lr_scheduler: SchedulerFactory | None,
-        log_every: int,
-        observation_space: dict[str, Any] | None,
-        action_space: dict[str, Any] | None,
-        init_from: str | None,
-    ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
-        self.gamma = unit_interval("gamma", gamma)
-        self.gae_lambda = unit_interval("gae_lambda", gae_lambda)
-        self.normalize_advantage = normalize_advantage
-        self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._whitened: tuple[Tensor, Tensor] | None = None
 
     def begin_run(self) -> None:
@@ -56,8 +59,7 @@ class ActorCriticModule(ExploringMixin, ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        if self.ent_schedule.decays:
-            self.ent_coef = schedule_value(self.ent_schedule, progress_remaining)
+        if "ent_coef" in self.schedules and self.schedules["ent_coef"].decays:
             self.record_now(ent_coef=self.ent_coef)
 
     def build_network(self) -> None:
@@ -71,12 +73,6 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         """
         super().check_spaces()
         self.check_sde(self.action_space)
-
-    def idle_arguments(self) -> dict[str, str]:
-        idle = {**super().idle_arguments(), **self.idle_without_sde()}
-        if not isinstance(self.action_space, spaces.Box):
-            idle["log_std_init"] = f"in the action space {self.action_space}; use it with a Box"
-        return idle
 
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""

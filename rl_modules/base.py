@@ -14,25 +14,22 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
-from rl_modules.common.arguments import save_arguments
 from rl_modules.common.averages import copy_for_averages
-from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkpoint
-from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, warn_of_missing
 from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.idle import warn_of_idle
-from rl_modules.common.import_path import networks_to_plain, require_class
+from rl_modules.common.import_path import Custom, require_class, to_plain
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.pairing import check_source
-from rl_modules.common.ranges import check_ranges, check_widths
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
-from rl_modules.common.storable import plain
+from rl_modules.core.settings import Declared, setting
 from rl_modules.encoders import extractor_of
 from rl_modules.foreign_calls import ForeignCalls
 from rl_modules.loggers import log_settings
@@ -43,23 +40,36 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin):
+def check_rate(name: str, value: Any) -> Any:
+    """Refuses what is no schedule."""
+    if value is not None:
+        parse_schedule(value, name)
+    return value
+
+
+def require_callable(name: str, value: Any) -> Any:
+    """Refuses what is no callable."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={value!r} must be a callable, such as a class of torch.optim"
+                         f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
+    return value
+
+
+def plain_space(name: str, value: Any) -> Any:
+    """Describes a space as plain data."""
+    return space_to_dict(value) if isinstance(value, spaces.Space) else value
+
+
+def beside_network(module: Any) -> str | None:
+    """The reason why an argument of the project's networks is idle."""
+    if module.hparams.get("network") is None:
+        return None
+    return "beside network, which is the whole network; give it to that as one of its init_args"
+
+
+class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
     """Base class of the control algorithms; a subclass defines ``build_network``, ``act``, ``prepare`` and
     ``training_step``.
-
-    Args:
-        learning_rate: step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over
-            ``total_timesteps``, points of it such as ``0:3e-4, 0.5:1e-4, 1:0`` (share of training: value), or None for
-            the rate of ``optimizer``.
-        optimizer: callable from parameters to an optimizer.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a
-            decaying ``learning_rate``.
-        log_every: epochs between two points of the ``train/*`` and ``rollout/*`` curves; ≥ 1.
-        observation_space: description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space
-            itself; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; everything else is reset.
-            None: new weights.
     """
 
     #: Advice in the error for arguments that belong to the datamodule or the Trainer.
@@ -85,51 +95,53 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
     )  # fmt: skip
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
-    # Set by `configure_model`, which knows the spaces.
-    #: Space of what the network sees: an ``action_mask`` is not part of it.
-    observation_space: spaces.Space
-    action_space: spaces.Space
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
     #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
     own_networks: ClassVar[tuple[str, ...]] = ("network", "features_extractor")
-    network: Any
 
-    def __init__(
-        self,
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-    ) -> None:
-        super().__init__(at_least("log_every", log_every, 1, "epoch"))
-        # Callables are code, which a checkpoint must not hold.
-        save_arguments(self, ignore=["optimizer", "lr_scheduler", *self.given_networks])
-        kept: Any = (self.hparams, self._hparams_initial)
-        for hparams in kept:
-            for name in ("observation_space", "action_space"):
-                if isinstance(hparams.get(name), spaces.Space):
-                    hparams[name] = space_to_dict(hparams[name])
-        networks_to_plain(self.hparams)
+    learning_rate: float | str | None = setting(
+        None, "step size; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over ``total_timesteps``, "
+        "points such as ``0:3e-4, 1:0`` (share of training: value), or None for the optimizer's own",
+        check=check_rate)  # fmt: skip
+    optimizer: OptimizerFactory | None = setting(
+        None, "callable from parameters to an optimizer; None: the algorithm's", attribute="optimizer_factory",
+        stored=False, check=require_callable)  # fmt: skip
+    lr_scheduler: SchedulerFactory | None = setting(
+        None, "callable from the optimizer to a torch scheduler, stepped once per epoch; not together with a decaying "
+        "``learning_rate``", attribute="scheduler_factory", stored=False, check=require_callable)  # fmt: skip
+    log_every: int = setting(
+        1, "epochs between two points of the ``train/*`` and ``rollout/*`` curves", least=1, unit="epoch")  # fmt: skip
+    #: After `configure_model` the space of what the network sees: an ``action_mask`` is not part of it.
+    observation_space: Any = setting(
+        None, "description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space itself; None "
+        "takes the datamodule's", kind=dict[str, Any] | None, attribute="", check=plain_space)  # fmt: skip
+    action_space: Any = setting(None, "likewise", kind=dict[str, Any] | None, attribute="", check=plain_space)
+    init_from: str | None = setting(
+        None, "checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights",
+        attribute="")  # fmt: skip
+    network: Any = setting(
+        None, "module class or callable that makes the whole network from both spaces: an import path, or class_path "
+        "with init_args; None: built from the other arguments", kind=Custom | None, attribute="",
+        check=to_plain)  # fmt: skip
+    features_extractor: Any = setting(
+        None, "likewise, for the part that turns an observation into ``features_dim`` numbers; None: by the space",
+        kind=Custom | None, attribute="", check=to_plain)  # fmt: skip
+
+    #: What makes the optimizer and the scheduler; None: the algorithm's.
+    optimizer_factory: OptimizerFactory | None
+    scheduler_factory: SchedulerFactory | None
+
+    def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(self.own_networks):
             require_class(name, self.hparams.get(name))
-        check_ranges(self.hparams, type(self))
-        check_widths(self.hparams.get("net_arch"))
-        for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-            if factory is not None and not callable(factory):
-                raise UsageError(f"{name}={factory!r} must be a callable, such as a class of torch.optim"
-                                 f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
-        self.optimizer_factory = optimizer
-        self.scheduler_factory = lr_scheduler
-        #: As given, so that Lightning's ``Tuner.lr_find`` can set it.
-        self.learning_rate = plain(learning_rate)
-        decays = self.learning_rate is not None and parse_schedule(self.learning_rate, "learning_rate")[1]
-        if decays and lr_scheduler:
-            raise UsageError(f"learning_rate={learning_rate!r} and lr_scheduler both change the learning rate; give "
-                             "one")  # fmt: skip
+        if self.hparams.get("network") is not None and self.hparams.get("features_extractor") is not None:
+            raise UsageError("network and features_extractor are both given; network is the whole network, with its "
+                             "own features")  # fmt: skip
+        decays = self.learning_rate is not None and parse_schedule(self.learning_rate, "learning_rate").decays
+        if decays and self.scheduler_factory:
+            raise UsageError(f"learning_rate={self.learning_rate!r} and lr_scheduler both change the learning rate; "
+                             "give one")  # fmt: skip
         self._scheduled_at = -1
         self._predict_generator: torch.Generator | None = None
 
@@ -138,6 +150,7 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
         if not isinstance(cls.experience, Experience):
             raise UsageError(f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
                              "MINIBATCHES of rl_modules.common.contract")  # fmt: skip
+        keep_hooks(cls)
         # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
         # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
         if "training_step" in vars(cls):
@@ -258,15 +271,6 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
                 self.build_network()
         if self.is_fitting:
             warn_of_idle(self, self.idle_arguments())
-
-    def idle_arguments(self) -> dict[str, str]:
-        """Returns the arguments that have no effect with the other arguments and these spaces. The values give the
-        reason and the remedy. A warning names the arguments that were given.
-        """
-        if self.hparams.get("network") is None:
-            return {}
-        why = "beside network, which is the whole network; give it to that as one of its init_args"
-        return dict.fromkeys(("net_arch", "activation_fn", "log_std_init", "ortho_init", "dueling"), why)
 
     def _check_trainer(self) -> None:
         name, trainer = type(self).__name__, self._trainer
@@ -435,6 +439,9 @@ class ControlModule(ForeignCalls, CheckedCall, LoadsCheckpoints, CheckpointMixin
 
     def update_schedules(self, progress_remaining: float) -> None:
         """Sets every scheduled value; called at the start and after new experience was collected."""
+        for name, schedule in self.schedules.items():
+            if schedule.decays:
+                setattr(self, name, max(schedule_value(schedule, progress_remaining), self.settings[name].least))
         if self.learning_rate is None:
             return
         schedule = parse_schedule(self.learning_rate, "learning_rate")

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.base import OptimizerFactory, SchedulerFactory
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.core.settings import fixed, setting
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.dqn import DQN
 from rl_modules.q_network import DistributionalQNetwork, QNetwork, of_actions
@@ -30,76 +28,19 @@ class C51(DQN):
     priority of a transition is KL(m ‖ p). ``double``, ``dueling`` and ``noisy`` with the datamodule's ``n_steps`` and
     ``prioritized_replay`` are Rainbow (Hessel et al. 2018, arXiv:1710.02298). Names are CleanRL's; the support is the
     papers', for returns of clipped rewards.
-
-    Args:
-        n_atoms: N, points of the support, at least 2.
-        v_min: the smallest return of the support, in units of reward; smaller ones count as it.
-        v_max: the largest one, above ``v_min``; larger ones count as it.
-        gamma: discount γ per transition, in [0, 1].
-        target_update_interval: transitions, over all environments and ranks, between updates of the target network.
-        tau: step of the target network towards the network, in (0, 1]; 1: copy.
-        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
-        exploration_initial_eps: initial ε, the probability of a random action.
-        exploration_final_eps: final ε.
-        double: select the next action with the network, evaluate it with the target network.
-        dueling: V(s) and advantages in separate streams.
-        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
-            no clipping.
-        net_arch: hidden widths; None: [64, 64], and none after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
-            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 2.5e-4).
-        optimizer: callable from parameters to an optimizer; None: Adam with eps 0.01 / batch_size.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
-        noisy: noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch;
-            evaluation uses their means. For exploration by noise alone set exploration_initial_eps and
-            exploration_final_eps to 0.
-        network: module class or callable that makes the whole network from both spaces (logits of the returns, [B, N,
-            A]): an import path, or class_path with init_args; None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
-    def __init__(
-        self,
-        n_atoms: int = 51,
-        v_min: float = -10.0,
-        v_max: float = 10.0,
-        gamma: float = 0.99,
-        target_update_interval: int = 10_000,
-        tau: float = 1.0,
-        exploration_fraction: float = 0.1,
-        exploration_initial_eps: float = 1.0,
-        exploration_final_eps: float = 0.01,
-        double: bool = False,
-        dueling: bool = False,
-        max_grad_norm: float | None = None,
-        net_arch: list[int] | None = None,
-        activation_fn: str = "relu",
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        noisy: bool = False,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(
-            gamma, target_update_interval, tau, exploration_fraction, exploration_initial_eps, exploration_final_eps,
-            double, dueling, "huber", max_grad_norm, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
-            log_every, observation_space, action_space, init_from,
-        )  # fmt: skip
-        self.n_atoms = at_least("n_atoms", n_atoms, 2)
-        if not v_min < v_max:
-            raise UsageError(f"v_max={v_max} must be above v_min={v_min}")
-        self.v_min, self.v_max = float(v_min), float(v_max)
+    n_atoms: int = setting(51, "N, points of the support", least=2)
+    v_min: float = setting(-10.0, "the smallest return of the support, in units of reward; smaller ones count as it")
+    v_max: float = setting(10.0, "the largest one, above ``v_min``; larger ones count as it")
+    exploration_final_eps = 0.01
+    max_grad_norm = None
+    loss = fixed("huber")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.v_min < self.v_max:
+            raise UsageError(f"v_max={self.v_max} must be above v_min={self.v_min}")
 
     def make_network(self) -> QNetwork:
         """Builds the network of logits from the hyperparameters."""

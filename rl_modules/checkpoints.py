@@ -28,8 +28,8 @@ class CheckpointMixin(MetricsMixin):
     action_space: spaces.Space
     given_objects: dict[str, str]
 
-    def __init__(self, log_every: int) -> None:
-        super().__init__(log_every)
+    def __init__(self) -> None:
+        super().__init__()
         #: Statistics that normalise observations; the datamodule sets them after every rollout.
         self.observation_statistics: Statistics = None
         #: State of the normalisers that the weights were trained with; None: raw observations and rewards.

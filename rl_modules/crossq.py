@@ -8,12 +8,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
-from rl_modules.action_noise import ActionNoise
-from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.batch_renorm import BatchRenorm, batch_statistics, renormalized
-from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
+from rl_modules.core.settings import fixed, setting
 from rl_modules.critics import Critics
 from rl_modules.layers import call, last_layer
 from rl_modules.relu_mlp import parallel_linear
@@ -33,81 +30,24 @@ class CrossQ(SAC):
     where one forward pass gives Q_k(s, a) and, without gradient, Q_k(s', a'): the batch statistics of
     :class:`~rl_modules.batch_renorm.BatchRenorm` are those of both. a' and the policy's loss use running statistics of
     policy and critics; ã is sampled with the batch's. Names and defaults are those of sb3-contrib.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
-            ``auto_<number>`` to learn it from that number.
-        target_entropy: target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action
-            dimensions.
-        policy_delay: updates of the critics per update of policy and α.
-        n_critics: number of critics; targets and policy loss use the smallest value of them.
-        action_noise: added to the policy's samples in training, in units of half the action's range; None: none.
-        net_arch: hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256] and
-            [1024, 1024].
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        batch_norm_momentum: how far a batch moves the running statistics, in (0, 1].
-        batch_norm_eps: added to variances, > 0.
-        renorm_warmup_steps: batches with plain batch normalisation, before the correction to running statistics.
-        learning_rate: of policy, critics and α; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0,
-            points such as ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3).
-        optimizer: callable from parameters to an optimizer; None: Adam, with β₁ = 0.5 for policy and critics.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
-        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
-            environment turns the policy's last features into noise.
-        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps.
-        log_std_init: initial log standard deviation of the matrices' entries; only ``use_sde`` reads it.
-        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``,
-            with :class:`~rl_modules.batch_renorm.BatchRenorm` layers): an import path, or class_path with init_args;
-            None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     default_learning_rate = 1e-3
     default_net_arch: ClassVar[dict[str, list[int]]] = {"pi": [256, 256], "qf": [1024, 1024]}
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        ent_coef: float | str = "auto",
-        target_entropy: float | str = "auto",
-        policy_delay: int = 3,
-        n_critics: int = 2,
-        action_noise: ActionNoise | dict[str, Any] | None = None,
-        net_arch: list[int] | dict[str, list[int]] | None = None,
-        activation_fn: str = "relu",
-        batch_norm_momentum: float = 0.01,
-        batch_norm_eps: float = 0.001,
-        renorm_warmup_steps: int = 100_000,
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        use_sde: bool = False,
-        sde_sample_freq: int = -1,
-        log_std_init: float = -3.0,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(
-            gamma, 1.0, ent_coef, target_entropy, 1, n_critics, action_noise, net_arch, activation_fn, learning_rate,
-            optimizer, lr_scheduler, log_every, observation_space, action_space, init_from,
-        )  # fmt: skip
-        self.policy_delay = at_least("policy_delay", policy_delay, 1, "update")
-        unit_interval("batch_norm_momentum", batch_norm_momentum, open_at_zero=True)
-        if not batch_norm_eps > 0:
-            raise UsageError(f"batch_norm_eps={batch_norm_eps} must be above 0, for it is added to variances")
-        at_least("renorm_warmup_steps", renorm_warmup_steps, 0, "update")
-        #: Momentum, ε and warm-up of every BatchRenorm.
-        self.renorm = (batch_norm_momentum, batch_norm_eps, renorm_warmup_steps)
+    policy_delay: int = setting(3, "updates of the critics per update of policy and α", least=1, unit="update")
+    batch_norm_momentum: float = setting(0.01, "how far a batch moves the running statistics", above=0, most=1)
+    batch_norm_eps: float = setting(0.001, "added to variances", above=0)
+    renorm_warmup_steps: int = setting(
+        100_000, "batches with plain batch normalisation, before the correction to running statistics", least=0,
+        unit="update")  # fmt: skip
+    tau = fixed(1.0)
+    target_update_interval = fixed(1)
+
+    @property
+    def renorm(self) -> tuple[float, float, int]:
+        """Momentum, ε and warm-up of every BatchRenorm."""
+        return self.batch_norm_momentum, self.batch_norm_eps, self.renorm_warmup_steps
 
     # ---------------------------------------------------------------- networks
 

@@ -9,16 +9,16 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
+from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.checks import at_least, unit_interval
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.common.ranges import check_widths
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.core.settings import setting
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.exploration import epsilon_greedy, require_finite_actions
 from rl_modules.q_network import QNetwork
@@ -35,90 +35,46 @@ class DQN(ControlModule):
     datamodule's ``n_steps``) and importance weights (its ``prioritized_replay``). The names and defaults are
     Stable-Baselines3's. Departures from it: each environment draws its own ε-coin (SB3: one for all); ε and the
     learning rate change once per round of experience.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        target_update_interval: transitions, over all environments and ranks, between updates of the target network.
-        tau: step of the target network towards the network, in (0, 1]; 1: copy.
-        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
-        exploration_initial_eps: initial ε, the probability of a random action.
-        exploration_final_eps: final ε.
-        double: select the next action with the network, evaluate it with the target network.
-        dueling: V(s) and advantages in separate streams.
-        loss: huber (its gradient bounded by 1) or mse.
-        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
-            no clipping.
-        net_arch: hidden widths; None: [64, 64], and none after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
-            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-4).
-        optimizer: callable from parameters to an optimizer; None: Adam.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
-        noisy: noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch;
-            evaluation uses their means. For exploration by noise alone set exploration_initial_eps and
-            exploration_final_eps to 0.
-        network: module class or callable that makes the whole network from both spaces (Q(s, ·)): an
-            import path, or class_path with init_args; None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     supported_action_spaces = (spaces.Discrete,)
     experience = REPLAY
     prepares_by = ("double",)
-    network: QNetwork
     target_network: QNetwork
-    action_space: spaces.Discrete
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        target_update_interval: int = 10_000,
-        tau: float = 1.0,
-        exploration_fraction: float = 0.1,
-        exploration_initial_eps: float = 1.0,
-        exploration_final_eps: float = 0.05,
-        double: bool = False,
-        dueling: bool = False,
-        loss: str = "huber",
-        max_grad_norm: float | None = 10.0,
-        net_arch: list[int] | None = None,
-        activation_fn: str = "relu",
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        noisy: bool = False,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
-        if loss not in ("huber", "mse"):
-            raise UsageError(f"loss={loss!r} must be huber or mse")
-        self.gamma = unit_interval("gamma", gamma)
-        self.target_update_interval = at_least("target_update_interval", target_update_interval, 1, "transition")
-        self.tau = unit_interval("tau", tau, open_at_zero=True)
-        self.exploration_fraction = unit_interval("exploration_fraction", exploration_fraction, open_at_zero=True)
-        self.exploration_initial_eps = unit_interval("exploration_initial_eps", exploration_initial_eps)
-        self.exploration_final_eps = unit_interval("exploration_final_eps", exploration_final_eps)
-        self.uses_double = double
-        self.loss = loss
-        self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
+    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    target_update_interval: int = setting(
+        10_000, "transitions, over all environments and ranks, between updates of the target network", least=1,
+        unit="transition")  # fmt: skip
+    tau: float = setting(1.0, "step of the target network towards the network; 1: copy", above=0, most=1)
+    exploration_fraction: float = setting(0.1, "share of ``total_timesteps`` over which ε decays", above=0, most=1)
+    exploration_initial_eps: float = setting(1.0, "initial ε, the probability of a random action", least=0, most=1)
+    exploration_final_eps: float = setting(0.05, "final ε", least=0, most=1)
+    double: bool = setting(  # type: ignore[assignment]
+        False, "select the next action with the network, evaluate it with the target network",
+        attribute="uses_double")  # fmt: skip
+    dueling: bool = setting(False, "V(s) and advantages in separate streams", attribute="", idle=beside_network)
+    loss: str = setting("huber", "huber (its gradient bounded by 1) or mse", one_of=("huber", "mse"))
+    max_grad_norm: float | None = setting(
+        10.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping", above=0)  # fmt: skip
+    net_arch: list[int] | None = setting(
+        None, "hidden widths; None: [64, 64], and none after a convolutional encoder", attribute="", check=check_widths,
+        idle=beside_network)  # fmt: skip
+    activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+    noisy: bool = setting(
+        False, "noisy linear layers after the encoder (arXiv:1706.10295), with new noise at every step and minibatch; "
+        "evaluation uses their means. For exploration by noise alone set exploration_initial_eps and "
+        "exploration_final_eps to 0", attribute="is_noisy")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         #: ε, the probability of a random action.
         self.exploration_rate = self.exploration_initial_eps
         #: |δ| of the last minibatch, [B], from which prioritised replay computes priorities.
         self.td_error: Tensor | None = None
         # Number of transitions at the last check of whether an update of the target network is due.
         self._target_seen_at = 0
-        #: Whether the network's layers are noisy.
-        self.is_noisy = bool(self.hparams["noisy"])
         self._noise_generator: torch.Generator | None = None
 
     def begin_run(self) -> None:

@@ -37,9 +37,10 @@ class MetricsMixin(HeldPoints, L.LightningModule):
 
     experience: Experience
 
-    def __init__(self, log_every: int) -> None:
+    log_every: int
+
+    def __init__(self) -> None:
         super().__init__()
-        self.log_every = log_every
         #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
         self.logs_this_epoch = True
         self._sums = MetricSums()

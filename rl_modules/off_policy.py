@@ -11,12 +11,13 @@ from torch import Tensor
 from rl_modules import action_noise as noises
 from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
-from rl_modules.common.checks import at_least, unit_interval
+from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
+from rl_modules.common.ranges import check_widths
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.storable import name_of
+from rl_modules.core.settings import setting
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
 from rl_modules.gradient_hooks import GradientHooks
@@ -33,22 +34,11 @@ class OffPolicyActorCritic(ControlModule):
     The buffer holds actions as the environment takes them; the networks see them scaled to [-1, 1]. One optimizer has
     all parameters, unless ``configure_optimizers`` is overridden. Each :meth:`step` gives it the gradients of some of
     them, and it leaves the others as they are.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        tau: how far an update moves the target networks, in (0, 1].
-        n_critics: number of critics, ≥ 1.
-        action_noise: added to the actions in training, in units of half their range; None: none.
-        net_arch: hidden widths, for policy and critics or ``{"pi": [...], "qf": [...]}``.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: as in :class:`~rl_modules.base.ControlModule`, like the arguments after it.
     """
 
     supported_action_spaces = (spaces.Box,)
     experience = REPLAY_EVERY_STEP
-    network: PolicyAndCritics
     target_network: Any
-    action_space: spaces.Box
     #: Hidden widths where ``net_arch`` is None.
     default_net_arch: ClassVar[Sequence[int] | dict[str, list[int]]] = (256, 256)
     #: Learning rate of Adam where neither ``learning_rate`` nor ``optimizer`` is given.
@@ -58,31 +48,21 @@ class OffPolicyActorCritic(ControlModule):
     #: Whether the policy returns mean and log standard deviation; else actions.
     policy_is_gaussian = False
 
-    def __init__(
-        self,
-        gamma: float,
-        tau: float,
-        n_critics: int,
-        action_noise: ActionNoise | dict[str, Any] | None,
-        net_arch: list[int] | dict[str, list[int]] | None,
-        activation_fn: str,
-        learning_rate: float | str | None,
-        optimizer: OptimizerFactory | None,
-        lr_scheduler: SchedulerFactory | None,
-        log_every: int,
-        observation_space: dict[str, Any] | None,
-        action_space: dict[str, Any] | None,
-        init_from: str | None,
-    ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
+    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    tau: float = setting(0.005, "step of the target networks per update", above=0, most=1)
+    n_critics: int = setting(2, "number of critics; targets use the smallest value of them", least=1)
+    action_noise: Any = setting(
+        None, "added to the policy's actions in training, in units of half the action's range; None: none",
+        kind=ActionNoise | dict[str, Any] | None, check=lambda _, value: noises.from_plain(value),
+        stores=noises.to_plain)  # fmt: skip
+    net_arch: list[int] | dict[str, list[int]] | None = setting(
+        None, 'hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none '
+        "after a convolutional encoder", attribute="", check=check_widths, idle=beside_network)  # fmt: skip
+    activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.automatic_optimization = False
-        self.gamma = unit_interval("gamma", gamma)
-        self.tau = unit_interval("tau", tau, open_at_zero=True)
-        self.n_critics = at_least("n_critics", n_critics)
-        self.action_noise = noises.from_plain(action_noise)
-        kept: Any = (self.hparams, self._hparams_initial)
-        for hparams in kept:
-            hparams["action_noise"] = noises.to_plain(self.action_noise)
         if "action_noise" in self.given_names and noises.is_foreign(self.action_noise):
             self.given_objects["action_noise"] = name_of(self.action_noise)
         #: |δ| of the last minibatch, [B]: what prioritised replay asks for.

@@ -8,13 +8,13 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rl_modules import functional as F
-from rl_modules.base import ControlModule, OptimizerFactory, SchedulerFactory
-from rl_modules.common.checks import unit_interval
+from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.contract import Experience, Rollout
-from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.common.ranges import check_widths
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import is_image
+from rl_modules.core.settings import setting
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.encoders import build_encoder, encoding_width
 from rl_modules.exploration import epsilon_greedy, require_finite_actions
@@ -62,63 +62,26 @@ class PQN(ControlModule):
     with Q as it was during the rollout on the right, and G_t = r_t in a terminal state. At a time limit and at the
     rollout's end max_a Q of the true successor takes the place of the bracket. Layer normalisation keeps the values
     from diverging. The names and defaults are CleanRL's.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        q_lambda: λ, in [0, 1]: 0 for one-step targets, 1 for returns.
-        exploration_fraction: share of ``total_timesteps`` over which ε decays, in (0, 1].
-        exploration_initial_eps: initial ε, the probability of a random action.
-        exploration_final_eps: final ε.
-        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
-            no clipping.
-        net_arch: hidden widths; None: [120, 84], and [512] after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
-            ``0:3e-4, 1:0``, or None for the optimizer's own (RAdam: 2.5e-4).
-        optimizer: callable from parameters to an optimizer; None: RAdam.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
-        network: module class or callable that makes the whole network from both spaces (Q(s, ·)): an import path, or
-            class_path with init_args; None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     supported_action_spaces = (spaces.Discrete,)
     experience = Experience("rollouts", n_steps=128, batch_size=128, n_epochs=4)
-    network: NormalizedQNetwork
-    action_space: spaces.Discrete
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        q_lambda: float = 0.65,
-        exploration_fraction: float = 0.5,
-        exploration_initial_eps: float = 1.0,
-        exploration_final_eps: float = 0.05,
-        max_grad_norm: float | None = 10.0,
-        net_arch: list[int] | None = None,
-        activation_fn: str = "relu",
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(learning_rate, optimizer, lr_scheduler, log_every, observation_space, action_space, init_from)
-        self.gamma = unit_interval("gamma", gamma)
-        self.q_lambda = unit_interval("q_lambda", q_lambda)
-        self.exploration_fraction = unit_interval("exploration_fraction", exploration_fraction, open_at_zero=True)
-        self.exploration_initial_eps = unit_interval("exploration_initial_eps", exploration_initial_eps)
-        self.exploration_final_eps = unit_interval("exploration_final_eps", exploration_final_eps)
-        self.max_grad_norm = max_grad_norm if max_grad_norm is None else float(max_grad_norm)
+    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    q_lambda: float = setting(0.65, "λ: 0 for one-step targets, 1 for returns", least=0, most=1)
+    exploration_fraction: float = setting(0.5, "share of ``total_timesteps`` over which ε decays", above=0, most=1)
+    exploration_initial_eps: float = setting(1.0, "initial ε, the probability of a random action", least=0, most=1)
+    exploration_final_eps: float = setting(0.05, "final ε", least=0, most=1)
+    max_grad_norm: float | None = setting(
+        10.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping", above=0)  # fmt: skip
+    net_arch: list[int] | None = setting(
+        None, "hidden widths; None: [120, 84], and [512] after a convolutional encoder", attribute="",
+        check=check_widths, idle=beside_network)  # fmt: skip
+    activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         #: ε, the probability of a random action.
         self.exploration_rate = self.exploration_initial_eps
 

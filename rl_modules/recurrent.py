@@ -11,11 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.common.checks import at_least
 from rl_modules.common.contract import Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import example_arrays, is_image, tree_leaves, tree_map
+from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.distributions import Distribution, parameter_count
 from rl_modules.encoders import build_encoder, init_orthogonal
 from rl_modules.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
@@ -169,30 +169,35 @@ class RecurrentMixin(ActorCriticModule):
     A minibatch consists of whole sequences: consecutive steps of one environment, and the recurrent state before the
     first step, as it was when the policy acted. The algorithm defines ``minibatch_loss(policy, value, batch)``, whose
     arguments are flat.
-
-    It reads ``rnn lstm_hidden_size n_lstm_layers shared_lstm enable_critic_lstm sequence_length burn_in`` from
-    ``hparams``.
     """
 
-    network: RecurrentActorCritic  # type: ignore[assignment]
+    rnn: str = setting("lstm", "``lstm`` or ``gru``", attribute="", one_of=("lstm", "gru"))
+    lstm_hidden_size: int = setting(256, "hidden size of the LSTM or GRU", attribute="", least=1)
+    n_lstm_layers: int = setting(1, "number of recurrent layers", attribute="", least=1)
+    shared_lstm: bool = setting(False, "the critic reads the policy's recurrent state, without gradient", attribute="")
+    enable_critic_lstm: bool = setting(
+        True, "the critic has its own LSTM or GRU; without both options it reads a linear layer of the observation's "
+        "features", attribute="")  # fmt: skip
+    sequence_length: int | None = setting(
+        None, "steps per sequence, a divisor of the datamodule's ``n_steps``; None: the whole rollout, or as much of "
+        "it as a minibatch holds", attribute="", least=1)  # fmt: skip
+    burn_in: int = setting(
+        0, "steps before each sequence to unroll with the current weights, without gradient; 0: use the stored state",
+        attribute="", least=0)  # fmt: skip
+    net_arch: list[int] | dict[str, list[int]] | None = changed(
+        says='hidden widths after the recurrent layers, for policy and value, or ``{"pi": [...], "vf": [...]}``; None: '
+        "[64, 64], and none after a convolutional encoder")  # fmt: skip
+    ortho_init: bool = changed(
+        says="orthogonal initialisation of all but the recurrent layers, with gains √2, 0.01 (policy head) and 1 "
+        "(value head)")  # fmt: skip
+    network: Any = fixed()
 
-    def check_memory(self) -> None:
-        """Checks the recurrent network's arguments, and converts whole numbers to int.
-
-        Raises:
-            UsageError: names the one that can't be used.
-        """
+    def __post_init__(self) -> None:
+        super().__post_init__()
         hp: Any = self.hparams
-        if hp.rnn not in CELLS:
-            raise UsageError(f"rnn={hp.rnn!r} must be lstm or gru")
         if hp.shared_lstm and hp.enable_critic_lstm:
             raise UsageError("shared_lstm=True and enable_critic_lstm=True contradict each other: the critic reads the "
                              "policy's memory or its own; give enable_critic_lstm=False")  # fmt: skip
-        hp.lstm_hidden_size = at_least("lstm_hidden_size", hp.lstm_hidden_size)
-        hp.n_lstm_layers = at_least("n_lstm_layers", hp.n_lstm_layers)
-        hp.burn_in = at_least("burn_in", hp.burn_in, 0)
-        if hp.sequence_length is not None:
-            hp.sequence_length = at_least("sequence_length", hp.sequence_length)
 
     def make_network(self, critic: bool = True) -> RecurrentActorCritic:  # type: ignore[override]
         """Policy, value function and their memories from the hyperparameters."""

@@ -7,11 +7,8 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.base import OptimizerFactory, SchedulerFactory
 from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
-from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
-from rl_modules.common.schedules import parse_schedule
+from rl_modules.core.settings import changed, fixed, setting
 
 PSI = ("return", "reward_to_go", "baseline", "advantage")
 
@@ -37,79 +34,26 @@ class REINFORCE(ActorCriticModule):
 
     The factor γ^t of the exact gradient of the discounted return is omitted, as is usual in practice, except by
     "return", whose G_0 contains it.
-
-    Args:
-        psi: Ψ, the weight of log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``.
-        gamma: discount γ per transition, in [0, 1].
-        gae_lambda: λ of generalized advantage estimation, in [0, 1]; read by ``advantage`` only.
-        normalize_advantage: whiten Ψ over each rollout; its mean is then a constant baseline.
-        ent_coef: weight of the entropy bonus, in units of Ψ per nat; a number or a schedule.
-        vf_coef: weight of the mean squared value error, if Ψ needs V.
-        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
-            no clipping.
-        net_arch: hidden widths of policy and value towers, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and none
-            after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
-        learning_rate: a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
-            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 3e-4).
-        optimizer: callable from parameters to an optimizer; None: Adam with eps 1e-5.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
-        network: module class or callable that makes the whole network from both spaces (policy and value): an
-            import path, or class_path with init_args; None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     experience = WHOLE_ROLLOUTS
 
-    def __init__(
-        self,
-        psi: str = "reward_to_go",
-        gamma: float = 0.99,
-        gae_lambda: float = 0.95,
-        normalize_advantage: bool = False,
-        ent_coef: float | str = 0.0,
-        vf_coef: float = 0.5,
-        max_grad_norm: float | None = None,
-        net_arch: list[int] | dict[str, list[int]] | None = None,
-        activation_fn: str = "tanh",
-        log_std_init: float = 0.0,
-        ortho_init: bool = True,
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(
-            gamma, gae_lambda, normalize_advantage, max_grad_norm, learning_rate, optimizer, lr_scheduler, log_every,
-            observation_space, action_space, init_from,
-        )  # fmt: skip
-        if psi not in PSI:
-            raise UsageError(f"psi={psi!r} must be one of {', '.join(PSI)}")
-        self.psi = psi
-        self.has_critic = psi in ("baseline", "advantage")
-        self.ent_schedule = parse_schedule(ent_coef, "ent_coef")
-        self.ent_coef = self.ent_schedule.initial
-        self.vf_coef = float(vf_coef)
+    psi: str = setting(
+        "reward_to_go", "Ψ, the weight of log π: ``return``, ``reward_to_go``, ``baseline`` or ``advantage``",
+        one_of=PSI)  # fmt: skip
+    gae_lambda: float = changed(
+        idle=lambda m: None if m.psi == "advantage" else f"with psi={m.psi}; set that to advantage")  # fmt: skip
+    vf_coef: float = changed(
+        idle=lambda m: not m.has_critic
+        and f"with psi={m.psi}, which needs no values; set that to baseline or advantage")  # fmt: skip
+    normalize_advantage = False
+    max_grad_norm = None
+    use_sde, sde_sample_freq = fixed(), fixed()
 
-    def idle_arguments(self) -> dict[str, str]:
-        idle = super().idle_arguments()
-        if self.psi != "advantage":
-            idle["gae_lambda"] = f"with psi={self.psi}; set that to advantage"
-        if not self.has_critic:
-            idle["vf_coef"] = f"with psi={self.psi}, which needs no values; set that to baseline or advantage"
-        return idle
+    @property
+    def has_critic(self) -> bool:
+        """Whether Ψ needs V."""
+        return self.psi in ("baseline", "advantage")
 
     def build_network(self) -> None:
         self.network = self.make_network(critic=self.has_critic)

@@ -10,17 +10,49 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rl_modules import functional as F
-from rl_modules.action_noise import ActionNoise
-from rl_modules.base import OptimizerFactory, SchedulerFactory
+from rl_modules.base import beside_network
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import settings_before
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
+from rl_modules.core.settings import changed, setting
 from rl_modules.critics import Critics, SquashedGaussianPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 from rl_modules.sde_policy import StateDependentPolicy
 from rl_modules.state_dependent_noise import ExploringMixin
+
+
+def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
+    """Returns the initial value of α, and whether it is learned.
+
+    Raises:
+        UsageError: neither a number ≥ 0 nor ``auto`` nor ``auto_<number>``.
+    """
+    text = str(ent_coef)
+    learned = text.startswith("auto")
+    number = {"auto": "1.0"}.get(text, text.removeprefix("auto_"))
+    if not _is_finite(number) or float(number) < 0 or (learned and float(number) == 0):
+        raise UsageError(f"ent_coef={ent_coef!r} must be a number ≥ 0, auto, or auto_<number above 0>")
+    return float(number), learned
+
+
+def check_ent_coef(name: str, value: Any) -> Any:
+    """Refuses what :func:`parse_ent_coef` does not read."""
+    parse_ent_coef(value)
+    return value
+
+
+def check_target_entropy(name: str, value: Any) -> Any:
+    """Refuses what is neither a number nor ``auto``."""
+    if value != "auto" and not _is_finite(value):
+        raise UsageError(f"{name}={value!r} must be a number of nats, or auto")
+    return value
+
+
+def _is_finite(value: float | str) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 class SAC(ExploringMixin, OffPolicyActorCritic):
@@ -38,82 +70,33 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
     counts updates over the whole run, in SB3 within one round; the learning rate changes once per round of experience.
 
     Optimization is manual: the Trainer refuses ``gradient_clip_val``, and ``global_step`` counts updates.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        tau: step of the target critics per update, in (0, 1].
-        ent_coef: entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or
-            ``auto_<number>`` to learn it from that number.
-        target_entropy: target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action
-            dimensions.
-        target_update_interval: updates between two updates of the target critics.
-        n_critics: number of critics; targets and policy loss use the smallest value of them.
-        action_noise: added to the policy's samples in training, in units of half the action's range; None: none.
-        net_arch: hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [256, 256], and none
-            after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: of policy, critics and α; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0,
-            points such as ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 3e-4).
-        optimizer: callable from parameters to an optimizer; None: Adam.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
-        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
-            environment turns the policy's last features into noise.
-        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps.
-        log_std_init: initial log standard deviation of the matrices' entries; only ``use_sde`` reads it.
-        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``): an
-            import path, or class_path with init_args; None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     policy_is_gaussian = True
     #: log α; None where α is fixed.
     log_ent_coef: torch.nn.Parameter | None
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        tau: float = 0.005,
-        ent_coef: float | str = "auto",
-        target_entropy: float | str = "auto",
-        target_update_interval: int = 1,
-        n_critics: int = 2,
-        action_noise: ActionNoise | dict[str, Any] | None = None,
-        net_arch: list[int] | dict[str, list[int]] | None = None,
-        activation_fn: str = "relu",
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        use_sde: bool = False,
-        sde_sample_freq: int = -1,
-        log_std_init: float = -3.0,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(
-            gamma, tau, n_critics, action_noise, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
-            log_every, observation_space, action_space, init_from,
-        )  # fmt: skip
-        self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(ent_coef)
-        if target_entropy != "auto" and not _is_finite(target_entropy):
-            raise UsageError(f"target_entropy={target_entropy!r} must be a number of nats, or auto")
-        self.target_update_interval = at_least("target_update_interval", target_update_interval, 1, "update")
+    ent_coef: Any = setting(
+        "auto", "entropy coefficient α, in units of reward per nat: a number ≥ 0, ``auto`` to learn it from 1, or "
+        "``auto_<number>`` to learn it from that number", kind=float | str, computed=lambda m: m.current_ent_coef(),
+        check=check_ent_coef)  # fmt: skip
+    target_entropy: Any = setting(
+        "auto", "target of the policy's entropy, in nats, for a learned α; ``auto``: minus the number of action "
+        "dimensions", kind=float | str, attribute="", check=check_target_entropy,
+        idle=lambda m: not m.learns_ent_coef
+        and f"with the fixed ent_coef={m.hparams['ent_coef']!r}; set that to auto")  # fmt: skip
+    target_update_interval: int = setting(
+        1, "updates between two updates of the target critics", least=1, unit="update")  # fmt: skip
+    log_std_init: float = setting(
+        -3.0, "initial log standard deviation of the matrices' entries; only ``use_sde`` reads it", attribute="",
+        idle=lambda m: beside_network(m)
+        or (None if m.uses_sde else "while use_sde is false; set that to true"))  # fmt: skip
+    sde_sample_freq: int = changed(
+        says="steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps")  # fmt: skip
 
-    def idle_arguments(self) -> dict[str, str]:
-        idle = {**super().idle_arguments(), **self.idle_without_sde()}
-        if not self.uses_sde:
-            idle["log_std_init"] = "while use_sde is false; set that to true"
-        if not self.learns_ent_coef:
-            idle["target_entropy"] = f"with the fixed ent_coef={self.hparams['ent_coef']!r}; set that to auto"
-        return idle
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(self.hparams["ent_coef"])
 
     # ---------------------------------------------------------------- networks
 
@@ -148,8 +131,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
     def followed(self) -> Critics:
         return self.network.critics
 
-    @property
-    def ent_coef(self) -> Tensor | float:
+    def current_ent_coef(self) -> Tensor | float:
         """α, without gradient."""
         return self.initial_ent_coef if self.log_ent_coef is None else self.log_ent_coef.detach().exp()
 
@@ -273,24 +255,3 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
     def absolute_error(self, q: Tensor, target: Tensor) -> Tensor:
         """Returns |δ| per transition for prioritised replay, [B]: the mean over critics."""
         return (q[..., 0] - target).abs().mean(0)
-
-
-def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
-    """Returns the initial value of α, and whether it is learned.
-
-    Raises:
-        UsageError: neither a number ≥ 0 nor ``auto`` nor ``auto_<number>``.
-    """
-    text = str(ent_coef)
-    learned = text.startswith("auto")
-    number = {"auto": "1.0"}.get(text, text.removeprefix("auto_"))
-    if not _is_finite(number) or float(number) < 0 or (learned and float(number) == 0):
-        raise UsageError(f"ent_coef={ent_coef!r} must be a number ≥ 0, auto, or auto_<number above 0>")
-    return float(number), learned
-
-
-def _is_finite(value: float | str) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except ValueError:
-        return False

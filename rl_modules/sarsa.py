@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
+from rl_modules.core.settings import setting
 from rl_modules.tabular import TabularControl, rows
 
 
@@ -21,50 +22,14 @@ class SARSA(TabularControl):
 
     The last transition of a rollout needs the first action of the next: it is sampled before the update and executed
     first in the next rollout. At a truncation a' is sampled but not executed.
-
-    Args:
-        expected: bootstrap from the expectation over the policy instead of one action, which reduces variance.
-        gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over
-            ``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or
-            ``1/n^<w>`` with w in (½, 1), which weights recent targets more.
-        exploration_fraction: share of training over which ε falls, in [0, 1].
-        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
-        exploration_final_eps: final ε, in [0, 1]; equal to the initial one: constant ε.
-        initial_value: initial value of all entries, in units of return; optimistic values cause exploration.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose table a ``fit`` starts from; None: a new table.
     """
 
-    def __init__(
-        self,
-        expected: bool = False,
-        gamma: float = 0.99,
-        learning_rate: float | str = 0.1,
-        exploration_fraction: float = 0.1,
-        exploration_initial_eps: float = 1.0,
-        exploration_final_eps: float = 0.05,
-        initial_value: float = 0.0,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-    ) -> None:
-        super().__init__(
-            gamma,
-            learning_rate,
-            exploration_fraction,
-            exploration_initial_eps,
-            exploration_final_eps,
-            initial_value,
-            log_every,
-            observation_space,
-            action_space,
-            init_from,
-        )
-        self.expected = expected
+    expected: bool = setting(
+        False, "bootstrap from the expectation over the policy instead of one action, which reduces "
+        "variance")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # Per environment the next state and the action that the last update drew for it; -1: none.
         self._next_action: tuple[Tensor, Tensor] | None = None
 

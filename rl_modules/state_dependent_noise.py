@@ -9,6 +9,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import Declared, setting
 from rl_modules.distributions.gaussian import DiagGaussian
 
 #: Added to the variance, as in Stable-Baselines3.
@@ -78,8 +79,24 @@ class StateDependentGaussian(DiagGaussian):
         return self._shaped(self.mean.detach() + torch.bmm(self.features[:, None], matrices)[:, 0])
 
 
-class ExploringMixin:
-    """Gives a module its noise matrices while a rollout is collected. It reads ``use_sde sde_sample_freq``."""
+def check_frequency(name: str, value: Any) -> Any:
+    """Refuses what is neither a number of steps nor -1."""
+    if value < 1 and value != -1:
+        raise UsageError(f"{name}={value!r} must be a number of steps, at least 1, or -1 for whole rollouts")
+    return value
+
+
+class ExploringMixin(Declared):
+    """Gives a module its noise matrices while a rollout is collected."""
+
+    use_sde: bool = setting(
+        False, "explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
+        "environment turns the policy's last features into noise. ``log_std_init`` is that of its entries",
+        attribute="")  # fmt: skip
+    sde_sample_freq: int = setting(
+        -1, "steps of a rollout after which new matrices are drawn; -1: once per rollout", attribute="",
+        check=check_frequency,
+        idle=lambda m: None if m.uses_sde else "while use_sde is false; set that to true")  # fmt: skip
 
     hparams: Any
     act: Any
@@ -97,11 +114,6 @@ class ExploringMixin:
         Raises:
             UsageError: names the one that can't be used.
         """
-        freq = self.hparams.get("sde_sample_freq", -1)
-        if freq != -1 and (not isinstance(freq, int) or freq < 1):
-            raise UsageError(
-                f"sde_sample_freq={freq!r} must be a number of steps, at least 1, or -1 for whole rollouts"
-            )
         if not self.uses_sde:
             return
         if not isinstance(action_space, spaces.Box):
@@ -110,10 +122,6 @@ class ExploringMixin:
         if self.hparams.get("network") is not None:
             raise UsageError("use_sde=True needs the features of the project's own networks; give features_extractor "
                              "instead of network, or use_sde=False")  # fmt: skip
-
-    def idle_without_sde(self) -> dict[str, str]:
-        """Returns the arguments of gSDE if it is off, in the form of ``idle_arguments``."""
-        return {} if self.uses_sde else {"sde_sample_freq": "while use_sde is false; set that to true"}
 
     def rollout_act(self) -> Callable[..., Any]:
         """Returns ``act`` with the noise matrices of one rollout."""

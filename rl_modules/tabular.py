@@ -13,11 +13,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.base import ControlModule
-from rl_modules.common.checks import unit_interval
 from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
+from rl_modules.core.settings import fixed, setting
 
 
 class ActionValues(torch.nn.Module):
@@ -50,55 +50,67 @@ class ActionValues(torch.nn.Module):
         return self
 
 
-class TabularControl(ControlModule):
-    """Base class of the tabular agents: the table, ε-greedy actions, step sizes, exact evaluation.
+def _parse_visit_exponent(learning_rate: float | str) -> float | None:
+    """Returns the w of ``1/n^w``, 1 for ``1/n``, None for anything else."""
+    if learning_rate == "1/n":
+        return 1.0
+    try:
+        exponent = float(str(learning_rate).removeprefix("1/n^"))
+    except ValueError:
+        return None
+    # Outside this range the sum of the steps, or of their squares, has the wrong limit (Robbins & Monro 1951).
+    return exponent if str(learning_rate).startswith("1/n^") and 0.5 < exponent < 1 else None
 
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        learning_rate: step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over
-            ``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or
-            ``1/n^<w>`` with w in (½, 1), which weights recent targets more.
-        exploration_fraction: share of training over which ε falls, in [0, 1].
-        exploration_initial_eps: ε at the start, in [0, 1]; ε is the probability of a uniformly random action.
-        exploration_final_eps: final ε, in [0, 1]; equal to the initial one: constant ε.
-        initial_value: initial value of all entries, in units of return; optimistic values cause exploration.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-    """
+
+def _parse_step_size(learning_rate: float | str) -> Schedule:
+    try:
+        schedule = parse_schedule(learning_rate, "learning_rate")
+    except UsageError:
+        schedule = Schedule(0.0, False)
+    if not 0 < schedule[0] <= 1:
+        raise UsageError(f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
+                         "linear decay to 0, 1/n for the mean of all targets, or 1/n^<w> with w between 0.5 "
+                         "and 1")  # fmt: skip
+    return schedule
+
+
+def check_step_size(name: str, value: Any) -> Any:
+    """Refuses what is no step size of a table."""
+    if _parse_visit_exponent(value) is None:
+        _parse_step_size(value)
+    return value
+
+
+class TabularControl(ControlModule):
+    """Base class of the tabular agents: the table, ε-greedy actions, step sizes, exact evaluation."""
 
     supported_action_spaces = (spaces.Discrete,)
     experience = EVERY_STEP
     n_tables = 1
-    network: ActionValues
-    observation_space: spaces.Discrete
-    action_space: spaces.Discrete
 
-    def __init__(
-        self,
-        gamma: float,
-        learning_rate: float | str,
-        exploration_fraction: float,
-        exploration_initial_eps: float,
-        exploration_final_eps: float,
-        initial_value: float,
-        log_every: int,
-        observation_space: dict[str, Any] | None,
-        action_space: dict[str, Any] | None,
-        init_from: str | None,
-    ) -> None:
-        super().__init__(
-            None, log_every=log_every, observation_space=observation_space, action_space=action_space,
-            init_from=init_from,
-        )  # fmt: skip
-        self.gamma = unit_interval("gamma", gamma)
-        unit_interval("exploration_fraction", exploration_fraction)
-        unit_interval("exploration_initial_eps", exploration_initial_eps)
-        unit_interval("exploration_final_eps", exploration_final_eps)
+    gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
+    learning_rate: Any = setting(
+        0.1, "step size α, in (0, 1]; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0 over "
+        "``total_timesteps``, points such as ``0:0.5, 1:0.1``, ``1/n`` for the mean of all targets of an entry, or "
+        "``1/n^<w>`` with w in (½, 1), which weights recent targets more", kind=float | str,
+        check=check_step_size)  # fmt: skip
+    exploration_fraction: float = setting(0.1, "share of training over which ε falls", least=0, most=1, attribute="")
+    exploration_initial_eps: float = setting(
+        1.0, "ε at the start, the probability of a uniformly random action", least=0, most=1, attribute="")  # fmt: skip
+    exploration_final_eps: float = setting(
+        0.05, "final ε; equal to the initial one: constant ε", least=0, most=1, attribute="")  # fmt: skip
+    initial_value: float = setting(
+        0.0, "initial value of all entries, in units of return; optimistic values cause exploration",
+        attribute="")  # fmt: skip
+    optimizer, lr_scheduler, network, features_extractor = fixed(), fixed(), fixed(), fixed()
+    optimizer_factory = scheduler_factory = None  # a table has none
+
+    def __post_init__(self) -> None:
         # A table has no optimizer, so the step size is not an optimizer's.
-        self.learning_rate = None
-        self.visit_exponent = _parse_visit_exponent(learning_rate)
-        self.step_schedule = _parse_step_size(learning_rate) if self.visit_exponent is None else None
+        rate, self.learning_rate = self.learning_rate, None
+        super().__post_init__()
+        self.visit_exponent = _parse_visit_exponent(rate)
+        self.step_schedule = _parse_step_size(rate) if self.visit_exponent is None else None
         self.step_size = 0.0 if self.step_schedule is None else self.step_schedule[0]
         self.epsilon = self._exploration_rate(1.0)
         self.automatic_optimization = False
@@ -321,27 +333,3 @@ class TabularControl(ControlModule):
 def rows(batch: dict[str, Tensor], *names: str) -> Iterator[tuple]:
     """Yields a batch's transitions as Python numbers."""
     return zip(*(batch[name].tolist() for name in names), strict=True)
-
-
-def _parse_visit_exponent(learning_rate: float | str) -> float | None:
-    """Returns the w of ``1/n^w``, 1 for ``1/n``, None for anything else."""
-    if learning_rate == "1/n":
-        return 1.0
-    try:
-        exponent = float(str(learning_rate).removeprefix("1/n^"))
-    except ValueError:
-        return None
-    # Outside this range the sum of the steps, or of their squares, has the wrong limit (Robbins & Monro 1951).
-    return exponent if str(learning_rate).startswith("1/n^") and 0.5 < exponent < 1 else None
-
-
-def _parse_step_size(learning_rate: float | str) -> Schedule:
-    try:
-        schedule = parse_schedule(learning_rate, "learning_rate")
-    except UsageError:
-        schedule = Schedule(0.0, False)
-    if not 0 < schedule[0] <= 1:
-        raise UsageError(f"learning_rate={learning_rate!r} is no step size; give a number in (0, 1], lin_<number> for "
-                         "linear decay to 0, 1/n for the mean of all targets, or 1/n^<w> with w between 0.5 "
-                         "and 1")  # fmt: skip
-    return schedule

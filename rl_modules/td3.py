@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_modules.action_noise import ActionNoise
-from rl_modules.base import OptimizerFactory, SchedulerFactory
-from rl_modules.common.checks import at_least
-from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
+from rl_modules.core.settings import setting
 from rl_modules.critics import DeterministicPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 
@@ -30,66 +26,17 @@ class TD3(OffPolicyActorCritic):
     per round of experience.
 
     Optimization is manual: the Trainer refuses ``gradient_clip_val``, and ``global_step`` counts updates.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        tau: step of the target networks per update, in (0, 1].
-        policy_delay: updates of the critics per update of the policy and the target networks, ≥ 1.
-        target_policy_noise: standard deviation of the noise in the target's action, in units of half its range, ≥ 0.
-        target_noise_clip: bound c of that noise, ≥ 0.
-        n_critics: number of critics; targets use the smallest value of them.
-        action_noise: added to the actions in training, in units of half their range; None: no exploration.
-        net_arch: hidden widths of policy and critics, or ``{"pi": [...], "qf": [...]}``; None: [400, 300], and none
-            after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        learning_rate: of policy and critics; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points
-            such as ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3).
-        optimizer: callable from parameters to an optimizer; None: Adam.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights a ``fit`` starts from; None: new weights.
-        network: module class or callable that makes the whole network from both spaces (``policy`` and ``critics``): an
-            import path, or class_path with init_args; None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     default_net_arch = (400, 300)
     default_learning_rate = 1e-3
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        tau: float = 0.005,
-        policy_delay: int = 2,
-        target_policy_noise: float = 0.2,
-        target_noise_clip: float = 0.5,
-        n_critics: int = 2,
-        action_noise: ActionNoise | dict[str, Any] | None = None,
-        net_arch: list[int] | dict[str, list[int]] | None = None,
-        activation_fn: str = "relu",
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(
-            gamma, tau, n_critics, action_noise, net_arch, activation_fn, learning_rate, optimizer, lr_scheduler,
-            log_every, observation_space, action_space, init_from,
-        )  # fmt: skip
-        for name, value in (("target_policy_noise", target_policy_noise), ("target_noise_clip", target_noise_clip)):
-            if not value >= 0:
-                raise UsageError(f"{name}={value} must not be negative")
-        self.policy_delay = at_least("policy_delay", policy_delay, 1, "update")
-        self.target_policy_noise = float(target_policy_noise)
-        self.target_noise_clip = float(target_noise_clip)
+    policy_delay: int = setting(
+        2, "updates of the critics per update of policy and target networks", least=1, unit="update")  # fmt: skip
+    target_policy_noise: float = setting(
+        0.2, "standard deviation of the noise on the target policy's actions, in units of half the action's range",
+        least=0)  # fmt: skip
+    target_noise_clip: float = setting(0.5, "bound on that noise", least=0)
 
     # ---------------------------------------------------------------- networks
 

@@ -9,19 +9,25 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.base import OptimizerFactory, SchedulerFactory
-from rl_modules.common.checks import at_least
+from rl_modules.base import OptimizerFactory
 from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
-from rl_modules.common.import_path import Custom
 from rl_modules.common.masks import split_mask
-from rl_modules.common.schedules import parse_schedule, schedule_value
+from rl_modules.common.schedules import parse_schedule
 from rl_modules.common.spaces import tree_map
+from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.gradient_hooks import GradientHooks
 from rl_modules.gradients import averaged, gradients, trainable
 from rl_modules.networks import ValueNetwork
 from rl_modules.optimizers import clip_grad_norm
+
+
+def check_radius(name: str, value: Any) -> Any:
+    """Refuses a trust region of size 0."""
+    if parse_schedule(value, name).initial == 0:
+        raise UsageError(f"{name}={value} must be positive")
+    return value
 
 
 class TRPO(ActorCriticModule):
@@ -42,92 +48,38 @@ class TRPO(ActorCriticModule):
 
     Optimization is manual: the Trainer refuses ``gradient_clip_val``, and ``global_step`` counts the critic's steps.
     ``batch_size`` is that of the critic; the datamodule yields whole rollouts.
-
-    Args:
-        gamma: discount γ per transition, in [0, 1].
-        gae_lambda: λ of generalized advantage estimation, in [0, 1].
-        target_kl: the trust region's size, in nats, > 0; a number or a schedule, as for ``learning_rate``: under
-            ``lin_<number>`` the policy's steps decay to 0.
-        cg_max_steps: iterations of conjugate gradient, ≥ 1.
-        cg_damping: added to the Fisher matrix's diagonal, ≥ 0.
-        line_search_shrinking_factor: factor on a rejected step, in (0, 1).
-        line_search_max_iter: maximum number of step lengths, ≥ 1.
-        n_critic_updates: passes of the critic over each rollout, ≥ 1.
-        batch_size: transitions per minibatch of the critic; the last one contains the remainder.
-        normalize_advantage: whiten the advantages of each rollout.
-        net_arch: hidden widths of policy and value network, or ``{"pi": [...], "vf": [...]}``; None: [64, 64], and
-            none after a convolutional encoder.
-        activation_fn: tanh, relu, elu, silu, gelu or leaky_relu.
-        log_std_init: initial log standard deviation of Box actions.
-        ortho_init: orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head).
-        learning_rate: of the critic; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as
-            ``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3).
-        optimizer: callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per epoch.
-        log_every: epochs between two points of the training curves.
-        observation_space: description of the space; None takes the datamodule's.
-        action_space: likewise.
-        init_from: checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights.
-        use_sde: explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per
-            environment turns the policy's last features into noise. ``log_std_init`` is that of its entries.
-        sde_sample_freq: steps of a rollout after which new matrices are drawn; -1: once per rollout.
-        network: module class or callable that makes the policy network from both spaces: an import path, or class_path
-            with init_args; the critic is built from ``net_arch``. None: built from the arguments above.
-        features_extractor: likewise, for the part that turns an observation into ``features_dim`` numbers; None: by
-            the space.
     """
 
     experience = WHOLE_ROLLOUTS
     value_network: ValueNetwork
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        gae_lambda: float = 0.95,
-        target_kl: float | str = 0.01,
-        cg_max_steps: int = 15,
-        cg_damping: float = 0.1,
-        line_search_shrinking_factor: float = 0.8,
-        line_search_max_iter: int = 10,
-        n_critic_updates: int = 10,
-        batch_size: int = 128,
-        normalize_advantage: bool = True,
-        net_arch: list[int] | dict[str, list[int]] | None = None,
-        activation_fn: str = "tanh",
-        log_std_init: float = 0.0,
-        ortho_init: bool = True,
-        learning_rate: float | str | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        log_every: int = 1,
-        observation_space: dict[str, Any] | None = None,
-        action_space: dict[str, Any] | None = None,
-        init_from: str | None = None,
-        use_sde: bool = False,
-        sde_sample_freq: int = -1,
-        network: Custom | None = None,
-        features_extractor: Custom | None = None,
-    ) -> None:
-        super().__init__(
-            gamma, gae_lambda, normalize_advantage, None, learning_rate, optimizer, lr_scheduler, log_every,
-            observation_space, action_space, init_from,
-        )  # fmt: skip
-        self.kl_schedule = parse_schedule(target_kl, "target_kl")
-        if self.kl_schedule[0] == 0:
-            raise UsageError(f"target_kl={target_kl} must be positive")
-        if not cg_damping >= 0:
-            raise UsageError(f"cg_damping={cg_damping} must not be negative")
-        if not 0 < line_search_shrinking_factor < 1:
-            raise UsageError(f"line_search_shrinking_factor={line_search_shrinking_factor} must lie between 0 and 1")
+    target_kl: Any = setting(
+        0.01, "the trust region's size, in nats; a number or a schedule, as for ``learning_rate``: under "
+        "``lin_<number>`` the policy's steps decay to 0", kind=float | str, schedule=True,
+        check=check_radius)  # fmt: skip
+    cg_max_steps: int = setting(15, "iterations of conjugate gradient", least=1)
+    cg_damping: float = setting(0.1, "added to the Fisher matrix's diagonal", least=0)
+    line_search_shrinking_factor: float = setting(0.8, "factor on a rejected step", above=0, below=1)
+    line_search_max_iter: int = setting(10, "maximum number of step lengths", least=1)
+    n_critic_updates: int = setting(10, "passes of the critic over each rollout", least=1)
+    batch_size: int = setting(
+        128, "transitions per minibatch of the critic; the last one contains the remainder", least=1)  # fmt: skip
+    learning_rate: float | str | None = changed(
+        says="of the critic; a number, ``lin_<number>`` or ``cosine_<number>`` for a decay to 0, points such as "
+        "``0:3e-4, 1:0``, or None for the optimizer's own (Adam: 1e-3)")  # fmt: skip
+    optimizer: OptimizerFactory | None = changed(
+        says="callable from the critic's parameters to an optimizer; None: Adam with eps 1e-5")  # fmt: skip
+    network: Any = changed(
+        says="module class or callable that makes the policy network from both spaces: an import path, or class_path "
+        "with init_args; the critic is built from ``net_arch``. None: built from the other arguments")  # fmt: skip
+    net_arch: list[int] | dict[str, list[int]] | None = changed(idle=None)  # the critic reads them beside a network
+    activation_fn: str = changed(idle=None)
+    ortho_init: bool = changed(idle=None)
+    max_grad_norm, ent_coef, vf_coef = fixed(), fixed(), fixed()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.automatic_optimization = False
-        self.max_grad_norm = type(self).max_grad_norm  # of the critic; a subclass may set one
-        self.target_kl = self.kl_schedule[0]
-        self.cg_max_steps = at_least("cg_max_steps", cg_max_steps)
-        self.cg_damping = float(cg_damping)
-        self.line_search_shrinking_factor = float(line_search_shrinking_factor)
-        self.line_search_max_iter = at_least("line_search_max_iter", line_search_max_iter)
-        self.n_critic_updates = at_least("n_critic_updates", n_critic_updates)
-        self.batch_size = at_least("batch_size", batch_size)
         #: Line searches of this run that found no step.
         self.rejected_updates = 0
         # Factor on this rank's mean; 1 if all ranks have equally many transitions.
@@ -144,10 +96,6 @@ class TRPO(ActorCriticModule):
     def _check_trainer(self) -> None:
         super()._check_trainer()
         self._refuse_loss_scaling()
-
-    def idle_arguments(self) -> dict[str, str]:
-        of_critic = ("net_arch", "activation_fn", "ortho_init")
-        return {name: why for name, why in super().idle_arguments().items() if name not in of_critic}
 
     def build_network(self) -> None:
         hp: Any = self.hparams
@@ -335,9 +283,8 @@ class TRPO(ActorCriticModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
-        if self.kl_schedule.decays:
-            # A trust region of size 0 allows no step: a linear schedule's last rollout keeps a positive value.
-            self.target_kl = max(schedule_value(self.kl_schedule, progress_remaining), 1e-3 * self.kl_schedule.initial)
+        # A trust region of size 0 allows no step: a linear schedule's last rollout keeps a positive value.
+        self.target_kl = max(self.target_kl, 1e-3 * self.schedules["target_kl"].initial)
         self.record_now(target_kl=self.target_kl)
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from inspect import isclass, signature
+from inspect import isclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import lightning as L
 import yaml
@@ -142,6 +141,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 def accepts(class_path: str, name: str) -> bool:
     """Returns whether a class or one of its bases takes an argument of that name."""
+    from recipes.cli.options import arguments_of
+
     module, _, class_name = class_path.rpartition(".")
-    bases: tuple[Any, ...] = getattr(import_module(module), class_name).__mro__
-    return any(name in signature(base.__init__).parameters for base in bases if "__init__" in vars(base))
+    return name in arguments_of(getattr(import_module(module), class_name))

@@ -9,8 +9,6 @@ import jsonargparse
 from jsonargparse._loaders_dumpers import yaml_load
 from lightning import Trainer
 
-from datamodules.base import EnvironmentArguments
-
 
 def accept_whole_floats(args: Sequence[str], classes: Iterable[type]) -> list[str]:
     """Makes ``1e6`` and ``1000.0`` valid ints, on the command line and in configs, for arguments that are ints.
@@ -60,7 +58,6 @@ def _integer_arguments(classes: Iterable[type]) -> set[str]:
     for base in {base for cls in classes for base in cls.__mro__ if "__init__" in vars(base)}:
         parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
         found.update({name: p.annotation for name, p in parameters.items()})
-    found.update(typing.get_type_hints(EnvironmentArguments))
     return {name for name, kind in found.items() if kind is int or (int in (args := typing.get_args(kind)) and not
             {float, str, bool} & set(args))}  # fmt: skip
 

@@ -76,14 +76,19 @@ def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, A
         made: module or datamodule.
         settings: its hyperparameters, as Lightning stores them.
     """
-    if not isinstance(made, CheckedCall):
+    from rl_modules.core.settings import Declared, received_otherwise, set_by_constructor
+
+    if isinstance(made, Declared):
+        chosen, before = set_by_constructor(made), received_otherwise(made)
+    elif isinstance(made, CheckedCall):
+        chosen, before = set_by_subclass(made), made._received
+    else:
         return settings, {}
-    chosen = set_by_subclass(made)
     parameters: Any = made
     now, then = parameters._hparams, parameters._hparams_initial
     # A setting that was assigned after construction has no such value.
     changed = {name for name in then if repr(now.get(name)) != repr(then[name])}
-    received = {name: value for name, value in made._received.items() if name not in changed}
+    received = {name: value for name, value in before.items() if name not in changed}
     stored = {name: x for name, x in settings.items() if name not in chosen}
     others = {name: plain(settings[name]) for name in {*chosen, *received} if name in settings}
     return {**stored, **received}, {name: x for name, x in others.items() if is_storable(x)}

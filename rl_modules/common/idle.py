@@ -19,8 +19,13 @@ def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
         reasons: by argument, the setting beside which it has no effect, and what would be right.
     """
     cls = type(module)
-    declared = declared_here(cls) - declared_elsewhere(cls)
-    for name in sorted(declared.intersection(reasons, module.hparams)):
+    declared: Any = getattr(cls, "settings", {})
+    if not isinstance(declared, dict):  # a language module
+        names = declared_here(cls) - declared_elsewhere(cls)
+        defaults = {name: default_of(cls, name) for name in names.intersection(reasons, module.hparams)}
+    else:
+        defaults = {name: declared[name].default for name in declared if name in reasons and name in module.hparams}
+    for name in sorted(defaults):
         value = module.hparams[name]
-        if value != default_of(cls, name):
+        if value != defaults[name]:
             rank_zero_warn(f"{name}={value!r} does nothing {reasons[name]}, or leave {name} out")

@@ -99,11 +99,11 @@ def whole_number(name: str, value: Any, least: int, unit: str = "") -> int:
     return int(value)
 
 
-def check_widths(net_arch: Any) -> None:
+def check_widths(name: str, net_arch: Any) -> Any:
     """Refuses widths of hidden layers that are no positive whole numbers.
 
     Raises:
-        UsageError: names ``net_arch``.
+        UsageError: names the argument.
     """
     parts = net_arch.values() if isinstance(net_arch, dict) else [net_arch]
     for part in parts:
@@ -111,7 +111,8 @@ def check_widths(net_arch: Any) -> None:
             continue
         widths = part if isinstance(part, list | tuple) else [None]
         if not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
-            raise UsageError(f"net_arch={net_arch} must be a list of hidden widths of at least 1, such as [64, 64]")
+            raise UsageError(f"{name}={net_arch} must be a list of hidden widths of at least 1, such as [64, 64]")
+    return net_arch
 
 
 def _is_word(name: str, value: str) -> bool:

@@ -431,7 +431,7 @@ def test_continuous_actions_are_refused_with_the_algorithms_that_fit():
     ({"exploration_fraction": 0.0}, r"exploration_fraction=0.0 must lie in \(0, 1\]"),
     ({"exploration_final_eps": -0.1}, r"exploration_final_eps=-0.1 must lie in \[0, 1\]"),
     ({"target_update_interval": 0}, "target_update_interval=0 must be at least 1"),
-    ({"loss": "l1"}, "loss='l1' must be huber or mse"),
+    ({"loss": "l1"}, "loss='l1' must be one of huber, mse"),
 ])  # fmt: skip
 def test_arguments_that_can_not_be_used(arguments, message):
     with pytest.raises(UsageError, match=message):

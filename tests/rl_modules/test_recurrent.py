@@ -390,7 +390,7 @@ def test_recurrent_a2c_remembers() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"rnn": "rnn"}, "rnn='rnn' must be lstm or gru"),
+    [({"rnn": "rnn"}, "rnn='rnn' must be one of lstm, gru"),
      ({"shared_lstm": True}, "shared_lstm=True and enable_critic_lstm=True contradict each other"),
      ({"lstm_hidden_size": 0}, "lstm_hidden_size=0 must be at least 1"),
      ({"burn_in": -1}, "burn_in=-1 must be at least 0")],

@@ -113,7 +113,7 @@ def test_replays_variants_train(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [(lambda: TD3(policy_delay=0), "policy_delay=0 must be at least 1"),
-     (lambda: TD3(target_noise_clip=-0.1), "target_noise_clip=-0.1 must not be negative"),
+     (lambda: TD3(target_noise_clip=-0.1), "target_noise_clip=-0.1 must be a finite number of at least 0"),
      (lambda: NormalActionNoise(sigma=-1.0), "sigma=-1.0 must be a number.*none of them negative"),
      (lambda: OrnsteinUhlenbeckActionNoise(dt=0.0), "dt=0.0 must be positive")],
 )  # fmt: skip

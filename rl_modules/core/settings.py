@@ -1,0 +1,418 @@
+"""Arguments of modules and datamodules, each declared once in its class's body: default, meaning, range, and what makes
+it idle.
+
+    class PPO(ActorCritic):
+        clip_range: float | str = setting(0.2, "ε, how far the ratio may move from 1", schedule=True)
+        kl_coef: float = setting(1.0, "initial β", above=0, idle=lambda m: None if m.penalizes else "without a penalty")
+
+From the declarations come the constructor's signature, its documentation, the checks, the attributes and the plain
+hyperparameters. A subclass declares further ones, changes a default in one line (``gae_lambda = 1.0``), fixes a value
+(``n_critics = fixed(1)``), or has an ordinary constructor that passes ``**kwargs`` on.
+"""
+
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rl_modules.common.calls import refuse_foreign_call
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.schedules import Schedule, parse_schedule
+from rl_modules.common.storable import is_storable, name_of, plain
+
+#: What should be where another container is given.
+_CONTAINED: dict[Any, str] = {str: "a single text", dict: "a dictionary {name: value}"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One argument.
+
+    Attributes:
+        default: its value where the caller gives none.
+        says: its meaning in one clause, with the unit.
+        least: smallest number.
+        most: largest number.
+        above: number that it must exceed.
+        below: number that it must stay under.
+        unit: of a whole number, for the error.
+        one_of: the words that it may be.
+        schedule: a number or a schedule of one; the attribute is the value at the moment.
+        check: returns the value as it becomes a hyperparameter; raises for one that can't be used.
+        stores: returns the plain hyperparameter from the checked value, which is the attribute; None: the value itself.
+        idle: from the module to a clause that says beside which argument this one has no effect; false: it has one.
+        attribute: its name; "" where the value is a hyperparameter alone.
+        computed: the property that the attribute is, or a function from the module to its value.
+        stored: whether it is a hyperparameter; callables are code, which a checkpoint must not hold.
+        positional: whether it may be given by its position.
+        kind: its type; by default the annotation.
+    """
+
+    default: Any
+    says: str
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    unit: str = ""
+    one_of: tuple[str, ...] = ()
+    schedule: bool = False
+    check: Callable[[str, Any], Any] | None = None
+    stores: Callable[[Any], Any] | None = None
+    idle: Callable[[Any], str | bool | None] | None = None
+    attribute: str | None = None
+    computed: property | Callable[[Any], Any] | None = None
+    stored: bool = True
+    positional: bool = False
+    kind: Any = None
+    kinds: tuple[Any, ...] = field(default=(), repr=False)
+
+    def of_kind(self, annotation: Any) -> "Setting":
+        """Returns the setting with its type."""
+        kind = self.kind if self.kind is not None else annotation
+        is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+        return replace(self, kind=kind, kinds=typing.get_args(kind) if is_union else (kind,))
+
+    @property
+    def origin(self) -> Any:
+        """The type without None and parameters, ``dict`` for ``dict[str, Any] | None``; None for a union."""
+        kinds = [kind for kind in self.kinds if kind is not type(None)]
+        return (typing.get_origin(kinds[0]) or kinds[0]) if len(kinds) == 1 else None
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Returns a value as it becomes a hyperparameter: NumPy's numbers as Python's, whole numbers as int.
+
+        Raises:
+            UsageError: names the argument, the value, and what would be right.
+        """
+        value = plain(value) if self.stored else value
+        if value is not None or not (type(None) in self.kinds or self.default is None):
+            value = self._fitting(name, value)
+        return value if self.check is None else self.check(name, value)
+
+    def _fitting(self, name: str, value: Any) -> Any:
+        """A value of the declared type, within the declared range."""
+        if self.one_of and not (isinstance(value, str) and value in self.one_of):
+            near = did_you_mean(value, self.one_of) if isinstance(value, str) else ""
+            raise UsageError(f"{name}={value!r} must be one of {', '.join(self.one_of)}{near}")
+        wanted = _CONTAINED.get(self.origin)
+        if wanted is not None and type(value) in (list, tuple, set, dict) and type(value) is not self.origin:
+            raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where {wanted} should be")
+        if self.origin is dict and not isinstance(value, dict):
+            raise UsageError(f"{name}={value!r} must be {wanted}")
+        if self.kinds == (bool,) and not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r} must be true or false")
+        if self.schedule:
+            parse_schedule(value, name)
+            return value
+        return self._number(name, value) if int in self.kinds or float in self.kinds else value
+
+    def _number(self, name: str, value: Any) -> Any:
+        if type(value) in self.kinds and isinstance(value, str | bool):
+            return value
+        if isinstance(value, str | bool) or not hasattr(value, "__float__"):
+            if {*self.kinds} - {int, float, type(None)}:
+                return value  # of another type, which the argument's own check knows
+            raise UsageError(f"{name}={value!r} must be a number")
+        number = float(value)
+        if float not in self.kinds:
+            if not number.is_integer():
+                raise UsageError(f"{name}={value} must be a whole number")
+            value = int(value)
+        if not (self.least <= number <= self.most and self.above < number < self.below) or math.isinf(number):
+            raise UsageError(f"{name}={value} must {self.range}")
+        return value
+
+    @property
+    def range(self) -> str:
+        """What a number must satisfy, as the end of a sentence."""
+        low, high, is_open = max(self.least, self.above), min(self.most, self.below), self.above > -math.inf
+        if not math.isinf(high):
+            return f"lie in {'(' if is_open else '['}{low:g}, {high:g}{')' if self.below < math.inf else ']'}"
+        if float in self.kinds:
+            of = "" if math.isinf(low) else f" above {low:g}" if is_open else f" of at least {low:g}"
+            return f"be a finite number{of}"
+        return f"be at least {low:g}{f' {self.unit}' if self.unit else ''}"
+
+
+def setting(default: Any, says: str, **rules: Any) -> Any:
+    """Declares an argument in a class's body; the rules are the other attributes of :class:`Setting`."""
+    return Setting(default, says, **rules)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    value: Any
+
+
+def fixed(value: Any = ...) -> Any:
+    """Removes an inherited argument from those that the class takes; the attribute has the value, if one is given."""
+    return _Fixed(value)
+
+
+@dataclass(frozen=True)
+class _Changed:
+    rules: dict[str, Any]
+
+
+def changed(**rules: Any) -> Any:
+    """Gives an inherited argument other rules; a new default alone is ``name = value``."""
+    return _Changed(rules)
+
+
+class Declared:
+    """Base of modules and datamodules whose arguments are declared in the class's body."""
+
+    #: The arguments that the class takes, by name; those of the most derived class come first.
+    settings: ClassVar[Mapping[str, Setting]] = {}
+    #: Names of the arguments that the caller gave.
+    given_names: list[str]
+    #: Arguments of a subclass's constructor that a checkpoint can't hold, with the names of the objects given.
+    given_objects: dict[str, str]
+    #: Schedules of the arguments that are declared so.
+    schedules: dict[str, Schedule]
+    _received: dict[str, Any]
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        self._take(args, given)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _declare(cls)
+        if "__init__" in vars(cls):
+            cls.__init__ = _recording(vars(cls)["__init__"])  # type: ignore[method-assign]
+        elif not takes_own_arguments(cls):
+            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+            if "__doc__" in vars(cls) and cls.__doc__:
+                cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nArgs:\n{arguments_text(cls)}\n"
+
+    def _take(self, args: tuple, given: dict[str, Any]) -> None:
+        """Makes attributes and hyperparameters of the arguments, then calls :meth:`__post_init__`."""
+        cls = type(self)
+        if "given_names" not in self.__dict__:  # else a subclass's constructor passes them on
+            _begin(self, args, given, {})
+        positional = [name for name, setting in cls.settings.items() if setting.positional]
+        if len(args) > len(positional):
+            raise UsageError(f"{cls.__name__} takes {len(positional) or 'no'} arguments without their names, not "
+                             f"{len(args)}; name them")  # fmt: skip
+        given = {**dict(zip(positional, args, strict=False)), **given}
+        if unknown := [name for name in given if name not in cls.settings]:
+            refuse_foreign_call(cls, (), dict.fromkeys(unknown))
+            near = did_you_mean(unknown[0], cls.settings)
+            raise UsageError(f"{cls.__name__} takes no argument {unknown[0]!r}{near}")
+        super().__init__()
+        self.schedules = {}
+        stored = {name: value for name, value in self._received.items()
+                  if name not in cls.settings and not isinstance(value, nn.Module)}  # fmt: skip
+        # A constructor may have passed on another value than it received.
+        self._received = {name: x for name, x in self._received.items() if name not in cls.settings
+                          or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
+        for name in self._received.keys() & cls.settings.keys() & {*self.given_names}:
+            if cls.settings[name].stored and not is_storable(self._received[name]):
+                self.given_objects[name] = name_of(self._received[name])
+        for name, declared in cls.settings.items():
+            value = declared.checked(name, given.get(name, declared.default))
+            if declared.stored:
+                stored[name] = value if declared.stores is None else declared.stores(value)
+            if declared.schedule and value is not None:
+                self.schedules[name] = parse_schedule(value, name)
+                value = max(self.schedules[name].initial, declared.least)
+            elif (
+                value is not None and float in declared.kinds and isinstance(value, int) and not isinstance(value, bool)
+            ):
+                value = float(value)
+            attribute = name if declared.attribute is None else declared.attribute
+            if attribute and (declared.computed is None or declared.attribute is not None):
+                setattr(self, attribute, value)
+        self._keep({name: plain(value) for name, value in stored.items()})
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Checks arguments against each other and sets what follows from them; a subclass extends it."""
+
+    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
+        """Adds a mapping to the hyperparameters; all arguments of constructors are among them already.
+
+        Args:
+            *args: mappings, or names of arguments.
+            ignore: names to remove.
+            frame: not read.
+            logger: as Lightning takes it.
+        """
+        hparams: Any = self
+        for given in args:
+            if not isinstance(given, str):
+                hparams._set_hparams(given)
+        for name in [ignore] if isinstance(ignore, str) else ignore or []:
+            if name not in self.settings:
+                hparams._hparams.pop(name, None)
+        self._keep(dict(hparams.hparams))
+        hparams._log_hyperparams = logger
+
+    def _keep(self, stored: dict[str, Any]) -> None:
+        hparams: Any = self
+        hparams._set_hparams(stored)
+        hparams._hparams_initial = deepcopy(hparams._hparams)
+        hparams._hparams_name = "kwargs"
+
+    def idle_arguments(self) -> dict[str, str]:
+        """Returns the arguments that have no effect with the other arguments and these spaces. The values give the
+        reason and the remedy. A warning names the arguments that were given.
+        """
+        reasons = {name: declared.idle(self) for name, declared in self.settings.items() if declared.idle is not None}
+        return {name: str(why) for name, why in reasons.items() if why}
+
+
+def takes_own_arguments(cls: type) -> bool:
+    """Returns whether a class's constructor is an ordinary one, such as a user's."""
+    own = [vars(base)["__init__"] for base in cls.__mro__[: cls.__mro__.index(Declared)] if "__init__" in vars(base)]
+    return bool(own) and not hasattr(own[0], "declares")
+
+
+def _declare(cls: Any) -> None:
+    """Sets ``settings`` from the class's body and its bases."""
+    inherited: dict[str, Setting] = {}
+    for base in reversed(cls.__mro__[1:]):
+        inherited.update(vars(base).get("_declared", {}))
+        for name in vars(base).get("_fixed", ()):
+            inherited.pop(name, None)
+    try:
+        annotations = inspect.get_annotations(cls, eval_str=True)
+    except NameError:  # of a function's scope
+        annotations = {}
+    declared, names_fixed, introduced = {}, [], []
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, Setting):
+            declared[name] = value.of_kind(annotations.get(name, Any))
+            introduced.append(name)
+            delattr(cls, name)
+            if value.computed is not None:
+                setattr(cls, name, value.computed if isinstance(value.computed, property) else property(value.computed))
+        elif isinstance(value, _Fixed):
+            names_fixed.append(name)
+            delattr(cls, name)
+            if value.value is not ...:
+                setattr(cls, name, value.value)
+        elif isinstance(value, _Changed):
+            declared[name] = replace(inherited[name], **value.rules).of_kind(
+                annotations.get(name, inherited[name].kind)
+            )
+            delattr(cls, name)
+        elif name in inherited and not hasattr(type(value), "__get__"):
+            other = replace(inherited[name], default=value)
+            declared[name] = other.of_kind(annotations[name]) if name in annotations else other
+            delattr(cls, name)
+    cls._declared, cls._fixed = declared, tuple(names_fixed)
+    cls._introduced = tuple(introduced)
+    found = {name: x for name, x in {**inherited, **declared}.items() if name not in names_fixed}
+    # An argument's place is where it is declared, not where its default changes.
+    order = {name: None for base in cls.__mro__ for name in vars(base).get("_introduced", ())}
+    cls.settings = {name: found[name] for name in order if name in found}
+
+
+def _constructor(cls: Any) -> Callable[..., None]:
+    """Makes the constructor of a class from its settings."""
+
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        self._take(args, given)
+
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, by_position if x.positional else by_name, default=x.default, annotation=x.kind)
+        for name, x in sorted(cls.settings.items(), key=lambda item: not item[1].positional)
+    ]
+    made: Any = __init__
+    made.__signature__ = inspect.Signature([inspect.Parameter("self", by_position), *parameters])
+    made.__annotations__ = {name: x.kind for name, x in cls.settings.items()}
+    made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    made.__doc__ = f"Takes the arguments.\n\nArgs:\n{arguments_text(cls)}\n"
+    made.declares = True
+    return made
+
+
+def arguments_text(cls: Any) -> str:
+    """Returns the lines of a docstring's section of arguments."""
+    return "\n".join(f"    {name}: {x.says}." for name, x in cls.settings.items())
+
+
+def _recording(init: Callable[..., None]) -> Callable[..., None]:
+    """Wraps an ordinary constructor so that the arguments which it received are known: it may pass others on."""
+
+    @functools.wraps(init)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "given_names" not in self.__dict__:
+            refuse_foreign_call(type(self), args, kwargs)
+        try:
+            bound = inspect.signature(init).bind(self, *args, **kwargs)
+        except TypeError:
+            bound = None  # the call below raises it with the constructor's name
+        if bound is not None:
+            given = dict(bound.arguments)
+            bound.apply_defaults()
+            _begin(self, (), _flat(init, given), _flat(init, dict(bound.arguments)))
+        init(self, *args, **kwargs)
+
+    signature: Any = constructor
+    signature.__signature__ = inspect.signature(init)
+    return constructor
+
+
+def _flat(init: Callable[..., None], bound: dict[str, Any]) -> dict[str, Any]:
+    """Bound arguments by name, those of ``**kwargs`` among them, without the first."""
+    found: dict[str, Any] = {}
+    for index, parameter in enumerate(inspect.signature(init).parameters.values()):
+        if index and parameter.name in bound:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                found.update(bound[parameter.name])
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                found[parameter.name] = bound[parameter.name]
+    return found
+
+
+def _begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, Any]) -> None:
+    """Notes the arguments of a constructor; those of a more derived one take precedence."""
+    state = made.__dict__
+    if "given_names" not in state:
+        refuse_foreign_call(type(made), args, given)
+        state["given_names"] = list(given)
+        state["given_objects"] = {}
+        state["_received"] = {}
+    for name, value in received.items():
+        state["_received"].setdefault(name, value)
+    state["given_objects"].update({
+        name: name_of(value) for name, value in given.items()
+        if name not in type(made).settings and name not in state["given_objects"] and not is_storable(value)
+    })  # fmt: skip
+
+
+# ---------------------------------------------------------------- what a checkpoint needs
+
+
+def received_otherwise(made: Any) -> dict[str, Any]:
+    """Returns the arguments that an ordinary constructor received and passed on with another value."""
+    now = made._hparams_initial
+    return {
+        name: plain(value) for name, value in made._received.items()
+        if name in made.settings and repr(plain(value)) != repr(plain(now.get(name)))
+    }  # fmt: skip
+
+
+def set_by_constructor(made: Any) -> set[str]:
+    """Returns the hyperparameters whose values an ordinary constructor chose, as in ``super().__init__(gamma=0.9,
+    **arguments)``: it chooses them again when a checkpoint is loaded, and would refuse them as arguments.
+    """
+    cls: Any = type(made)
+    if not takes_own_arguments(cls):
+        return set()
+    chosen = {*cls.settings, *made._received} - {*inspect.signature(cls.__init__).parameters, *made.given_names}
+    # Values that were filled in later, such as the spaces, are in the checkpoint only.
+    now, then = made._hparams, made._hparams_initial
+    return {name for name in chosen if repr(now.get(name)) == repr(then.get(name))}
