@@ -1,9 +1,13 @@
-"""Docstrings as the site shows them: equations as blocks, whose lines Markdown would join; roles of Sphinx as code."""
+"""Docstrings as the site shows them: equations as blocks, whose lines Markdown would join; roles of Sphinx as code;
+declared arguments as parameters.
+"""
 
+import importlib
+import inspect
 import re
 from typing import Any
 
-from griffe import Extension
+from griffe import Extension, Function, Parameter, ParameterKind, Parameters
 
 #: A line of an equation: a short left side, then an equals sign or an arrow.
 EQUATION = re.compile(r"^\S.{0,24}?(?: = | ← |\s+=\s)")
@@ -34,8 +38,44 @@ def with_references(text: str) -> str:
     return ROLE.sub(shown, text)
 
 
+def declared(path: str) -> Any:
+    """Returns the class at an import path if its arguments are declared in class bodies, else None."""
+    module, _, name = path.rpartition(".")
+    if not module.startswith(("rl_modules", "datamodules")):
+        return None
+    found = getattr(importlib.import_module(module), name, None)
+    return found if hasattr(getattr(found, "__init__", None), "declares") else None
+
+
+def constructor(cls: Any) -> Function:
+    """Returns the constructor that the declarations make, for the class's signature and its table of arguments."""
+    kinds = {inspect.Parameter.KEYWORD_ONLY: ParameterKind.keyword_only}
+    parameters = [
+        Parameter(name, kind=kinds.get(parameter.kind, ParameterKind.positional_or_keyword),
+                  annotation=None if name == "self" else inspect.formatannotation(parameter.annotation),
+                  default=None if name == "self" else shown(parameter.default))
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()
+    ]  # fmt: skip
+    return Function("__init__", parameters=Parameters(*parameters))
+
+
+def shown(default: Any) -> str:
+    """Returns a default as code."""
+    return default.__name__ if inspect.isclass(default) or inspect.isfunction(default) else repr(default)
+
+
 class Docstrings(Extension):
-    """Rewrites every docstring."""
+    """Rewrites every docstring, and adds the declared arguments to their classes."""
+
+    def on_class(self, *, cls: Any, **others: Any) -> None:
+        """Gives a class with declared arguments its constructor and the section of arguments."""
+        if cls.docstring is None or (real := declared(cls.path)) is None:
+            return
+        for name in [name for name in cls.members if name in real.settings]:
+            cls.del_member(name)
+        cls.set_member("__init__", constructor(real))
+        lines = (f"    {name}: {with_references(setting.says)}." for name, setting in real.settings.items())
+        cls.docstring.value += "\n\nArgs:\n" + "\n".join(lines)
 
     def on_object(self, *, obj: Any, **others: Any) -> None:
         """Rewrites one docstring."""

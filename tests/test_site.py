@@ -1,5 +1,6 @@
 """The pages that the site generates, and the ladder's notebooks."""
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -32,6 +33,23 @@ def test_roles_are_names_in_code_that_lead_to_their_object():
         'As <autoref identifier="rl_modules.base.ControlModule" optional><code>ControlModule</code></autoref> and '
         '<autoref identifier="act" optional><code>act</code></autoref> do; ``predict`` and a: `b` stay.'
     )
+
+
+def test_declared_arguments_are_in_the_signature_and_the_table_of_their_class():
+    import griffe
+
+    from rl_modules import PPO, RecurrentPPO
+
+    extensions = griffe.load_extensions(griffe_docstrings.Docstrings)
+    for cls in (PPO, RecurrentPPO):
+        loaded = griffe.load(cls.__module__, extensions=extensions, search_paths=[ROOT])[cls.__name__]
+        (table,) = [part.value for part in loaded.docstring.parse("google") if part.kind.value == "parameters"]
+        assert [row.name for row in table] == list(inspect.signature(cls).parameters)
+        assert [parameter.name for parameter in loaded.parameters][1:] == [row.name for row in table]
+        row = next(row for row in table if row.name == "clip_range")
+        assert (row.annotation, row.default) == ("float | str", "0.2")
+        assert "ε, how far the ratio may move" in row.description
+        assert "clip_range" not in loaded.members  # an argument is no attribute of the class
 
 
 def test_every_function_of_the_core_has_its_place():
