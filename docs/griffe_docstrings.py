@@ -52,11 +52,23 @@ def constructor(cls: Any) -> Function:
     kinds = {inspect.Parameter.KEYWORD_ONLY: ParameterKind.keyword_only}
     parameters = [
         Parameter(name, kind=kinds.get(parameter.kind, ParameterKind.positional_or_keyword),
-                  annotation=None if name == "self" else inspect.formatannotation(parameter.annotation),
+                  annotation=None if name == "self" else annotated(parameter.annotation),
                   default=None if name == "self" else shown(parameter.default))
         for name, parameter in inspect.signature(cls.__init__).parameters.items()
     ]  # fmt: skip
     return Function("__init__", parameters=Parameters(*parameters))
+
+
+def annotated(kind: Any) -> str:
+    """Returns a type as code, without the modules that its parts come from."""
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(kind))
+
+
+def meaning(setting: Any) -> str:
+    """Returns what a declaration says of its argument, with its range."""
+    limits = (setting.least, setting.most, setting.above, setting.below)
+    is_bounded = any(abs(limit) < float("inf") for limit in limits)
+    return with_references(setting.says) + (f". Must {setting.range}." if is_bounded else ".")
 
 
 def shown(default: Any) -> str:
@@ -74,7 +86,7 @@ class Docstrings(Extension):
         for name in [name for name in cls.members if name in real.settings]:
             cls.del_member(name)
         cls.set_member("__init__", constructor(real))
-        lines = (f"    {name}: {with_references(setting.says)}." for name, setting in real.settings.items())
+        lines = (f"    {name}: {meaning(setting)}" for name, setting in real.settings.items())
         cls.docstring.value += "\n\nArgs:\n" + "\n".join(lines)
 
     def on_object(self, *, obj: Any, **others: Any) -> None:

@@ -49,6 +49,7 @@ def test_declared_arguments_are_in_the_signature_and_the_table_of_their_class():
         row = next(row for row in table if row.name == "clip_range")
         assert (row.annotation, row.default) == ("float | str", "0.2")
         assert "ε, how far the ratio may move" in row.description
+        assert "γ per transition. Must lie in [0, 1]." in next(row for row in table if row.name == "gamma").description
         assert "clip_range" not in loaded.members  # an argument is no attribute of the class
 
 
