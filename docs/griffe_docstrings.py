@@ -43,7 +43,10 @@ def declared(path: str) -> Any:
     module, _, name = path.rpartition(".")
     if not module.startswith(("rl_modules", "datamodules")):
         return None
-    found = getattr(importlib.import_module(module), name, None)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError:  # of an extra that is not installed
+        return None
     return found if hasattr(getattr(found, "__init__", None), "declares") else None
 
 
