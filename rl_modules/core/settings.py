@@ -105,7 +105,7 @@ class Setting:
         wanted = _CONTAINED.get(self.origin)
         if wanted is not None and type(value) in (list, tuple, set, dict) and type(value) is not self.origin:
             raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where {wanted} should be")
-        if self.origin is dict and not isinstance(value, dict):
+        if self.origin is dict and not isinstance(value, dict) and self.check is None:
             raise UsageError(f"{name}={value!r} must be {wanted}")
         if self.kinds == (bool,) and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} must be true or false")
