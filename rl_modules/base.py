@@ -55,7 +55,7 @@ def require_callable(name: str, value: Any) -> Any:
     return value
 
 
-def plain_space(name: str, value: Any) -> Any:
+def plain_space(value: Any) -> Any:
     """Describes a space as plain data."""
     return space_to_dict(value) if isinstance(value, spaces.Space) else value
 
@@ -115,8 +115,8 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
     #: After `configure_model` the space of what the network sees: an ``action_mask`` is not part of it.
     observation_space: Any = setting(
         None, "description of the space, see :func:`rl_modules.common.spaces.space_to_dict`, or the space itself; None "
-        "takes the datamodule's", kind=dict[str, Any] | None, attribute="", check=plain_space)  # fmt: skip
-    action_space: Any = setting(None, "likewise", kind=dict[str, Any] | None, attribute="", check=plain_space)
+        "takes the datamodule's", kind=dict[str, Any] | None, attribute="", stores=plain_space)  # fmt: skip
+    action_space: Any = setting(None, "likewise", kind=dict[str, Any] | None, attribute="", stores=plain_space)
     init_from: str | None = setting(
         None, "checkpoint whose weights and normaliser statistics a ``fit`` starts from; None: new weights",
         attribute="")  # fmt: skip

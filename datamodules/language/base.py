@@ -6,8 +6,8 @@ from typing import Any, cast, overload
 import lightning as L
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from datamodules.language.arguments import check_arguments, named_functions
-from datamodules.language.dataset_files import describe_dataset, refuse_stream
+from datamodules.language.arguments import check_arguments, check_chat_template, name_of_dataset, named_functions
+from datamodules.language.dataset_files import refuse_stream
 from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.encoded_records import EncodedRecords
 from datamodules.language.encoding import TextEncoder, reads_alike
@@ -26,13 +26,12 @@ from datamodules.language.tasks.registry import rewards_of
 from datamodules.language.text import prompt_text, voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
-from rl_modules.common.arguments import save_arguments
-from rl_modules.common.calls import CheckedCall
 from rl_modules.common.checkpoint_file import LoadsDataCheckpoints
 from rl_modules.common.errors import UsageError
+from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.pairing import check_pairing
-from rl_modules.common.ranges import check_ranges
 from rl_modules.common.seeding import stream_seed
+from rl_modules.core.settings import Declared, setting
 from rl_modules.language.contract import TextLearner, WritingLearner
 
 #: Most training records of a file or dataset that are all encoded at the start.
@@ -41,59 +40,11 @@ Record = dict[str, Any]
 Batch = dict[str, Any]
 
 
-class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModule):
+class LanguageDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
     """Base of the language datamodules; one of them adds ``train_dataloader``.
 
-    Records come from exactly one of ``task`` (made here), ``path`` (a JSONL file) and ``dataset`` (a hub name, or a
-    directory or file that ``datasets`` reads).
-
-    Args:
-        task: a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import
-            path of a Task.
-        task_kwargs: the task's own settings.
-        path: JSONL, parquet, arrow or csv file of training records.
-        eval_path: JSONL, parquet, arrow or csv file of held-out records, whatever the training records come from.
-        dataset: hub name, directory or file; in Python also a ``datasets.Dataset`` or ``DatasetDict``.
-        dataset_config: the hub dataset's configuration.
-        dataset_split: split to train on, or a part of it, ``train[:90%]``.
-        eval_split: split of the dataset to evaluate on, or a part of it; without ``eval_path``.
-        columns: source column of each record column, ``{prompt: question}``, or a template of several,
-            ``{prompt: "{context} {question}"}``; None: same names.
-        answer_after: keep only the part of the answer after this text, such as ``####``.
-        system_prompt: first message of every conversation without a system message of its own, for models with a chat
-            template.
-        chat_template: render prompts with the tokenizer's chat template; None: where it has one.
-        chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
-            column of that name wins.
-        overlong: what to do with prompts that the model can't take: ``error``, or ``drop`` with a printed count.
-        streaming: read training records as they are needed, so that they need not fit into memory: from a JSONL,
-            parquet, arrow or csv file, a hub dataset, or in Python an ``IterableDataset``. Held-out records are loaded.
-        streaming_buffer: records that are shuffled together while streaming; two such blocks are in memory.
-        n_train: training records; None: all (10,000 of a task with more than 100,000 questions, or without an end).
-        n_eval: held-out records per evaluation, over all ranks; 0: none.
-        batch_size: sequences per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
-            micro-batches without changing the step.
-        reward_funcs: one or several names or import paths of reward functions (TRL's signature), with settings as
-            ``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides
-            whether a completion is right: its value must reach ``correct_threshold``.
-        reward_time_limit_s: longest that one reward function may take for one batch; None: no limit.
-        reward_workers: reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of
-            whole prompts. For functions that wait for a service or a process, and may be called from several threads.
-        reward_overlap: call the reward functions on a prompt's completions as soon as they have ended, while others are
-            written. Each function then gets the completions of one prompt per call, from threads.
-        correct_threshold: least value of the first reward function that counts as right.
-        eval_steps: optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none.
-        eval_on_start: where there are evaluations, evaluate before the first update too. A resumed run does not repeat
-            it.
-        eval_num_generations: completions per held-out prompt, the k of pass@k and cons@k.
-        eval_temperature: of those completions; 0: the likeliest words.
-        eval_top_p: nucleus of those completions; None: all words.
-        eval_max_completion_length: tokens; None: the module's.
-        eval_batch_size: completions that are written together.
-        seed: the source of every stream of randomness: tasks, order, sampling, new weights.
-
-    Raises:
-        UsageError: an argument or a record that can't be used, in one sentence.
+    Records come from exactly one of ``task`` (made here), ``path`` (a JSONL, parquet, arrow or csv file) and
+    ``dataset``.
     """
 
     #: Columns that training records must have, and held-out ones.
@@ -103,61 +54,88 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
     #: Columns of files and datasets that are read as text; reward functions get the others as they are.
     texts: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        task: str | None = None,
-        task_kwargs: dict[str, Any] | None = None,
-        path: str | None = None,
-        eval_path: str | None = None,
-        dataset: str | None = None,
-        dataset_config: str | None = None,
-        dataset_split: str = "train",
-        eval_split: str = "test",
-        columns: dict[str, str] | None = None,
-        answer_after: str | None = None,
-        system_prompt: str | None = None,
-        chat_template: bool | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        overlong: str = "error",
-        streaming: bool = False,
-        streaming_buffer: int = 10_000,
-        n_train: int | None = None,
-        n_eval: int = 256,
-        batch_size: int = 64,
-        reward_funcs: list[str | dict[str, Any]] | str | dict[str, Any] | None = None,
-        reward_time_limit_s: float | None = None,
-        reward_workers: int = 1,
-        reward_overlap: bool = False,
-        correct_threshold: float = 1.0,
-        eval_steps: int = 0,
-        eval_on_start: bool = True,
-        eval_num_generations: int = 1,
-        eval_temperature: float = 0.0,
-        eval_top_p: float | None = None,
-        eval_max_completion_length: int | None = None,
-        eval_batch_size: int = 256,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
-        save_arguments(self, ignore=self.given_networks)
-        #: The dataset that was given as an object; None: by name. A checkpoint holds a description of it.
-        self.dataset_object: Any = None
-        if dataset is not None and not isinstance(dataset, str):
-            self.dataset_object, self.hparams["dataset"] = dataset, describe_dataset(dataset)
-        hp: Any = self.hparams
-        # A checkpoint must not hold code.
-        for settings in (hp, getattr(self, "_hparams_initial", hp)):
-            settings["reward_funcs"] = named_functions(reward_funcs)
-        check_ranges(self.hparams, type(self))
-        check_arguments(hp)
-        self.seed: int = hp.seed
-        self.batch_size: int = hp.batch_size
-        self.task = None if task is None else make_task(task, **{"seed": self.seed, **(hp.task_kwargs or {})})
-        single = isinstance(reward_funcs, str | dict) or callable(reward_funcs)
-        given_funcs: Any = [reward_funcs] if single else reward_funcs
-        specs: list[Any] = list(given_funcs or (rewards_of(self.task) if self.task is not None else []))
-        funcs = [load_reward_func(spec, self.task) for spec in specs]
-        self.rewards = RewardFunctions(funcs, reward_time_limit_s, int(reward_workers))
+    task: Any = setting(
+        None, "a built-in task (addition, reverse, sort, countdown, paths), ``reasoning_gym:<dataset>``, or the import "
+        "path of a Task; None: ``path`` or ``dataset``", kind=str | None, positional=True, attribute="")  # fmt: skip
+    task_kwargs: dict[str, Any] | None = setting(None, "the task's own settings")
+    path: str | None = setting(None, "JSONL, parquet, arrow or csv file of training records")
+    eval_path: str | None = setting(
+        None, "JSONL, parquet, arrow or csv file of held-out records, whatever the training records come "
+        "from")  # fmt: skip
+    dataset: Any = setting(
+        None, "hub name, directory or file that ``datasets`` reads; in Python also a ``datasets.Dataset`` or "
+        "``DatasetDict``", kind=str | None, stores=name_of_dataset)  # fmt: skip
+    dataset_config: str | None = setting(None, "the hub dataset's configuration")
+    dataset_split: str = setting("train", "split to train on, or a part of it, ``train[:90%]``")
+    eval_split: str = setting("test", "split of the dataset to evaluate on, or a part of it; without ``eval_path``")
+    columns: dict[str, str] | None = setting(
+        None, "source column of each record column, ``{prompt: question}``, or a template of several, ``{prompt: "
+        '"{context} {question}"}``; None: same names')  # fmt: skip
+    answer_after: str | None = setting(None, "keep only the part of the answer after this text, such as ``####``")
+    system_prompt: str | None = setting(
+        None, "first message of every conversation without a system message of its own, for models with a chat "
+        "template")  # fmt: skip
+    chat_template: bool | None = setting(
+        None, "render prompts with the tokenizer's chat template; None: where it has one",
+        check=check_chat_template)  # fmt: skip
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None, "variables of the chat template, such as ``{enable_thinking: false}``; a record's own column of that "
+        "name wins")  # fmt: skip
+    overlong: str = setting(
+        "error", "what to do with records that the model can't take: ``error``, or ``drop`` with a printed count",
+        one_of=("error", "drop"))  # fmt: skip
+    streaming: bool = setting(
+        False, "read training records as they are needed, so that they need not fit into memory: from a JSONL, "
+        "parquet, arrow or csv file, a hub dataset, or in Python an ``IterableDataset``. Held-out records are "
+        "loaded")  # fmt: skip
+    streaming_buffer: int = setting(
+        10_000, "records that are shuffled together while streaming; two such blocks are in memory",
+        least=1)  # fmt: skip
+    n_train: int | None = setting(
+        None, "training records; None: all (10,000 of a task with more than 100,000 questions, or without an end)",
+        least=1)  # fmt: skip
+    n_eval: int = setting(256, "held-out records per evaluation, over all ranks; 0: none", least=0)
+    batch_size: int = setting(
+        64, "sequences (or pairs) per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into "
+        "micro-batches without changing the step", least=1)  # fmt: skip
+    reward_funcs: Any = setting(
+        None, "one or several names or import paths of reward functions (TRL's signature), with settings as "
+        "``{length_reward: {target: 20}}``; None: the task's own, and none without a task. The first one decides "
+        "whether a completion is right: its value must reach ``correct_threshold``",
+        kind=list[str | dict[str, Any]] | str | dict[str, Any] | None, stores=named_functions)  # fmt: skip
+    reward_time_limit_s: float | None = setting(
+        None, "longest that one reward function may take for one batch; None: no limit", above=0)  # fmt: skip
+    reward_workers: int = setting(
+        1, "reward calls that run at once, in threads; above 1 a function gets the batch in parts, each of whole "
+        "prompts. For functions that wait for a service or a process, and may be called from several threads",
+        least=1)  # fmt: skip
+    reward_overlap: bool = setting(
+        False, "call the reward functions on a prompt's completions as soon as they have ended, while others are "
+        "written. Each function then gets the completions of one prompt per call, from threads")  # fmt: skip
+    correct_threshold: float = setting(1.0, "least value of the first reward function that counts as right")
+    eval_steps: int = setting(
+        0, "optimizer steps between evaluations, in place of the Trainer's ``val_check_interval``; 0: none",
+        least=0)  # fmt: skip
+    eval_on_start: bool = setting(
+        True, "where there are evaluations, evaluate before the first update too. A resumed run does not repeat "
+        "it")  # fmt: skip
+    eval_num_generations: int = setting(1, "completions per held-out prompt, the k of pass@k and cons@k", least=1)
+    eval_temperature: float = setting(0.0, "of those completions; 0: the likeliest words", least=0)
+    eval_top_p: float | None = setting(None, "nucleus of those completions; None: all words", above=0, most=1)
+    eval_max_completion_length: int | None = setting(None, "tokens; None: the module's", least=1)
+    eval_batch_size: int = setting(256, "completions (or pairs) that are computed together", least=1)
+    seed: int = setting(0, "the source of every stream of randomness: tasks, order, sampling, new weights", least=0)
+
+    def __post_init__(self) -> None:
+        check_arguments(self.hparams)
+        task = self.hparams["task"]
+        self.task = None if task is None else make_task(task, **{"seed": self.seed, **(self.task_kwargs or {})})
+        given = self.reward_funcs
+        specs: Any = [given] if isinstance(given, str | dict) or callable(given) else given
+        if not specs and self.task is not None:
+            specs = rewards_of(self.task)
+        funcs = [load_reward_func(spec, self.task) for spec in specs or ()]
+        self.rewards = RewardFunctions(funcs, self.reward_time_limit_s, self.reward_workers)
         self.rewards.trainer_state = TrainerState()
         #: Those of a large file or dataset are encoded when they are asked for.
         self.train_records: list[Record] | EncodedRecords = []
@@ -172,33 +150,36 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
         # Settings with which the records were encoded; None: there are no records yet.
         self._encoding: dict[str, Any] | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        keep_hooks(cls)
+
     # ---------------------------------------------------------------- records and tokens
 
     def setup(self, stage: str) -> None:
-        hp: Any = self.hparams
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
         if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
-        if stage == "fit" and hp.streaming:
+        if stage == "fit" and self.streaming:
             self.stream = self.open_stream()
         elif stage == "fit" and not self.train_records:
-            self.train_records = self.load_split("train", hp.n_train, not self.reads_all)
-        wants_eval = hp.n_eval and (stage != "fit" or hp.eval_steps)
+            self.train_records = self.load_split("train", self.n_train, not self.reads_all)
+        wants_eval = self.n_eval and (stage != "fit" or self.eval_steps)
         if wants_eval and not self.eval_records:
-            require_held_out(hp, self.dataset_object, stage == "fit")
-            self.eval_records = self.load_split("test", hp.n_eval)
+            require_held_out(self, stage == "fit")
+            self.eval_records = self.load_split("test", self.n_eval)
         if self.train_records or self.eval_records:
             self._encoding = self.encoding()
-        if self.eval_records and hp.eval_num_generations > 1 and hp.eval_temperature == 0:
-            notice(f"eval_num_generations={hp.eval_num_generations} completions of a prompt are all the same at "
+        if self.eval_records and self.eval_num_generations > 1 and self.eval_temperature == 0:
+            notice(f"eval_num_generations={self.eval_num_generations} completions of a prompt are all the same at "
                    "eval_temperature=0; set it above 0 for pass@k")  # fmt: skip
         if stage == "fit":
             if batches := getattr(self.trainer, "overfit_batches", 0):
                 notice(f"overfit_batches={batches} repeats no batch: they are made anew in every "
                        f"pass; give n_train={self.batch_size}, a batch, to learn it by heart")  # fmt: skip
             self._passes = EndlessOrder(self.seed)
-            evaluate_every(self.learner_trainer, hp.eval_steps, hp.eval_on_start)
+            evaluate_every(self.learner_trainer, self.eval_steps, self.eval_on_start)
 
     def encoding(self) -> dict[str, Any]:
         """Returns the module's settings that the records' token ids depend on; another module may have others."""
@@ -211,18 +192,17 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
 
     def open_stream(self) -> RecordStream:
         """Returns the training records, read as they are needed."""
-        hp: Any = self.hparams
-        rows = open_stream(hp.path, self.dataset_object or hp.dataset, hp.dataset_config, hp.dataset_split)
+        rows = open_stream(self.path, self.dataset, self.dataset_config, self.dataset_split)
 
         def to_record(found: tuple[str, Record]) -> Record:
             place, row = found
-            return as_record(row, place, hp.columns, hp.answer_after, self.required, self.reshape, self.texts)
+            return as_record(row, place, self.columns, self.answer_after, self.required, self.reshape, self.texts)
 
         def encode(read: list[tuple[str, Record]]) -> list[Record]:
             return self._encode_and_report([to_record(found) for found in read]) if read else []
 
         per_row = self.records_per_row(map(to_record, rows(0)))
-        return RecordStream(rows, encode, hp.streaming_buffer, self.seed, self.source, per_row)
+        return RecordStream(rows, encode, self.streaming_buffer, self.seed, self.source, per_row)
 
     def records_per_row(self, records: Iterator[Record]) -> int:
         """Returns how many records :meth:`encode` makes of a streamed row that it does not leave out.
@@ -256,21 +236,19 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
             n: so many of them; None: all.
             as_read: encode those of a large source when they are asked for.
         """
-        hp: Any = self.hparams
         training = split == "train"
-        if not training and hp.eval_path is not None:
-            source: dict[str, Any] = {"path": hp.eval_path}
+        if not training and self.eval_path is not None:
+            source: dict[str, Any] = {"path": self.eval_path}
         else:
-            dataset = hp.dataset if self.dataset_object is None else self.dataset_object
-            if training and self.dataset_object is not None:
-                refuse_stream(dataset)
-            source = {"task": self.task, "path": hp.path, "dataset": dataset}
+            if training and not isinstance(self.dataset, str | None):
+                refuse_stream(self.dataset)
+            source = {"task": self.task, "path": self.path, "dataset": self.dataset}
         records = load_records(
             **source,
-            dataset_config=hp.dataset_config,
-            dataset_split=hp.dataset_split if training else hp.eval_split,
-            columns=hp.columns,
-            answer_after=hp.answer_after,
+            dataset_config=self.dataset_config,
+            dataset_split=self.dataset_split if training else self.eval_split,
+            columns=self.columns,
+            answer_after=self.answer_after,
             split=split,
             n=n,
             seed=self.seed,
@@ -282,7 +260,7 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
         )
         if not isinstance(records, Records) or len(records) <= LOADED:
             return self._encode_and_report(list(records))
-        longest = min(self.policy.max_length, hp.get("max_length") or self.policy.max_length) - 1
+        longest = min(self.policy.max_length, getattr(self, "max_length", None) or self.policy.max_length) - 1
         return EncodedRecords(records, self._encode_and_report, longest, self.source)
 
     def _encode_and_report(self, records: list[Record]) -> list[Record]:
@@ -302,8 +280,8 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
     @property
     def source(self) -> str:
         """Name of the records' source, for messages and names: the task, file or dataset."""
-        hp: Any = self.hparams
-        return next(str(value) for value in (hp.task, hp.path, hp.dataset) if value is not None)
+        names = (self.hparams[name] for name in ("task", "path", "dataset"))
+        return next(str(name) for name in names if name is not None)
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds token ids to records; prompts that the model can't take are refused, or dropped."""
@@ -314,16 +292,15 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
                 raise UsageError(f"{place}: record {i} has an empty prompt, where a text should be that a completion "
                                  "can start from; write one, or leave the row out")  # fmt: skip
         limit = self.policy.max_length - 1
-        kept = check_prompt_lengths([len(ids) for ids in prompts], limit, self.source, self.hparams["overlong"])
+        kept = check_prompt_lengths([len(ids) for ids in prompts], limit, self.source, self.overlong)
         return [{**records[i], "prompt_ids": prompts[i]} for i in kept]
 
     @property
     def encoder(self) -> TextEncoder:
         """The encoder of texts and messages to the policy's tokens."""
-        hp: Any = self.hparams
         tokenizer = self.policy.tokenizer
         if self._encoder is None or self._encoder.tokenizer is not tokenizer:
-            self._encoder = TextEncoder(tokenizer, hp.chat_template, hp.system_prompt, hp.chat_template_kwargs)
+            self._encoder = TextEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_kwargs)
         return self._encoder
 
     def encode_prompts(
@@ -415,12 +392,11 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
         """Whether there are held-out records. A task makes them; a file or dataset needs an argument that names
         them.
         """
-        hp: Any = self.hparams
-        return bool(hp.n_eval) and (hp.task is not None or hp.eval_path is not None or bool(hp.eval_steps))
+        return bool(self.n_eval) and (self.task is not None or self.eval_path is not None or bool(self.eval_steps))
 
     def val_dataloader(self) -> Any:
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if not self.hparams["n_eval"] or (fitting and not self.hparams["eval_steps"]):
+        if not self.n_eval or (fitting and not self.eval_steps):
             return []
         return self.evaluation()
 
@@ -436,8 +412,7 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
 
     def held_out_completions(self) -> LazyLoader:
         """Batches of completions of held-out prompts, written as they are read; see :meth:`judge` for the fields."""
-        hp: Any = self.hparams
-        per_batch = max(1, hp.eval_batch_size // hp.eval_num_generations)
+        per_batch = max(1, self.eval_batch_size // self.eval_num_generations)
         batches = self.own_held_out(len(self.eval_records), per_batch)
 
         def play() -> Iterator[Batch]:
@@ -459,7 +434,7 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
         rank, ranks = self._rank, self._world_size
         share, rest = divmod(records, ranks)
         if not share:
-            raise UsageError(f"n_eval={self.hparams['n_eval']} is less than one record for each of {ranks} ranks")
+            raise UsageError(f"n_eval={self.n_eval} is less than one record for each of {ranks} ranks")
         # Where weights are sharded, ranks call the model together, and must have as many records.
         if rest and isinstance(getattr(self.trainer, "strategy", None), ModelParallelStrategy):
             notice(f"{self.source}: {records - rest} of {records} held-out records are evaluated, for each of {ranks} "
@@ -477,11 +452,10 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
             What :meth:`judge` returns, the texts as ``tokens`` [P·K, T] right-padded with ``prompt_length`` [P·K], and
             ``logged``, see ``RewardFunctions.take_logged``.
         """
-        hp: Any = self.hparams
-        k = hp.eval_num_generations
-        settings = {"temperature": hp.eval_temperature, "top_p": hp.eval_top_p}
-        if hp.eval_max_completion_length is not None:
-            settings["max_completion_length"] = hp.eval_max_completion_length
+        k = self.eval_num_generations
+        settings = {"temperature": self.eval_temperature, "top_p": self.eval_top_p}
+        if self.eval_max_completion_length is not None:
+            settings["max_completion_length"] = self.eval_max_completion_length
         # A prompt's seeds depend only on its number, not on the rank or on its neighbours.
         seeds = [stream_seed(self.seed, 0, "eval", i * k + j) for i in numbers for j in range(k)]
         prompts = [record["prompt_ids"] for record in records]
@@ -496,7 +470,7 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:
         """Returns the object that computes rewards while completions are written; None without ``reward_overlap``."""
-        if not self.hparams["reward_overlap"] or not len(self.rewards):
+        if not self.reward_overlap or not len(self.rewards):
             return None
         self._ready_rewards()
         self._scoring = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
@@ -549,9 +523,10 @@ class LanguageDataModule(CheckedCall, LoadsDataCheckpoints, L.LightningDataModul
         spread = self.rewards.take_token_rewards(scores, lengths)
         correct = None
         if len(self.rewards):
-            correct = (rewards[:, 0] >= self.hparams["correct_threshold"]).view(-1, num_generations)
-        after = self.hparams["answer_after"]
-        answers = [voted_answer(text, after) if self.task is None else self.task.extract(text) for text in texts]
+            correct = (rewards[:, 0] >= self.correct_threshold).view(-1, num_generations)
+        answers = [
+            voted_answer(text, self.answer_after) if self.task is None else self.task.extract(text) for text in texts
+        ]
         k = num_generations
         return {
             "prompts": [prompt_text(record["prompt"]) for record in repeated],

@@ -15,9 +15,9 @@ from datamodules.language.sequences import Sequences
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
 from datamodules.loader import LazyLoader
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.core.settings import setting
 from rl_modules.language.contract import PackingLearner
 
 #: Columns that are added to records here; a source must not have columns of these names.
@@ -34,46 +34,29 @@ class InstructionDataModule(LanguageDataModule):
     assistant's count in the loss. The messages before the first assistant turn are its prompt. For records with a
     ``text`` only, all tokens count; their prompt in evaluations is the text's first word. An optimizer step takes
     ``batch_size`` sequences per rank, however they are padded, packed, or divided into micro-batches.
-
-    Args:
-        task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
-        completion_only_loss: count only completion tokens in the loss. In a conversation these are the assistant's
-            turns, marked by the chat template's ``{% generation %}`` blocks or found by rendering turn by turn. False:
-            count all tokens.
-        packing: put several sequences into a row, each seeing only itself, in rows as wide as the longest. If a check
-            of the first batch finds that the model mixes packed sequences, they are padded instead.
-        group_by_length: group sequences of similar length into steps (the sequences of 50 steps are sorted, and the
-            steps shuffled). This saves padding but may hurt learning, because steps become homogeneous; ``packing``
-            saves padding without changing the steps.
-        max_length: maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong``
-            selects what happens to longer ones.
-        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
-            arguments of :class:`~datamodules.language.base.LanguageDataModule`.
-
-    Raises:
-        UsageError: an invalid argument or record.
     """
 
     kind = "demonstrations"
     required = ("prompt", "completion")
     texts = ("completion",)
 
-    def __init__(
-        self,
-        task: str | None = None,
-        completion_only_loss: bool = True,
-        packing: bool = False,
-        group_by_length: bool = False,
-        max_length: int | None = None,
-        **source: Any,
-    ) -> None:
-        super().__init__(task, **source)
-        if max_length is not None and max_length < 2:
-            raise UsageError(f"max_length={max_length} must be at least 2, a prompt's and a completion's token")
-        self.completion_only_loss = completion_only_loss
-        self.packing = packing
-        self.group_by_length = group_by_length
-        self.max_length = None if max_length is None else at_least("max_length", max_length)
+    completion_only_loss: bool = setting(
+        True, "count only completion tokens in the loss. In a conversation these are the assistant's turns, marked by "
+        "the chat template's ``{% generation %}`` blocks or found by rendering turn by turn. False: count all "
+        "tokens")  # fmt: skip
+    packing: bool = setting(
+        False, "put several sequences into a row, each seeing only itself, in rows as wide as the longest. If a check "
+        "of the first batch finds that the model mixes packed sequences, they are padded instead")  # fmt: skip
+    group_by_length: bool = setting(
+        False, "group sequences of similar length into steps (the sequences of 50 steps are sorted, and the steps "
+        "shuffled). This saves padding but may hurt learning, because steps become homogeneous; ``packing`` saves "
+        "padding without changing the steps")  # fmt: skip
+    max_length: int | None = setting(
+        None, "maximum number of tokens of prompt and completion together; None: the model's limit. ``overlong`` "
+        "selects what happens to longer ones", least=2, unit="tokens, a prompt's and a completion's")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.sequences: Sequences | None = None
         self._position = 0  # micro-batches handed out
         self._has_saved = False  # since the fit began
@@ -87,7 +70,7 @@ class InstructionDataModule(LanguageDataModule):
             if self.batch_size % self._n_micro:
                 raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="
                                  f"{self.batch_size}, the sequences of an optimizer step")  # fmt: skip
-            if self.hparams["streaming"] and self.group_by_length:
+            if self.streaming and self.group_by_length:
                 raise UsageError("group_by_length=true sorts all records by their lengths, which streaming=true does "
                                  "not know; set one of them")  # fmt: skip
             if self.sequences is None and isinstance(self.train_records, list) and self.stream is None:
@@ -107,10 +90,9 @@ class InstructionDataModule(LanguageDataModule):
 
     def encode(self, records: list[Record]) -> list[Record]:
         """Adds the token ids of prompts and, for demonstrations, of completions with their EOS."""
-        system_prompt = self.hparams["system_prompt"]
-        if system_prompt is not None and records and all(record.get("whole") for record in records):
-            raise UsageError(f"{self.source}: system_prompt={system_prompt!r} is read by the chat template, through "
-                             "which the texts of a column 'text' do not go; leave it out, or give prompt and "
+        if self.system_prompt is not None and records and all(record.get("whole") for record in records):
+            raise UsageError(f"{self.source}: system_prompt={self.system_prompt!r} is read by the chat template, "
+                             "through which the texts of a column 'text' do not go; leave it out, or give prompt and "
                              "completion, or messages")  # fmt: skip
         records = super().encode(records)
         for i, record in enumerate(records):
@@ -130,13 +112,13 @@ class InstructionDataModule(LanguageDataModule):
         kept = [i for i, length in enumerate(lengths) if length <= limit]
         if len(kept) < len(records):
             first = next(i for i, length in enumerate(lengths) if length > limit)
-            if self.hparams["overlong"] == "error" or not kept:
-                refusal = UsageError if self.hparams["overlong"] == "error" else NothingUsable
+            if self.overlong == "error" or not kept:
+                refusal = UsageError if self.overlong == "error" else NothingUsable
                 raise refusal(
                     f"{self.source}: {len(records) - len(kept)} of {len(records)} records are longer than {limit} "
                     f"tokens with their completions (record {first} has {lengths[first]}); shorten them"
                     + (", raise max_length" if limit < self.policy.max_length else "")
-                    + ("" if self.hparams["overlong"] == "drop" else ", or set overlong=drop")
+                    + ("" if self.overlong == "drop" else ", or set overlong=drop")
                 )
             print(f"{self.source}: {len(records) - len(kept)} of {len(records)} records left out, they are longer than "
                   f"{limit} tokens with their completions")  # fmt: skip
@@ -297,7 +279,7 @@ class InstructionDataModule(LanguageDataModule):
         """
         if any("completion_ids" not in record for record in self.eval_records):
             return LazyLoader(0, lambda: iter(()))
-        parts = self.own_held_out(len(self.eval_records), self.hparams["eval_batch_size"])
+        parts = self.own_held_out(len(self.eval_records), self.eval_batch_size)
         records = [self.eval_records[i] for part in parts for i in part]
 
         def batches() -> Iterator[Batch]:

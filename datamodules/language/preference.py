@@ -20,8 +20,8 @@ from datamodules.language.sources import load_records
 from datamodules.language.streaming import STREAM_STEPS
 from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
 from datamodules.loader import LazyLoader
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import fixed, setting
 from rl_modules.language.contract import PairLearner, PredictsAnswers
 
 
@@ -37,47 +37,8 @@ class PreferenceDataModule(LanguageDataModule):
     One epoch is one pass over the pairs, in an order of its own; it leaves out the last pairs, which do not fill an
     optimizer step.
 
-    Args:
-        task: a task that makes preferences (``paths``), or the import path of one; None: ``path`` or ``dataset``.
-        task_kwargs: the task's own settings.
-        path: JSONL, parquet, arrow or csv file of training pairs.
-        eval_path: JSONL, parquet, arrow or csv file of held-out pairs.
-        dataset: hub name, directory or file; in Python also a ``datasets.Dataset`` or ``DatasetDict``.
-        dataset_config: the hub dataset's configuration.
-        dataset_split: split to train on, or a part of it, ``train[:90%]``.
-        eval_split: split to evaluate on, or a part of it.
-        columns: source column of each record column, as ``{chosen: better}``, or a template of several; None: same
-            names.
-        system_prompt: first message of every conversation without a system message of its own, for models with a chat
-            template.
-        chat_template: render prompts with the tokenizer's chat template; None: where it has one.
-        chat_template_kwargs: variables of the chat template, such as ``{enable_thinking: false}``; a record's own
-            column of that name wins.
-        max_length: maximum number of tokens of prompt, answer and EOS together; None: the model's limit.
-        overlong: what to do with pairs that are longer: ``error``, or ``drop`` with a printed count.
-        streaming: read training pairs as they are needed, so that they need not fit into memory: from a JSONL,
-            parquet, arrow or csv file, or a dataset. A policy's reference then reads every pair that it meets, because
-            the number of pairs, and so the table of its log-probabilities, has no end.
-        streaming_buffer: pairs that are shuffled together while streaming; two such blocks are in memory.
-        n_train: training pairs; None: all (a task makes 10,000).
-        n_eval: held-out pairs per evaluation, over all ranks; 0: none.
-        batch_size: pairs per optimizer step and rank; ``trainer.accumulate_grad_batches`` divides it into
-            micro-batches without changing the step.
-        packing: concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are
-            computed once and little is padded; scores and steps do not change. The mask's memory grows with the square
-            of the longest pair. None: for the steps in which it saves work, if the model supports it; False: one row
-            per answer.
-        demonstrations_path: JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to
-            be 0, for a reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset.
-        n_demonstrations: how many of them are scored; ≥ 1.
-        eval_steps: optimizer steps between evaluations; 0: none.
-        eval_on_start: where there are evaluations, evaluate before the first update too. A resumed run does not repeat
-            it.
-        eval_batch_size: held-out pairs that are scored together.
-        seed: source of all random streams: tasks, order, new weights.
-
-    Raises:
-        UsageError: an argument or a record that can't be used, in one sentence.
+    While streaming, a policy's reference reads every pair that it meets, because the number of pairs, and so the table
+    of its log-probabilities, has no end.
     """
 
     kind = "preferences"
@@ -85,45 +46,27 @@ class PreferenceDataModule(LanguageDataModule):
     eval_required: tuple[str, ...] = ("prompt", "chosen", "rejected")
     texts = ("completion", "chosen", "rejected")
 
-    def __init__(
-        self,
-        task: str | None = None,
-        task_kwargs: dict[str, Any] | None = None,
-        path: str | None = None,
-        eval_path: str | None = None,
-        dataset: str | None = None,
-        dataset_config: str | None = None,
-        dataset_split: str = "train",
-        eval_split: str = "test",
-        columns: dict[str, str] | None = None,
-        system_prompt: str | None = None,
-        chat_template: bool | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        max_length: int | None = None,
-        overlong: str = "error",
-        streaming: bool = False,
-        streaming_buffer: int = 10_000,
-        n_train: int | None = None,
-        n_eval: int = 1024,
-        batch_size: int = 64,
-        packing: bool | None = None,
-        demonstrations_path: str | None = None,
-        n_demonstrations: int = 256,
-        eval_steps: int = 0,
-        eval_on_start: bool = True,
-        eval_batch_size: int = 256,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            task, task_kwargs, path, eval_path, dataset, dataset_config, dataset_split, eval_split, columns,
-            system_prompt=system_prompt, chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs, overlong=overlong, streaming=streaming,
-            streaming_buffer=streaming_buffer, n_train=n_train, n_eval=n_eval, batch_size=batch_size,
-            eval_steps=eval_steps, eval_on_start=eval_on_start, eval_batch_size=eval_batch_size, seed=seed,
-        )  # fmt: skip
-        for name, value, least in (("n_demonstrations", n_demonstrations, 1), ("max_length", max_length, 2)):
-            if value is not None:
-                self.hparams[name] = at_least(name, value, least)
+    max_length: int | None = setting(
+        None, "maximum number of tokens of prompt, answer and EOS together; None: the model's limit. ``overlong`` "
+        "selects what happens to longer ones", least=2)  # fmt: skip
+    packing: bool | None = setting(
+        None, "concatenate prompt, chosen and rejected answer in one row with other pairs, so that prompts are "
+        "computed once and little is padded; scores and steps do not change. The mask's memory grows with the square "
+        "of the longest pair. None: for the steps in which it saves work, if the model supports it; False: one row per "
+        "answer")  # fmt: skip
+    demonstrations_path: str | None = setting(
+        None, "JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a "
+        "reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset")  # fmt: skip
+    n_demonstrations: int = setting(256, "how many of them are scored", least=1)
+    n_eval = 1024
+    # No completions are written.
+    answer_after, reward_funcs, reward_time_limit_s = fixed(None), fixed(None), fixed(None)
+    reward_workers, reward_overlap, correct_threshold = fixed(1), fixed(False), fixed(1.0)
+    eval_num_generations, eval_temperature = fixed(1), fixed(0.0)
+    eval_top_p, eval_max_completion_length = fixed(None), fixed(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.train_pairs = self.eval_pairs = Pairs([], [], [])
         self.demonstration_ids: list[Tensor] = []
         self._position = 0  # micro-batches handed out since the run began
@@ -139,7 +82,7 @@ class PreferenceDataModule(LanguageDataModule):
         self.eval_pairs = as_pairs(self.eval_records)
         if stage != "fit":
             return
-        if single and self.stream is not None and self.hparams["streaming_buffer"] == 1:
+        if single and self.stream is not None and self.streaming_buffer == 1:
             raise UsageError("streaming_buffer=1 leaves KTO no other record of the block, with whose answer it matches "
                              "a prompt; give at least 2")  # fmt: skip
         if self._n_micro > self.batch_size:
@@ -165,7 +108,7 @@ class PreferenceDataModule(LanguageDataModule):
             packed: those of each micro-batch, if rows are packed.
             padded: the same if they are not.
         """
-        wanted, can = self.hparams["packing"], self.policy.can_pack
+        wanted, can = self.packing, self.policy.can_pack
         if wanted and not can:
             raise UsageError("packing=true needs a model that keeps the texts of a row apart by a mask and positions "
                              "(no sliding window, ALiBi or recurrent state; attn_implementation sdpa or eager); set "
@@ -194,7 +137,7 @@ class PreferenceDataModule(LanguageDataModule):
             UsageError: demonstrations_path is given to a module that reads none.
         """
         scores = bool(getattr(self.policy, "scores_demonstrations", True))
-        if not scores and (path := self.hparams["demonstrations_path"]) is not None:
+        if not scores and (path := self.demonstrations_path) is not None:
             raise UsageError(f"demonstrations_path={path!r} is not read by {type(self.policy).__name__}, whose rewards "
                              "have no zero to set; leave it out")  # fmt: skip
         return scores
@@ -236,7 +179,7 @@ class PreferenceDataModule(LanguageDataModule):
         for i, (record, prompt, chosen, rejected) in enumerate(zip(records, prompts, *sides, strict=True)):
             length = len(prompt) + max(len(chosen), len(rejected))
             if length > limit:
-                if self.hparams["overlong"] == "error":
+                if self.overlong == "error":
                     raise UsageError(f"{self.source}: pair {i} has {length} tokens, {limit} are allowed; shorten it, "
                                      "raise max_length where the model takes more, or set overlong=drop")  # fmt: skip
                 overlong += 1
@@ -257,21 +200,20 @@ class PreferenceDataModule(LanguageDataModule):
 
     @property
     def _limit(self) -> int:
-        most, asked = self.policy.max_length, self.hparams["max_length"]
+        most, asked = self.policy.max_length, self.max_length
         if asked is not None and asked > most:
             raise UsageError(f"max_length={asked} is more than the {most} tokens that the model takes")
         return most if asked is None else asked
 
     def _load_demonstrations(self) -> list[Tensor]:
         """Token ids of the texts whose mean reward is to be 0."""
-        hp: Any = self.hparams
-        n = hp.n_demonstrations
-        if hp.demonstrations_path is None and self.task is None:
+        n = self.n_demonstrations
+        if self.demonstrations_path is None and self.task is None:
             first = self.train_records[:n] if self.stream is None else self.stream.first(n)
             ids = [record["prompt_ids"] + record["chosen_ids"] for record in first]
             return [torch.tensor(row, dtype=torch.int32) for row in ids]
         records = list(load_records(
-            task=self.task if hp.demonstrations_path is None else None, path=hp.demonstrations_path, split="train",
+            task=self.task if self.demonstrations_path is None else None, path=self.demonstrations_path, split="train",
             # A finite task may have fewer than are wanted.
             n=None if self.task is not None and self.task.size is not None else n, seed=self.seed,
             required=("prompt", "completion"),
@@ -400,9 +342,9 @@ class PreferenceDataModule(LanguageDataModule):
 
     def _held_out(self, order: Tensor, texts: bool = False) -> LazyLoader:
         if len(order) < self._world_size:
-            raise UsageError(f"n_eval={self.hparams['n_eval']} gives {len(order)} held-out pairs, less than one for "
+            raise UsageError(f"n_eval={self.n_eval} gives {len(order)} held-out pairs, less than one for "
                              f"each of {self._world_size} ranks")  # fmt: skip
-        sizes = [len(part) for part in self.own_held_out(len(order), self.hparams["eval_batch_size"])]
+        sizes = [len(part) for part in self.own_held_out(len(order), self.eval_batch_size)]
         # Neighbours in length go to different ranks.
         parts = order[self._rank :: self._world_size][: sum(sizes)].split(sizes)
 
@@ -423,7 +365,7 @@ class PreferenceDataModule(LanguageDataModule):
         Every rank has as many; the last ones' weight may be 0.
         """
         ids, world = sorted(self.demonstration_ids, key=len), self._world_size
-        share, size = -(-len(ids) // world), self.hparams["eval_batch_size"]
+        share, size = -(-len(ids) // world), self.eval_batch_size
 
         def play() -> Iterator[Batch]:
             for start in range(0, share, size):

@@ -20,9 +20,9 @@ from datamodules.language.sources import load_records
 from datamodules.language.trainer_state import TrainerState
 from datamodules.loader import LazyLoader
 from datamodules.resume import resumed_position
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
+from rl_modules.core.settings import setting
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
@@ -34,63 +34,38 @@ class PromptDataModule(LanguageDataModule):
 
     Per epoch ``batch_size · steps_per_generation`` completions are generated and scored, then yielded
     ``num_iterations`` times in ``steps_per_generation`` optimizer steps, each time in a new order.
-
-    Args:
-        task: a built-in task, ``reasoning_gym:<dataset>``, or the import path of a Task; None: ``path`` or ``dataset``.
-        num_generations: G, completions per prompt: the group of GRPO; 1 for RLHF with PPO.
-        steps_per_generation: optimizer steps over which one generation is spread.
-        num_iterations: passes over each generation.
-        dynamic_sampling: maximum number of rounds in which new prompts replace groups with equal rewards (DAPO,
-            arXiv:2503.14476); afterwards such groups fill the remaining places. 0: no replacement.
-        async_generations: k, number of generations that are generated ahead of training, with weights at most k
-            generations old. With ``model.sampler: vllm_server`` they are generated and scored during training; the
-            samplers of this process generate them before, and only the reward functions run during training. 0: every
-            generation uses the current weights.
-        ptx_batch_size: demonstrations per optimizer step and rank, for PPO-ptx; 0: none.
-        ptx_path: JSONL file of them, with prompt and completion; None: the task's or source's own.
-        **source: ``path``, ``dataset``, ``batch_size``, ``reward_funcs``, ``eval_steps``, ``seed`` and the other
-            arguments of :class:`~datamodules.language.base.LanguageDataModule`.
-
-    Raises:
-        UsageError: an argument or a record that can't be used, in one sentence.
     """
 
     kind = "prompts"
 
-    def __init__(
-        self,
-        task: str | None = None,
-        num_generations: int = 8,
-        steps_per_generation: int = 1,
-        num_iterations: int = 1,
-        dynamic_sampling: int = 0,
-        async_generations: int = 0,
-        ptx_batch_size: int = 0,
-        ptx_path: str | None = None,
-        **source: Any,
-    ) -> None:
-        super().__init__(task, **source)
-        hp: Any = self.hparams
-        for name, least in (("num_generations", 1), ("steps_per_generation", 1), ("num_iterations", 1),
-                            ("dynamic_sampling", 0), ("async_generations", 0), ("ptx_batch_size", 0)):  # fmt: skip
-            hp[name] = at_least(name, hp[name], least)
-        self.num_generations: int = hp.num_generations
-        self.steps_per_generation: int = hp.steps_per_generation
-        self.num_iterations: int = hp.num_iterations
+    num_generations: int = setting(8, "G, completions per prompt: the group of GRPO; 1 for RLHF with PPO", least=1)
+    steps_per_generation: int = setting(1, "optimizer steps over which one generation is spread", least=1)
+    num_iterations: int = setting(1, "passes over each generation", least=1)
+    dynamic_sampling: int = setting(
+        0, "maximum number of rounds in which new prompts replace groups with equal rewards (DAPO, arXiv:2503.14476); "
+        "afterwards such groups fill the remaining places. 0: no replacement", least=0)  # fmt: skip
+    async_generations: int = setting(
+        0, "k, number of generations that are generated ahead of training, with weights at most k generations old. "
+        "With ``model.sampler: vllm_server`` they are generated and scored during training; the samplers of this "
+        "process generate them before, and only the reward functions run during training. 0: every generation uses the "
+        "current weights", least=0)  # fmt: skip
+    ptx_batch_size: int = setting(0, "demonstrations per optimizer step and rank, for PPO-ptx; 0: none", least=0)
+    ptx_path: str | None = setting(
+        None, "JSONL file of them, with prompt and completion; None: the task's or source's own")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_generation_size()
-        if dynamic_sampling and num_generations == 1:
-            raise UsageError(f"dynamic_sampling={dynamic_sampling} replaces groups whose rewards are all equal, which "
-                             "groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
-        if ptx_path is not None and not ptx_batch_size:
-            raise UsageError(f"ptx_path={ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
-        self.dynamic_sampling: int = hp.dynamic_sampling
-        self.async_generations: int = hp.async_generations
+        if self.dynamic_sampling and self.num_generations == 1:
+            raise UsageError(f"dynamic_sampling={self.dynamic_sampling} replaces groups whose rewards are all equal, "
+                             "which groups of num_generations=1 always are; set dynamic_sampling=0")  # fmt: skip
+        if self.ptx_path is not None and not self.ptx_batch_size:
+            raise UsageError(f"ptx_path={self.ptx_path!r} needs a ptx_batch_size above 0, the demonstrations per step")
         self._ahead = WrittenAhead(self._write_ahead)
         # Of the rounds that this process has written ahead, by the place of their first prompt: the rewards that are
         # being computed, and the trainer's state that reward functions receive.
         self._early: dict[int, EarlyRewards] = {}
         self._states: dict[int, dict[str, Any]] = {}
-        self.ptx_batch_size, self.ptx_path = hp.ptx_batch_size, hp.ptx_path
         self.demonstrations: Demonstrations | None = None
         self.drawn = 0  # prompts taken from the stream so far, over all ranks
         self.generation = 0
@@ -231,7 +206,7 @@ class PromptDataModule(LanguageDataModule):
     def _load_demonstrations(self) -> Demonstrations:
         """Returns the demonstrations of ``ptx_path``, or those of the prompts' records."""
         records = list(self.train_records) if self.ptx_path is None else []
-        if self.ptx_path is None and self.hparams["streaming"]:
+        if self.ptx_path is None and self.streaming:
             raise UsageError(f"ptx_batch_size={self.ptx_batch_size} needs a ptx_path, for streaming=true loads no "
                              "demonstrations with the prompts")  # fmt: skip
         if self.ptx_path is not None:

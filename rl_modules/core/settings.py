@@ -92,7 +92,7 @@ class Setting:
         Raises:
             UsageError: names the argument, the value, and what would be right.
         """
-        value = plain(value) if self.stored else value
+        value = plain(value) if self.stored and self.stores is None else value
         if value is not None or not (type(None) in self.kinds or self.default is None):
             value = self._fitting(name, value)
         return value if self.check is None else self.check(name, value)
@@ -102,10 +102,10 @@ class Setting:
         if self.one_of and not (isinstance(value, str) and value in self.one_of):
             near = did_you_mean(value, self.one_of) if isinstance(value, str) else ""
             raise UsageError(f"{name}={value!r} must be one of {', '.join(self.one_of)}{near}")
-        wanted = _CONTAINED.get(self.origin)
+        wanted = None if self.stores is not None else _CONTAINED.get(self.origin)  # else an object is described
         if wanted is not None and type(value) in (list, tuple, set, dict) and type(value) is not self.origin:
             raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where {wanted} should be")
-        if self.origin is dict and not isinstance(value, dict) and self.check is None:
+        if wanted is not None and self.origin is dict and not isinstance(value, dict):
             raise UsageError(f"{name}={value!r} must be {wanted}")
         if self.kinds == (bool,) and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} must be true or false")
