@@ -1,7 +1,6 @@
 """Base class of the control datamodules: environments, seeds, evaluation, counters, metrics."""
 
 import inspect
-import os
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -21,17 +20,17 @@ from datamodules.envs.tensors import AsArrays, returns_tensors
 from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
+from datamodules.experience import Experience
 from datamodules.first_evaluation import evaluate_on_start
 from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
-from rl_modules.common.checkpoint_file import LoadsDataCheckpoints, chosen_by_checkpoint
+from rl_modules.common.checkpoint_file import chosen_by_checkpoint
 from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError
-from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.settings import Declared, setting
+from rl_modules.core.settings import setting
 
 Batch = dict[str, Any]
 
@@ -55,7 +54,7 @@ def _of_environments(name: str, of_evaluation: bool = False) -> Any:
     return property(lambda self: getattr(self.environments, name), assign)
 
 
-class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
+class ControlDataModule(Experience):
     """Base class of the control datamodules; a subclass adds ``train_dataloader`` and its storage."""
 
     #: Kind of experience: ``rollouts`` of the current policy, or the ``replay`` of all transitions so far.
@@ -154,15 +153,10 @@ class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
         self._started_s = time.monotonic()
         self._started_at = 0
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        keep_hooks(cls)
-
     # ---------------------------------------------------------------- the run
 
     def setup(self, stage: str) -> None:
-        if self.trainer is not None:
-            check_pairing(self.trainer.lightning_module, self)
+        super().setup(stage)
         if not self.environments.is_open:
             self.environments.open()
             if self.environments.makes_vector:
@@ -214,9 +208,7 @@ class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
     @property
     def learner(self) -> Learner:
         """The algorithm of the run."""
-        if self.trainer is None:
-            raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
-        return cast(Learner, self.trainer.lightning_module)
+        return cast(Learner, self.learner_trainer.lightning_module)
 
     @property
     def collector(self) -> Collector:
@@ -350,13 +342,6 @@ class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
             self.learner.observation_statistics = normalizers.statistics()
             self.learner.normalizer_state = normalizers.state_dict()
 
-    @property
-    def learner_trainer(self) -> L.Trainer:
-        """The Trainer of the run."""
-        if self.trainer is None:
-            raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
-        return self.trainer
-
     def _gather(self, own: np.ndarray) -> list[np.ndarray]:
         """Every rank's array, in the order of the ranks."""
         part = torch.from_numpy(own).to(self.learner_trainer.strategy.root_device)
@@ -397,8 +382,7 @@ class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
             self._count_evaluations(trainer)
 
     def val_dataloader(self) -> Any:
-        fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if fitting and (not self.eval_freq or self.environments.is_one_vector):
+        if self.is_fitting and (not self.eval_freq or self.environments.is_one_vector):
             return []
         return self._episodes("eval", self.n_eval_episodes)
 
@@ -468,16 +452,10 @@ class ControlDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
         if self._collector is None:
             # `validate`, `test` and `predict` play separate episodes.
             return
-        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size, self.n_envs)
+        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
+        if (saved := len(own["collector"]["resets_next"])) != self.n_envs:
+            raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {saved}; resume with as many")
         self.num_timesteps = self._started_at = state_dict["num_timesteps"]
         self.load_rank_state(own)
         if self.is_complete:
             self.learner_trainer.should_stop = True
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer is not None else int(os.environ.get("RANK", 0))
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer is not None else 1

@@ -418,7 +418,7 @@ class ReplayDataModule(ControlDataModule):
         if isinstance(self.sampler, PrioritizedSampler):
             share_done = min(self.num_timesteps / self.total_timesteps, 1.0)
             beta = self.beta0 + (1.0 - self.beta0) * share_done
-            over_ranks = self._largest_of_ranks if self._world_size > 1 else None
+            over_ranks = self._largest_over_ranks if self._world_size > 1 else None
             sample.update(index=index, weight=self.sampler.weights(index, beta, over_ranks))
         sample = tree_map(lambda x: x.to(module.device), sample)
         if not self._parts:  # a resumed run draws before it collects
@@ -431,11 +431,6 @@ class ReplayDataModule(ControlDataModule):
             return
         pieces = tree_map(lambda x: x.split(self.batch_size), prepared)
         self._drawn.extend(tree_map(lambda x, i=i: x[i], pieces) for i in range(count))
-
-    def _largest_of_ranks(self, value: float) -> float:
-        strategy = self.learner_trainer.strategy
-        own = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
-        return float(strategy.reduce(own, reduce_op="max"))
 
     @property
     def _minibatches_at_once(self) -> int:

@@ -18,18 +18,11 @@ def gather_ranks(own: dict[str, Any], rank: int, world_size: int) -> list[Any]:
     return states
 
 
-def state_of_rank(states: list[Any], rank: int, world_size: int, n_envs: int) -> dict[str, Any]:
-    """This rank's state.
-
-    Raises:
-        UsageError: the checkpoint has another number of ranks or environments.
-    """
+def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's state; a UsageError if the checkpoint has another number of ranks."""
     if len(states) != world_size:
         raise UsageError(f"the checkpoint was written by {len(states)} ranks, this run has {world_size}; resume with "
                          "as many")  # fmt: skip
-    saved = len(states[rank]["collector"]["resets_next"])
-    if saved != n_envs:
-        raise UsageError(f"n_envs={n_envs} differs from the checkpoint's {saved}; resume with as many")
     return states[rank]
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, overload
 
-import lightning as L
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from datamodules.experience import Experience
 from datamodules.language.arguments import check_arguments, check_chat_template, name_of_dataset, named_functions
 from datamodules.language.dataset_files import refuse_stream
 from datamodules.language.early_rewards import EarlyRewards
@@ -26,12 +26,9 @@ from datamodules.language.tasks.registry import rewards_of
 from datamodules.language.text import prompt_text, voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader
-from rl_modules.common.checkpoint_file import LoadsDataCheckpoints
 from rl_modules.common.errors import UsageError
-from rl_modules.common.hooks import keep_hooks
-from rl_modules.common.pairing import check_pairing
 from rl_modules.common.seeding import stream_seed
-from rl_modules.core.settings import Declared, setting
+from rl_modules.core.settings import setting
 from rl_modules.language.contract import TextLearner, WritingLearner
 
 #: Most training records of a file or dataset that are all encoded at the start.
@@ -40,7 +37,7 @@ Record = dict[str, Any]
 Batch = dict[str, Any]
 
 
-class LanguageDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
+class LanguageDataModule(Experience):
     """Base of the language datamodules; one of them adds ``train_dataloader``.
 
     Records come from exactly one of ``task`` (made here), ``path`` (a JSONL, parquet, arrow or csv file) and
@@ -150,15 +147,10 @@ class LanguageDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
         # Settings with which the records were encoded; None: there are no records yet.
         self._encoding: dict[str, Any] | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        keep_hooks(cls)
-
     # ---------------------------------------------------------------- records and tokens
 
     def setup(self, stage: str) -> None:
-        if self.trainer is not None:
-            check_pairing(self.trainer.lightning_module, self)
+        super().setup(stage)
         if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
         if stage == "fit" and self.streaming:
@@ -329,13 +321,6 @@ class LanguageDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
         """The same module, as a writer of completions."""
         return cast(WritingLearner, self.policy)
 
-    @property
-    def learner_trainer(self) -> L.Trainer:
-        """The Trainer of the run."""
-        if self.trainer is None:
-            raise RuntimeError("no Trainer is attached: Trainer.fit(module, datamodule=...) comes first")
-        return self.trainer
-
     # ---------------------------------------------------------------- training batches
 
     @property
@@ -395,8 +380,7 @@ class LanguageDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
         return bool(self.n_eval) and (self.task is not None or self.eval_path is not None or bool(self.eval_steps))
 
     def val_dataloader(self) -> Any:
-        fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if not self.n_eval or (fitting and not self.eval_steps):
+        if not self.n_eval or (self.is_fitting and not self.eval_steps):
             return []
         return self.evaluation()
 
@@ -550,11 +534,3 @@ class LanguageDataModule(Declared, LoadsDataCheckpoints, L.LightningDataModule):
     def _as_read(self, record: Record) -> str:
         """The text of a record's prompt as the model reads it."""
         return str(self.policy.tokenizer.decode(record["prompt_ids"]))
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer is not None else 0
-
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer is not None else 1

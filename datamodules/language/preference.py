@@ -389,7 +389,7 @@ class PreferenceDataModule(LanguageDataModule):
         Raises:
             UsageError: the checkpoint's steps have another size, or other pairs.
         """
-        if self.trainer is None or self.trainer.state.fn != "fit":
+        if not self.is_fitting:
             return
         # Lightning's batch-size finder returns to the state that this fit wrote before its first step.
         own = self._has_saved and state_dict["position"] == 0

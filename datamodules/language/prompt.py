@@ -19,14 +19,13 @@ from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import load_records
 from datamodules.language.trainer_state import TrainerState
 from datamodules.loader import LazyLoader
-from datamodules.resume import resumed_position
+from datamodules.resume import gather_ranks, resumed_position, state_of_rank
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import setting
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.sampling import Completions
 from rl_modules.language.sampling.protocol import replaced
-from rl_modules.ranks import cpu_group
 
 
 class PromptDataModule(LanguageDataModule):
@@ -260,7 +259,7 @@ class PromptDataModule(LanguageDataModule):
         lacking = n_prompts - sum(self._with_signal(rollout))
         for _ in range(self.dynamic_sampling):
             # Every rank draws equally many, because otherwise the ranks' collectives would not match.
-            wanted = self._most_over_ranks(lacking)
+            wanted = int(self._largest_over_ranks(lacking))
             if wanted == 0:
                 break
             rollout = joined(rollout, self._round(wanted))
@@ -290,7 +289,7 @@ class PromptDataModule(LanguageDataModule):
             return
         # One rank may have only prompts to which no function applies.
         is_judged = self.rewards.has_failed or not bool(rollout["rewards"].isnan().all())
-        if not self._most_over_ranks(int(is_judged)):
+        if not self._largest_over_ranks(is_judged):
             raise UsageError(f"reward_funcs={', '.join(names)}: None or NaN, which is no reward, for all "
                              f"{len(prompts)} completions of the first generation; return a number")  # fmt: skip
 
@@ -447,13 +446,6 @@ class PromptDataModule(LanguageDataModule):
         for early in self._early.values():
             early.stop()
 
-    def _most_over_ranks(self, number: int) -> int:
-        """Returns the largest number of any rank; all ranks call it together."""
-        if self._world_size == 1:
-            return number
-        value = torch.tensor(number, dtype=torch.int64, device=self.learner_trainer.strategy.root_device)
-        return int(self.learner_trainer.strategy.reduce(value, reduce_op="max"))
-
     @property
     def _pad_id(self) -> int:
         return int(self.policy.tokenizer.pad_token_id)
@@ -481,10 +473,7 @@ class PromptDataModule(LanguageDataModule):
             "trainer_states": self._states,
             "rewards": self.rewards.state_dict(),
         }
-        ranks: list[Any] = [own]
-        if self._world_size > 1:
-            ranks = [None] * self._world_size
-            torch.distributed.all_gather_object(ranks, own, cpu_group())
+        ranks = gather_ranks(own, self._rank, self._world_size)
         return {"drawn": self.drawn, "generation": self.generation, "ranks": ranks}
 
     def _half_used(self) -> dict[str, Tensor] | None:
@@ -498,13 +487,10 @@ class PromptDataModule(LanguageDataModule):
         Raises:
             UsageError: the checkpoint has another number of ranks, or a generation of other settings.
         """
-        if self.trainer is None or self.trainer.state.fn != "fit":
+        if not self.is_fitting:
             return
-        if len(state_dict["ranks"]) != self._world_size:
-            raise UsageError(f"the checkpoint was written by {len(state_dict['ranks'])} ranks, this run has "
-                             f"{self._world_size}; resume with as many")  # fmt: skip
-        own = state_dict["ranks"][self._rank]
-        device = self.trainer.strategy.root_device
+        own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
+        device = self.learner_trainer.strategy.root_device
         self.drawn, self.generation = state_dict["drawn"], state_dict["generation"]
         ahead, layout = own.get("ahead", []), own.get("layout", self._layout)
         self._position = resumed_position(own["position"], layout, self._layout, begun=bool(ahead))
