@@ -1,6 +1,5 @@
 """Base class of the control datamodules: environments, seeds, evaluation, counters, metrics."""
 
-import inspect
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -262,10 +261,9 @@ class ControlDataModule(Experience):
         """Warns of arguments of a normalisation that is off. This is no error, because a config may keep unused
         arguments.
         """
-        parameters = inspect.signature(ControlDataModule.__init__).parameters
         for name, switch in IDLE_WITHOUT.items():
             value = self.norm_gamma if name == "norm_gamma" else self.hparams[name]
-            if value != parameters[name].default and not getattr(self, switch):
+            if value != self.settings[name].default and not getattr(self, switch):
                 rank_zero_warn(f"{name}={value} does nothing while {switch} is false; set that to true, or leave "
                                f"{name} out")  # fmt: skip
 

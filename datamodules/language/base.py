@@ -321,6 +321,10 @@ class LanguageDataModule(Experience):
         """The same module, as a writer of completions."""
         return cast(WritingLearner, self.policy)
 
+    @property
+    def _pad_id(self) -> int:
+        return int(self.policy.tokenizer.pad_token_id)
+
     # ---------------------------------------------------------------- training batches
 
     @property
@@ -446,10 +450,9 @@ class LanguageDataModule(Experience):
         early = self.early_rewards(records, k)
         listener = None if early is None else early.on_ended
         written = self.writer.act(prompts, seeds, k, on_ended=listener, **settings)
-        pad_id = int(self.policy.tokenizer.pad_token_id)
         self.rewards.take_logged()  # of a call that was interrupted
         scored = self.judge(records, written, k, early)
-        texts = joined_sequences(prompts, written, k, pad_id)
+        texts = joined_sequences(prompts, written, k, self._pad_id)
         return {**scored, **texts, "logged": self.rewards.take_logged()}
 
     def early_rewards(self, records: list[Record], num_generations: int) -> EarlyRewards | None:

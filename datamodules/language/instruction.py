@@ -260,10 +260,6 @@ class InstructionDataModule(LanguageDataModule):
         """Whether rows are packed: ``packing`` is true and the model keeps texts apart. Needs the model."""
         return self.packing and cast(PackingLearner, self.policy).can_pack
 
-    @property
-    def _pad_id(self) -> int:
-        return int(self.policy.tokenizer.pad_token_id)
-
     # ---------------------------------------------------------------- evaluation
 
     def evaluation(self) -> LazyLoader:

@@ -15,11 +15,10 @@ Record = dict[str, Any]
 class EncodesAnswers(Protocol):
     """The interface of the datamodule that :func:`encode_judgements` uses."""
 
-    @property
-    def source(self) -> str: ...
+    overlong: str
 
     @property
-    def hparams(self) -> Any: ...
+    def source(self) -> str: ...
 
     def encode_answers(
         self, records: Sequence[Record], *names: str
@@ -85,7 +84,7 @@ def encode_judgements(data: EncodesAnswers, records: list[Record], limit: int) -
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     kept = [i for i, length in enumerate(lengths) if length <= limit]
     if len(kept) < len(records):
-        if data.hparams["overlong"] == "error":
+        if data.overlong == "error":
             first = next(i for i, length in enumerate(lengths) if length > limit)
             raise UsageError(f"{data.source}: answer {first} has {lengths[first]} tokens, {limit} are allowed; shorten "
                              "it, raise max_length where the model takes more, or set overlong=drop")  # fmt: skip

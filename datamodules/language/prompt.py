@@ -446,10 +446,6 @@ class PromptDataModule(LanguageDataModule):
         for early in self._early.values():
             early.stop()
 
-    @property
-    def _pad_id(self) -> int:
-        return int(self.policy.tokenizer.pad_token_id)
-
     # ---------------------------------------------------------------- state
 
     @property
