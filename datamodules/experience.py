@@ -1,18 +1,20 @@
 """The base of all datamodules: arguments, checkpoints, the run's Trainer and ranks."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
-from rl_modules.common.checkpoint_file import LoadsDataCheckpoints
+from rl_modules.common.checkpoint_file import building, read_checkpoint
 from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.pairing import check_pairing
 from rl_modules.core.settings import Declared
 
 
-class Experience(Declared, LoadsDataCheckpoints, L.LightningDataModule):
+class Experience(Declared, L.LightningDataModule):
     """What an algorithm learns from; a subclass adds ``train_dataloader`` and the seed of all random streams."""
 
     #: Kind of experience, which an algorithm states too.
@@ -22,6 +24,34 @@ class Experience(Declared, LoadsDataCheckpoints, L.LightningDataModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         keep_hooks(cls)
+
+    # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Builds the datamodule of a checkpoint, see ``lightning.LightningDataModule.load_from_checkpoint``.
+
+        Args:
+            checkpoint_path: the file.
+            map_location: as Lightning takes it.
+            hparams_file: likewise.
+            weights_only: load without running code; on by default.
+            **kwargs: arguments that differ from the checkpoint's.
+
+        Raises:
+            TypeError: called on a datamodule instead of its class.
+            UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
+        """
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
+        with building(cls, kwargs):
+            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
 
     def setup(self, stage: str) -> None:
         if self.trainer is not None:

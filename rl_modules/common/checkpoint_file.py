@@ -279,38 +279,6 @@ class LoadsCheckpoints(ReturnsFromRanks):
                              f"hyperparameters describe: {detail}") from error  # fmt: skip
 
 
-class LoadsDataCheckpoints:
-    """Base of datamodules: the same for them."""
-
-    # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
-    @_restricted_classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        weights_only: bool | None = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Builds the datamodule of a checkpoint, see ``lightning.LightningDataModule.load_from_checkpoint``.
-
-        Args:
-            checkpoint_path: the file.
-            map_location: as Lightning takes it.
-            hparams_file: likewise.
-            weights_only: load without running code; on by default.
-            **kwargs: arguments that differ from the checkpoint's.
-
-        Raises:
-            TypeError: called on a datamodule instead of its class.
-            UsageError: a file that is no checkpoint, or one that names an environment or a wrapper by an import path.
-        """
-        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            read_checkpoint(checkpoint_path, parts=("datamodule_hyper_parameters", "pytorch-lightning_version"))
-        with building(cls, kwargs):
-            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)  # type: ignore[misc]
-
-
 def widen(module: Any, state_dict: dict[str, Any]) -> None:
     """Converts tensors to 64 bits if the checkpoint's have 64 bits, because copies into 32 bits would be rounded.
 
