@@ -21,7 +21,7 @@ from datamodules.language.streaming import STREAM_STEPS
 from datamodules.language.whole_steps import announce_rest, counts_epochs, whole_steps
 from datamodules.loader import LazyLoader
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import fixed, setting
+from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.language.contract import PairLearner, PredictsAnswers
 
 
@@ -58,6 +58,9 @@ class PreferenceDataModule(LanguageDataModule):
         None, "JSONL, parquet, arrow or csv file of ``prompt`` and ``completion`` whose mean reward is to be 0, for a "
         "reward model; None: the task's own demonstrations, or the chosen answers of a file or dataset")  # fmt: skip
     n_demonstrations: int = setting(256, "how many of them are scored", least=1)
+    task = changed(
+        says="a task that makes preferences (``paths``), or the import path of one; None: ``path`` or "
+        "``dataset``")  # fmt: skip
     n_eval = 1024
     # No completions are written.
     answer_after, reward_funcs, reward_time_limit_s = fixed(None), fixed(None), fixed(None)
