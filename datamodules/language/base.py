@@ -6,14 +6,19 @@ from typing import Any, cast, overload
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from datamodules.experience import Experience
-from datamodules.language.arguments import check_arguments, check_chat_template, name_of_dataset, named_functions
+from datamodules.language.arguments import (
+    check_arguments,
+    check_chat_template,
+    name_of_dataset,
+    named_functions,
+    require_held_out,
+)
 from datamodules.language.dataset_files import refuse_stream
 from datamodules.language.early_rewards import EarlyRewards
 from datamodules.language.encoded_records import EncodedRecords
 from datamodules.language.encoding import TextEncoder, reads_alike
 from datamodules.language.endings import note_completions, note_demonstrations
 from datamodules.language.eval_steps import evaluate_every
-from datamodules.language.held_out import require_held_out
 from datamodules.language.notices import notice
 from datamodules.language.order import EndlessOrder
 from datamodules.language.records import TEXTS, as_record, place_of
