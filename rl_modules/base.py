@@ -18,7 +18,7 @@ from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkpoint
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import build, warn_of_missing
+from rl_modules.common.factories import build, require_callable, warn_of_missing
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.idle import warn_of_idle
@@ -44,14 +44,6 @@ def check_rate(name: str, value: Any) -> Any:
     """Refuses what is no schedule."""
     if value is not None:
         parse_schedule(value, name)
-    return value
-
-
-def require_callable(name: str, value: Any) -> Any:
-    """Refuses what is no callable."""
-    if value is not None and not callable(value):
-        raise UsageError(f"{name}={value!r} must be a callable, such as a class of torch.optim"
-                         f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
     return value
 
 
@@ -441,7 +433,8 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
         """Sets every scheduled value; called at the start and after new experience was collected."""
         for name, schedule in self.schedules.items():
             if schedule.decays:
-                setattr(self, name, max(schedule_value(schedule, progress_remaining), self.settings[name].least))
+                value = schedule_value(schedule, progress_remaining)
+                setattr(self, name, max(value, self.declared_settings[name].least))
         if self.learning_rate is None:
             return
         schedule = parse_schedule(self.learning_rate, "learning_rate")

@@ -70,6 +70,9 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
         return f"unknown option --{name}{_meant(name.replace('-', '_'), chosen)}; `rl fit --help` lists all"
     known = of_group(group, chosen)
     owner = getattr((chosen or {}).get(group), "__name__", group)
+    fixed = getattr((chosen or {}).get(group), "fixed_settings", {})
+    if rest in fixed:
+        return f"unknown option '{name}': {owner} sets {rest} itself; {fixed[rest]}"
     if rest in known and group == "checkpoint":
         return f"unknown option '{name}': checkpoints are written by `rl fit`, which alone takes this option"
     if rest in known:

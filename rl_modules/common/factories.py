@@ -52,3 +52,11 @@ def warn_of_missing(module: Any, missing: dict[str, str]) -> None:
         rank_zero_warn(f"the checkpoint of {type(module).__name__} was trained with {given}, code that no checkpoint "
                        f"can hold, and this fit has the default instead; to train as before, give it again: "
                        f"load_from_checkpoint(…, {again})")  # fmt: skip
+
+
+def require_callable(name: str, value: Any) -> Any:
+    """Refuses what is no callable."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={value!r} must be a callable, such as a class of torch.optim"
+                         f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
+    return value

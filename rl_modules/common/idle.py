@@ -5,8 +5,6 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rl_modules.common.calls import declared_elsewhere, declared_here, default_of
-
 
 def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
     """Warns of arguments that were given and that have no effect in this run.
@@ -18,14 +16,8 @@ def warn_of_idle(module: Any, reasons: Mapping[str, str]) -> None:
         module: whose ``hparams`` they are.
         reasons: by argument, the setting beside which it has no effect, and what would be right.
     """
-    cls = type(module)
-    declared: Any = getattr(cls, "settings", {})
-    if not isinstance(declared, dict):  # a language module
-        names = declared_here(cls) - declared_elsewhere(cls)
-        defaults = {name: default_of(cls, name) for name in names.intersection(reasons, module.hparams)}
-    else:
-        defaults = {name: declared[name].default for name in declared if name in reasons and name in module.hparams}
-    for name in sorted(defaults):
+    declared = type(module).declared_settings
+    for name in sorted(declared.keys() & reasons.keys() & module.hparams.keys()):
         value = module.hparams[name]
-        if value != defaults[name]:
+        if value != declared[name].default:
             rank_zero_warn(f"{name}={value!r} does nothing {reasons[name]}, or leave {name} out")

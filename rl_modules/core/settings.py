@@ -49,6 +49,8 @@ class Setting:
         stores: returns the plain hyperparameter from the checked value, which is the attribute; None: the value itself.
         idle: from the module to a clause that says beside which argument this one has no effect; false: it has one.
         attribute: its name; "" where the value is a hyperparameter alone.
+        argument: its name where the class's body has another one, which is then that of the attribute: the class has a
+            method or property of the argument's name.
         computed: the property that the attribute is, or a function from the module to its value.
         stored: whether it is a hyperparameter; callables are code, which a checkpoint must not hold.
         positional: whether it may be given by its position.
@@ -68,6 +70,7 @@ class Setting:
     stores: Callable[[Any], Any] | None = None
     idle: Callable[[Any], str | bool | None] | None = None
     attribute: str | None = None
+    argument: str = ""
     computed: property | Callable[[Any], Any] | None = None
     stored: bool = True
     positional: bool = False
@@ -93,6 +96,8 @@ class Setting:
             UsageError: names the argument, the value, and what would be right.
         """
         value = plain(value) if self.stored and self.stores is None else value
+        if isinstance(value, nn.Module) and self.check is None:
+            raise UsageError(f"{name} is a {type(value).__name__}; it takes numbers, texts, lists or dictionaries")
         if value is not None or not (type(None) in self.kinds or self.default is None):
             value = self._fitting(name, value)
         return value if self.check is None else self.check(name, value)
@@ -105,7 +110,7 @@ class Setting:
         wanted = None if self.stores is not None else _CONTAINED.get(self.origin)  # else an object is described
         if wanted is not None and type(value) in (list, tuple, set, dict) and type(value) is not self.origin:
             raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where {wanted} should be")
-        if wanted is not None and self.origin is dict and not isinstance(value, dict):
+        if wanted is not None and self.check is None and self.origin is dict and not isinstance(value, dict):
             raise UsageError(f"{name}={value!r} must be {wanted}")
         if self.kinds == (bool,) and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} must be true or false")
@@ -150,11 +155,17 @@ def setting(default: Any, says: str, **rules: Any) -> Any:
 @dataclass(frozen=True)
 class _Fixed:
     value: Any
+    instead: str
 
 
-def fixed(value: Any = ...) -> Any:
-    """Removes an inherited argument from those that the class takes; the attribute has the value, if one is given."""
-    return _Fixed(value)
+def fixed(value: Any = ..., instead: str = "") -> Any:
+    """Removes an inherited argument from those that the class takes; the attribute has the value, if one is given.
+
+    Args:
+        value: of the attribute.
+        instead: what a caller who gives the argument may do, such as ``GRPO takes it``.
+    """
+    return _Fixed(value, instead)
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,9 @@ class Declared:
     """Base of modules and datamodules whose arguments are declared in the class's body."""
 
     #: The arguments that the class takes, by name; those of the most derived class come first.
-    settings: ClassVar[Mapping[str, Setting]] = {}
+    declared_settings: ClassVar[Mapping[str, Setting]] = {}
+    #: The arguments that the class sets itself, with what a caller who gives one may do.
+    fixed_settings: ClassVar[Mapping[str, str]] = {}
     #: Names of the arguments that the caller gave.
     given_names: list[str]
     #: Arguments of a subclass's constructor that a checkpoint can't hold, with the names of the objects given.
@@ -198,26 +211,27 @@ class Declared:
         cls = type(self)
         if "given_names" not in self.__dict__:  # else a subclass's constructor passes them on
             _begin(self, args, given, {})
-        positional = [name for name, setting in cls.settings.items() if setting.positional]
+        positional = [name for name, setting in cls.declared_settings.items() if setting.positional]
         if len(args) > len(positional):
-            raise UsageError(f"{cls.__name__} takes {len(positional) or 'no'} arguments without their names, not "
-                             f"{len(args)}; name them")  # fmt: skip
+            taken = f"{len(positional)} argument{'s'[: len(positional) - 1]}" if positional else "no arguments"
+            raise UsageError(f"{cls.__name__} takes {taken} without {'its name' if len(positional) == 1 else 'names'}, "
+                             f"not {len(args)}; name them")  # fmt: skip
         given = {**dict(zip(positional, args, strict=False)), **given}
-        if unknown := [name for name in given if name not in cls.settings]:
-            refuse_foreign_call(cls, (), dict.fromkeys(unknown))
-            near = did_you_mean(unknown[0], cls.settings)
+        if unknown := [name for name in given if name not in cls.declared_settings]:
+            refuse_unknown(cls, (), {name: given[name] for name in unknown})
+            near = did_you_mean(unknown[0], cls.declared_settings)
             raise UsageError(f"{cls.__name__} takes no argument {unknown[0]!r}{near}")
         super().__init__()
         self.schedules = {}
         stored = {name: value for name, value in self._received.items()
-                  if name not in cls.settings and not isinstance(value, nn.Module)}  # fmt: skip
+                  if name not in cls.declared_settings and not isinstance(value, nn.Module)}  # fmt: skip
         # A constructor may have passed on another value than it received.
-        self._received = {name: x for name, x in self._received.items() if name not in cls.settings
+        self._received = {name: x for name, x in self._received.items() if name not in cls.declared_settings
                           or (x is not given[name] if name in given else is_storable(x))}  # fmt: skip
-        for name in self._received.keys() & cls.settings.keys() & {*self.given_names}:
-            if cls.settings[name].stored and not is_storable(self._received[name]):
+        for name in self._received.keys() & cls.declared_settings.keys() & {*self.given_names}:
+            if cls.declared_settings[name].stored and not is_storable(self._received[name]):
                 self.given_objects[name] = name_of(self._received[name])
-        for name, declared in cls.settings.items():
+        for name, declared in cls.declared_settings.items():
             value = declared.checked(name, given.get(name, declared.default))
             if declared.stored:
                 stored[name] = value if declared.stores is None else declared.stores(value)
@@ -251,7 +265,7 @@ class Declared:
             if not isinstance(given, str):
                 hparams._set_hparams(given)
         for name in [ignore] if isinstance(ignore, str) else ignore or []:
-            if name not in self.settings:
+            if name not in self.declared_settings:
                 hparams._hparams.pop(name, None)
         self._keep(dict(hparams.hparams))
         hparams._log_hyperparams = logger
@@ -266,8 +280,18 @@ class Declared:
         """Returns the arguments that have no effect with the other arguments and these spaces. The values give the
         reason and the remedy. A warning names the arguments that were given.
         """
-        reasons = {name: declared.idle(self) for name, declared in self.settings.items() if declared.idle is not None}
+        declared = self.declared_settings.items()
+        reasons = {name: setting.idle(self) for name, setting in declared if setting.idle is not None}
         return {name: str(why) for name, why in reasons.items() if why}
+
+
+def refuse_unknown(cls: Any, args: tuple, given: dict[str, Any]) -> None:
+    """Refuses arguments that a class sets itself, and those that it does not take."""
+    for name in given.keys() - inspect.signature(cls.__init__).parameters:
+        if name in cls.fixed_settings:
+            raise UsageError(f"{cls.__name__} sets {name} itself, and takes no {name}={given[name]!r}; "
+                             f"{cls.fixed_settings[name]}")  # fmt: skip
+    refuse_foreign_call(cls, args, given)
 
 
 def takes_own_arguments(cls: type) -> bool:
@@ -277,7 +301,7 @@ def takes_own_arguments(cls: type) -> bool:
 
 
 def _declare(cls: Any) -> None:
-    """Sets ``settings`` from the class's body and its bases."""
+    """Sets ``declared_settings`` from the class's body and its bases."""
     inherited: dict[str, Setting] = {}
     for base in reversed(cls.__mro__[1:]):
         inherited.update(vars(base).get("_declared", {}))
@@ -287,19 +311,25 @@ def _declare(cls: Any) -> None:
         annotations = inspect.get_annotations(cls, eval_str=True)
     except NameError:  # of a function's scope
         annotations = {}
-    declared, names_fixed, introduced = {}, [], []
+    declared, names_fixed, introduced, instead = {}, [], [], dict(cls.fixed_settings)
     for name, value in list(vars(cls).items()):
         if isinstance(value, Setting):
-            declared[name] = value.of_kind(annotations.get(name, Any))
-            introduced.append(name)
             delattr(cls, name)
+            value = value.of_kind(annotations.get(name, Any))
+            if value.argument:
+                name, value = value.argument, replace(value, attribute=name)
+            declared[name] = value
+            introduced.append(name)
+            instead.pop(name, None)
             if value.computed is not None:
                 setattr(cls, name, value.computed if isinstance(value.computed, property) else property(value.computed))
         elif isinstance(value, _Fixed):
             names_fixed.append(name)
             delattr(cls, name)
+            if value.instead:
+                instead[name] = value.instead
             if value.value is not ...:
-                setattr(cls, name, value.value)
+                setattr(cls, inherited[name].attribute or name, value.value)
         elif isinstance(value, _Changed):
             declared[name] = replace(inherited[name], **value.rules).of_kind(
                 annotations.get(name, inherited[name].kind)
@@ -310,11 +340,11 @@ def _declare(cls: Any) -> None:
             declared[name] = other.of_kind(annotations[name]) if name in annotations else other
             delattr(cls, name)
     cls._declared, cls._fixed = declared, tuple(names_fixed)
-    cls._introduced = tuple(introduced)
+    cls._introduced, cls.fixed_settings = tuple(introduced), instead
     found = {name: x for name, x in {**inherited, **declared}.items() if name not in names_fixed}
     # An argument's place is where it is declared, not where its default changes.
     order = {name: None for base in cls.__mro__ for name in vars(base).get("_introduced", ())}
-    cls.settings = {name: found[name] for name in order if name in found}
+    cls.declared_settings = {name: found[name] for name in order if name in found}
 
 
 def _constructor(cls: Any) -> Callable[..., None]:
@@ -327,11 +357,11 @@ def _constructor(cls: Any) -> Callable[..., None]:
     by_name = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(name, by_position if x.positional else by_name, default=x.default, annotation=x.kind)
-        for name, x in sorted(cls.settings.items(), key=lambda item: not item[1].positional)
+        for name, x in sorted(cls.declared_settings.items(), key=lambda item: not item[1].positional)
     ]
     made: Any = __init__
     made.__signature__ = inspect.Signature([inspect.Parameter("self", by_position), *parameters])
-    made.__annotations__ = {name: x.kind for name, x in cls.settings.items()}
+    made.__annotations__ = {name: x.kind for name, x in cls.declared_settings.items()}
     made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     made.__doc__ = f"Takes the arguments.\n\nArgs:\n{arguments_text(cls)}\n"
     made.declares = True
@@ -340,7 +370,7 @@ def _constructor(cls: Any) -> Callable[..., None]:
 
 def arguments_text(cls: Any) -> str:
     """Returns the lines of a docstring's section of arguments."""
-    return "\n".join(f"    {name}: {x.says}." for name, x in cls.settings.items())
+    return "\n".join(f"    {name}: {x.says}." for name, x in cls.declared_settings.items())
 
 
 def _recording(init: Callable[..., None]) -> Callable[..., None]:
@@ -349,7 +379,7 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         if "given_names" not in self.__dict__:
-            refuse_foreign_call(type(self), args, kwargs)
+            refuse_unknown(type(self), args, kwargs)
         try:
             bound = inspect.signature(init).bind(self, *args, **kwargs)
         except TypeError:
@@ -381,7 +411,7 @@ def _begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, An
     """Notes the arguments of a constructor; those of a more derived one take precedence."""
     state = made.__dict__
     if "given_names" not in state:
-        refuse_foreign_call(type(made), args, given)
+        refuse_unknown(type(made), args, given)
         state["given_names"] = list(given)
         state["given_objects"] = {}
         state["_received"] = {}
@@ -389,7 +419,7 @@ def _begin(made: Any, args: tuple, given: dict[str, Any], received: dict[str, An
         state["_received"].setdefault(name, value)
     state["given_objects"].update({
         name: name_of(value) for name, value in given.items()
-        if name not in type(made).settings and name not in state["given_objects"] and not is_storable(value)
+        if name not in type(made).declared_settings and name not in state["given_objects"] and not is_storable(value)
     })  # fmt: skip
 
 
@@ -401,7 +431,7 @@ def received_otherwise(made: Any) -> dict[str, Any]:
     now = made._hparams_initial
     return {
         name: plain(value) for name, value in made._received.items()
-        if name in made.settings and repr(plain(value)) != repr(plain(now.get(name)))
+        if name in made.declared_settings and repr(plain(value)) != repr(plain(now.get(name)))
     }  # fmt: skip
 
 
@@ -412,7 +442,10 @@ def set_by_constructor(made: Any) -> set[str]:
     cls: Any = type(made)
     if not takes_own_arguments(cls):
         return set()
-    chosen = {*cls.settings, *made._received} - {*inspect.signature(cls.__init__).parameters, *made.given_names}
+    chosen = {*cls.declared_settings, *made._received} - {
+        *inspect.signature(cls.__init__).parameters,
+        *made.given_names,
+    }
     # Values that were filled in later, such as the spaces, are in the checkpoint only.
     now, then = made._hparams, made._hparams_initial
     return {name for name in chosen if repr(now.get(name)) == repr(then.get(name))}

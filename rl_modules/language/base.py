@@ -1,6 +1,5 @@
 """Base class of the language algorithms: arguments, model and tokenizer, optimizer."""
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,16 +11,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from rl_modules.common.arguments import save_arguments
 from rl_modules.common.averages import copy_for_averages
-from rl_modules.common.calls import CheckedCall, default_of
+from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import build
+from rl_modules.common.factories import build, require_callable
 from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.pairing import check_batch
-from rl_modules.common.ranges import check_ranges, real_number
-from rl_modules.common.storable import plain
+from rl_modules.core.settings import Declared, setting
 from rl_modules.language.checkpoints import LanguageCheckpoints
 from rl_modules.language.frozen_weights import (
     Sources,
@@ -31,12 +29,11 @@ from rl_modules.language.frozen_weights import (
 )
 from rl_modules.language.generation_defaults import without_ignored
 from rl_modules.language.learning_rate import check_schedule, make_schedule
-from rl_modules.language.lora import begins_unchanged, plain_lora, refuse_biases_of_16_bits, train_in_float32
+from rl_modules.language.lora import begins_unchanged, check_lora, refuse_biases_of_16_bits, train_in_float32
 from rl_modules.language.model_objects import (
     check_model_object,
     is_name,
     prepared,
-    refuse_objects,
     tokenizer_name,
 )
 from rl_modules.language.models import (
@@ -70,44 +67,41 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class LanguageModule(CheckedCall, LanguageCheckpoints):
-    """Base class of the language algorithms; a subclass defines ``training_step``.
+def name_or_object(name: str, value: Any) -> Any:
+    """A name, or the object in a tuple, because an attribute would become a part of the module."""
+    if type(value) in (list, tuple, set, dict):
+        raise UsageError(f"{name}={value!r} is a {type(value).__name__}, where a single text should be")
+    return value if is_name(value) else (value,)
 
-    Args:
-        model_name_or_path: directory or hub name of a pretrained model, in Python also the model itself, which is
-            copied; None: a randomly initialised model. A checkpoint of a run that began with an object holds all of its
-            weights.
-        model_config: fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06
-            million parameters (another ``model_type`` starts from that type's own defaults).
-        tokenizer_name_or_path: directory or hub name, in Python also a tokenizer; None: the model's, or, without a
-            pretrained model, the character tokenizer.
-        lora: arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``, in Python also a ``LoraConfig``;
-            None: all weights train. The model's head decides the ``task_type``. Reinforcement learning trains without
-            dropout, so ``lora_dropout`` is 0 there.
-        torch_dtype: of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's
-            ``precision`` sets the precision of computations.
-        attn_implementation: sdpa, eager, flash_attention_2 …; None: the library's choice.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them: true: all of a
-            layer; ``selective``: all except matrix products and attention, which are expensive.
-        learning_rate: peak step size.
-        lr_scheduler_type: ``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers'
-            that goes by steps.
-        lr_scheduler_kwargs: further arguments of that schedule, such as ``{min_lr_rate: 0.1}`` of
-            ``cosine_with_min_lr`` or ``{num_decay_steps: 100}`` of ``warmup_stable_decay``.
-        warmup_steps: optimizer steps of linear warm-up.
-        weight_decay: of AdamW, on matrices (not on biases and norms).
-        max_grad_norm: global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None:
-            no clipping.
-        optimizer: callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings
-            above.
-        lr_scheduler: callable from the optimizer to a torch scheduler, stepped once per optimizer step.
-        logging_steps: optimizer steps between two points of the training curves; ≥ 1.
-        save_frozen_weights: write weights that are never trained (the base under ``lora``, a reference, a reward model)
-            into every checkpoint too; False: store the path and a digest of weights that were loaded from a path. Such
-            a checkpoint needs these directories unchanged.
-        description: architecture and tokenizer as plain data, from which a checkpoint loads without the model's
-            directory; set internally.
-    """
+
+def name_alone(value: Any) -> Any:
+    """What a checkpoint holds of that."""
+    return None if isinstance(value, tuple) else value
+
+
+def adapters_of(module: Any) -> dict[str, Any] | None:
+    """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
+    lora: dict[str, Any] | None = module.hparams["lora"]
+    return lora if lora is None or module.dropout else {**lora, "lora_dropout": 0.0}
+
+
+def beside_scheduler(module: Any) -> str | None:
+    """The reason why an argument of the schedule is idle."""
+    if module.scheduler_factory is None:
+        return None
+    return "beside lr_scheduler, which is the whole schedule; make it a part of that"
+
+
+def without_warmup(module: Any) -> str | None:
+    """The reason why ``warmup_steps`` is idle."""
+    constant = module.hparams["lr_scheduler_type"] == "constant"
+    return beside_scheduler(module) or (
+        "with lr_scheduler_type='constant'; take constant_with_warmup" if constant else None
+    )
+
+
+class LanguageModule(Declared, LanguageCheckpoints):
+    """Base class of the language algorithms; a subclass defines ``training_step``."""
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
     head = "causal"
@@ -126,67 +120,84 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
     #: The default optimizer's eps, which is added to the root of the second moment.
     adam_eps = 1e-8
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        model_config: dict[str, Any] | None = None,
-        tokenizer_name_or_path: str | None = None,
-        lora: dict[str, Any] | None = None,
-        torch_dtype: str = "float32",
-        attn_implementation: str | None = None,
-        gradient_checkpointing: bool | str = False,
-        learning_rate: float = 1e-3,
-        lr_scheduler_type: str = "linear",
-        lr_scheduler_kwargs: dict[str, Any] | None = None,
-        warmup_steps: int = 0,
-        weight_decay: float = 0.0,
-        max_grad_norm: float | None = 1.0,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        logging_steps: int = 10,
-        save_frozen_weights: bool = False,
-        description: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        # Callables are code, which a checkpoint must not hold.
-        objects = {"model_name_or_path": model_name_or_path, "tokenizer_name_or_path": tokenizer_name_or_path}
-        objects = {name: value for name, value in objects.items() if not is_name(value)}
-        save_arguments(self, ignore=["optimizer", "lr_scheduler", *objects, *self.given_networks])
-        for parameters in (self._hparams, self._hparams_initial):
-            parameters.update({**dict.fromkeys(objects), "lora": plain(plain_lora(lora))})
-        refuse_objects(self.hparams)
-        check_ranges(self.hparams, type(self))
+    model_name_or_path: Any = setting(
+        None, "directory or hub name of a pretrained model, in Python also the model itself, which is copied; None: a "
+        "randomly initialised model. A checkpoint of a run that began with an object holds all of its weights",
+        kind=str | None, positional=True, attribute="_given_model", check=name_or_object,
+        stores=name_alone)  # fmt: skip
+    model_config: dict[str, Any] | None = setting(
+        None, "fields of the model's config to change; without a pretrained model the default is a Qwen2 of 1.06 "
+        "million parameters (another ``model_type`` starts from that type's own defaults)")  # fmt: skip
+    tokenizer_name_or_path: Any = setting(
+        None, "directory or hub name, in Python also a tokenizer; None: the model's, or, without a pretrained model, "
+        "the character tokenizer", kind=str | None, attribute="_tokenizer", check=name_or_object,
+        stores=name_alone)  # fmt: skip
+    lora: dict[str, Any] | None = setting(
+        None, "arguments of ``peft.LoraConfig`` such as ``{r: 16, lora_alpha: 32}``, in Python also a ``LoraConfig``; "
+        "None: all weights train. The model's head decides the ``task_type``. Reinforcement learning trains without "
+        "dropout, so ``lora_dropout`` is 0 there", check=check_lora, computed=adapters_of)  # fmt: skip
+    torch_dtype: str = setting(
+        "float32", "of the weights: float32; bfloat16 or float16 for the frozen weights under ``lora``. The Trainer's "
+        "``precision`` sets the precision of computations")  # fmt: skip
+    attn_implementation: str | None = setting(None, "sdpa, eager, flash_attention_2 …; None: the library's choice")
+    gradient_checkpointing: bool | str = setting(
+        False, "recompute activations in the backward pass instead of keeping them: true: all of a layer; "
+        "``selective``: all except matrix products and attention, which are expensive")  # fmt: skip
+    learning_rate: float = setting(1e-3, "peak step size", least=0)
+    lr_scheduler_type: str = setting(
+        "linear", "``linear`` or ``cosine`` decay to 0 over the run, ``constant``, or another of transformers' that "
+        "goes by steps", idle=beside_scheduler)  # fmt: skip
+    lr_scheduler_kwargs: dict[str, Any] | None = setting(
+        None, "further arguments of that schedule, such as ``{min_lr_rate: 0.1}`` of ``cosine_with_min_lr`` or "
+        "``{num_decay_steps: 100}`` of ``warmup_stable_decay``")  # fmt: skip
+    warmup_steps: int = setting(0, "optimizer steps of linear warm-up", least=0, idle=without_warmup)
+    weight_decay: float = setting(
+        0.0, "of AdamW, on matrices (not on biases and norms)", least=0,
+        idle=lambda m: m.optimizer_factory and "beside optimizer, which has its own; give it to that")  # fmt: skip
+    max_grad_norm: float | None = setting(
+        1.0, "global norm to clip gradients to, used where the Trainer sets no ``gradient_clip_val``; None: no "
+        "clipping", above=0)  # fmt: skip
+    optimizer: OptimizerFactory | None = setting(
+        None, "callable from parameters to an optimizer with its own learning rate; None: AdamW with the settings "
+        "above", attribute="optimizer_factory", stored=False, check=require_callable)  # fmt: skip
+    lr_scheduler: SchedulerFactory | None = setting(
+        None, "callable from the optimizer to a torch scheduler, stepped once per optimizer step",
+        attribute="scheduler_factory", stored=False, check=require_callable)  # fmt: skip
+    logging_steps: int = setting(10, "optimizer steps between two points of the training curves", least=1)
+    save_frozen_weights: bool = setting(
+        False, "write weights that are never trained (the base under ``lora``, a reference, a reward model) into every "
+        "checkpoint too; False: store the path and a digest of weights that were loaded from a path. Such a checkpoint "
+        "needs these directories unchanged")  # fmt: skip
+    description: dict[str, Any] | None = setting(
+        None, "architecture and tokenizer as plain data, from which a checkpoint loads without the model's directory; "
+        "set internally", attribute="")  # fmt: skip
+
+    #: What makes the optimizer and the scheduler; None: AdamW, and the schedule of ``lr_scheduler_type``.
+    optimizer_factory: OptimizerFactory | None
+    scheduler_factory: SchedulerFactory | None
+    #: The model that was given as an object, in a tuple, because an attribute would become a part of this module.
+    _given_model: Any
+    _tokenizer: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         hp: Any = self.hparams
-        for name, value, least in (("logging_steps", logging_steps, 1), ("warmup_steps", warmup_steps, 0),
-                                   ("learning_rate", learning_rate, 0), ("weight_decay", weight_decay, 0)):  # fmt: skip
-            if not least <= real_number(name, value) < math.inf:
-                raise UsageError(f"{name}={value} must be {'finite and ' if value >= least else ''}at least {least}")
-        for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-            if factory is not None and not callable(factory):
-                raise UsageError(f"{name}={factory!r} must be a callable, such as a class of torch.optim"
-                                 f"{'.lr_scheduler' if name == 'lr_scheduler' else ''}")  # fmt: skip
-        if lr_scheduler is not None and lr_scheduler_kwargs:
-            raise UsageError(f"lr_scheduler_kwargs={lr_scheduler_kwargs} are lr_scheduler_type's, which lr_scheduler "
-                             "replaces; give one of them")  # fmt: skip
+        if self.scheduler_factory is not None and hp.lr_scheduler_kwargs:
+            raise UsageError(f"lr_scheduler_kwargs={hp.lr_scheduler_kwargs} are lr_scheduler_type's, which "
+                             "lr_scheduler replaces; give one of them")  # fmt: skip
+        if hp.description is None:
+            refuse_loading_arguments(hp.model_config)
         # A user's optimizer has its own rate. A checkpoint, which has a description, does not hold the optimizer.
-        rate = learning_rate if optimizer is None and description is None else 1.0
-        if description is None:
-            refuse_loading_arguments(model_config)
-        check_schedule(lr_scheduler_type, hp.lr_scheduler_kwargs, warmup_steps, rate)
-        self.learning_rate: float = hp.learning_rate
-        self.max_grad_norm: float | None = hp.max_grad_norm
-        self.logging_steps: int = hp.logging_steps
-        self.optimizer_factory = optimizer
-        self.scheduler_factory = lr_scheduler
+        rate = self.learning_rate if self.optimizer_factory is None and hp.description is None else 1.0
+        check_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, hp.warmup_steps, rate)
         self.model: Any = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        # In a tuple, because an attribute would become a part of this module.
-        self._given_model: tuple[Any, ...] = ()
-        if "model_name_or_path" in objects:
-            check_model_object(model_name_or_path, model_config)
-            self._given_model = (model_name_or_path,)
-        if "tokenizer_name_or_path" in objects:
-            self._tokenizer = prepared(tokenizer_name_or_path, "tokenizer_name_or_path")
+        tokenizer, self._tokenizer = self._tokenizer, None
+        if isinstance(tokenizer, tuple):
+            self._tokenizer = prepared(tokenizer[0], "tokenizer_name_or_path")
+        if not isinstance(self._given_model, tuple):
+            self._given_model = ()
+        else:
+            check_model_object(self._given_model[0], hp.model_config)
         self._own_names = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: set[str] = set()
         # Sums of (metric · weight) and of weights since the last point of the curves.
@@ -205,6 +216,10 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
         self._sources: Sources = {}
         self._left_out: set[str] = set()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        keep_hooks(cls)
 
     def reset_run(self) -> None:
         """Clears the state of a run: counters, curves, unfinished steps.
@@ -377,12 +392,6 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
         """Width of the model's layers."""
         return int(text_config(self.model.config).hidden_size)
 
-    @property
-    def lora(self) -> dict[str, Any] | None:
-        """Arguments of ``peft.LoraConfig``, without ``lora_dropout`` where the algorithm trains without dropout."""
-        lora: dict[str, Any] | None = self.hparams["lora"]
-        return lora if lora is None or self.dropout else {**lora, "lora_dropout": 0.0}
-
     def export(self, folder: str | Path) -> Path:
         """Writes the model as a Hugging Face directory that ``from_pretrained`` loads; LoRA adapters are merged.
 
@@ -451,20 +460,6 @@ class LanguageModule(CheckedCall, LanguageCheckpoints):
             total = self.trainer.estimated_stepping_batches
             scheduler = make_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, optimizer, hp.warmup_steps, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def idle_arguments(self) -> dict[str, str]:
-        """Returns the arguments that have no effect with the other arguments. The values give the reason and the
-        remedy. A warning names the arguments that were given.
-        """
-        idle: dict[str, str] = {}
-        if self.optimizer_factory is not None:
-            idle["weight_decay"] = "beside optimizer, which has its own; give it to that"
-        if self.scheduler_factory is not None:
-            why = "beside lr_scheduler, which is the whole schedule; make it a part of that"
-            idle |= {"lr_scheduler_type": why, "warmup_steps": why}
-        elif self.hparams["lr_scheduler_type"] == "constant":
-            idle["warmup_steps"] = "with lr_scheduler_type='constant'; take constant_with_warmup"
-        return idle
 
     def configure_gradient_clipping(
         self,

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, setting
 from rl_modules.language.pair_log_probs import pair_log_probs
 from rl_modules.language.preference_policy import PreferencePolicy
-
-_LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
 
 
 class DPO(PreferencePolicy):
@@ -25,51 +24,28 @@ class DPO(PreferencePolicy):
     Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at a pair's first visit
     and kept, also in checkpoints; one forward pass reads both answers after one copy of the prompt; dropout is
     off; ``rpo_alpha`` stands for ``loss_type: [sigmoid, sft]`` with ``loss_weights: [1, rpo_alpha]``.
-
-    Args:
-        model_name_or_path: the policy to start from; None: new weights.
-        beta: β, units of implicit reward per nat of log-ratio (for ``ipo`` the regularisation τ); above 0.
-        loss_type: ``sigmoid`` (DPO), ``ipo`` (squared error of the log-ratio per token, arXiv:2310.12036), ``hinge``
-            (SLiC, arXiv:2305.10425) or ``robust`` (unbiased under wrong labels, arXiv:2403.00409).
-        label_smoothing: ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO)
-            and ``robust``.
-        rpo_alpha: weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO,
-            arXiv:2404.19733: 1); None: no such term.
-        reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
-        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
-        **policy: ``max_completion_length``, ``learning_rate`` and the other arguments of
-            :class:`~rl_modules.language.preference_policy.PreferencePolicy` and
-            :class:`~rl_modules.language.base.LanguageModule`.
-
-    Raises:
-        UsageError: an argument out of range, or a reference that does not fit the policy.
     """
 
     learning_curve = "train/rewards/accuracies"
     best_metric = ("eval/rewards/accuracies", "max")
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        beta: float = 0.1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        rpo_alpha: float | None = None,
-        reference_free: bool = False,
-        ref_model_name_or_path: str | None = None,
-        **policy: Any,
-    ) -> None:
-        super().__init__(model_name_or_path, beta, reference_free, ref_model_name_or_path, **policy)
-        if loss_type not in _LOSS_TYPES:
-            raise UsageError(f"loss_type={loss_type!r} must be one of {', '.join(_LOSS_TYPES)}")
-        if not 0 <= label_smoothing < 0.5:
-            raise UsageError(f"label_smoothing={label_smoothing} must lie in [0, 0.5)")
-        if label_smoothing and loss_type in ("ipo", "hinge"):
-            raise UsageError(f"label_smoothing={label_smoothing} does nothing for loss_type={loss_type!r}; set it "
-                             "to 0, or take sigmoid or robust")  # fmt: skip
-        if rpo_alpha is not None and not 0 < rpo_alpha < float("inf"):
-            raise UsageError(f"rpo_alpha={rpo_alpha} must be above 0, or null for no such term")
-        self.loss_type, self.label_smoothing, self.rpo_alpha = loss_type, label_smoothing, rpo_alpha
+    beta: float = changed(says="β, units of implicit reward per nat of log-ratio (for ``ipo`` the regularisation τ)")
+    loss_type: str = setting(
+        "sigmoid", "``sigmoid`` (DPO), ``ipo`` (squared error of the log-ratio per token, arXiv:2310.12036), ``hinge`` "
+        "(SLiC, arXiv:2305.10425) or ``robust`` (unbiased under wrong labels, arXiv:2403.00409)",
+        one_of=("sigmoid", "ipo", "hinge", "robust"))  # fmt: skip
+    label_smoothing: float = setting(
+        0.0, "ε, the probability that a preference is wrong, in [0, 0.5); for ``sigmoid`` (conservative DPO) and "
+        "``robust``", least=0, below=0.5)  # fmt: skip
+    rpo_alpha: float | None = setting(
+        None, "weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO, "
+        "arXiv:2404.19733: 1); None: no such term", above=0)  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
+            raise UsageError(f"label_smoothing={self.label_smoothing} does nothing for loss_type={self.loss_type!r}; "
+                             "set it to 0, or take sigmoid or robust")  # fmt: skip
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         log_prob, _ = pair_log_probs(self.model, batch)

@@ -4,10 +4,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import setting
 from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
 from rl_modules.language.completion_metrics import moments
 from rl_modules.language.contract import CompletionLearner
@@ -18,13 +20,46 @@ from rl_modules.language.group_metrics import (
     quantile,
     terminated_lengths,
 )
-from rl_modules.language.grpo_arguments import check_arguments, warn_of_sequence_level
 from rl_modules.language.policy import with_logged_columns
-from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, check_reward_weights, require_room
-from rl_modules.language.sampling.correction import correction_of, filters_of, sampling_metrics, warn_of_filters
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, require_room
+from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
 from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 from rl_modules.loggers import adapters
+
+
+def check_scale(name: str, value: Any) -> str:
+    """Returns the word for what rewards are scaled by; true and false are words of TRL."""
+    word = {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+    if word not in ("group", "batch", "none"):
+        raise UsageError(f"{name}={value!r} must be one of group, batch, none")
+    return str(word)
+
+
+def without_epsilon(module: Any) -> str | None:
+    """The reason why ``epsilon`` is idle."""
+    bounds = module.loss_type == "cispo"
+    return "with loss_type='cispo', which bounds by epsilon_high alone" if bounds else without_clip(module)
+
+
+def without_clip(module: Any) -> str | None:
+    """The reason why the clip's bounds are idle."""
+    return "with loss_type='sapo', which does not clip" if module.loss_type == "sapo" else None
+
+
+def without_sapo(module: Any) -> str | None:
+    """The reason why SAPO's temperatures are idle."""
+    return "without loss_type='sapo'; set that" if module.loss_type != "sapo" else None
+
+
+def without_sync(module: Any) -> str | None:
+    """The reason why settings of the reference's updates are idle."""
+    return None if module.sync_ref_model else "while sync_ref_model is false; set that to true"
+
+
+def without_correction(module: Any) -> str | None:
+    """The reason why bounds on importance weights are idle."""
+    return None if module.corrects else "without an importance_sampling_correction; set that"
 
 
 class GRPO(PolicyWithReference):
@@ -45,68 +80,75 @@ class GRPO(PolicyWithReference):
     Names and defaults are those of TRL 1.16. Departures from it: ``gradient_checkpointing`` is off by default (TRL:
     on); ``dapo`` divides by the tokens of the optimizer step (TRL: by an equal share of its generation's tokens);
     ``entropy`` is that of the whole generation at the time of sampling.
-
-    Args:
-        model_name_or_path: the policy to start from; None: new weights.
-        beta: β, weight of the KL to the reference, in units of advantage per nat; 0: no reference.
-        epsilon: ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given).
-        epsilon_high: ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the
-            importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5).
-        delta: bound on the ratio that also holds for negative advantages, > 0, and of use above 1 + ε_high; None:
-            none. Not for ``cispo`` and ``sapo``.
-        loss_type: ``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of
-            the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``); ``cispo`` (a bounded
-            importance weight on log π in place of the clip, reduced as ``dapo``) or ``sapo`` (a sigmoid of the ratio
-            in place of the clip, reduced as ``grpo``).
-        sapo_temperature_pos: decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages;
-            > 0.
-        sapo_temperature_neg: the same for other advantages; > 0.
-        scale_rewards: divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one
-            generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL.
-        advantages: function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards:
-            ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in
-            Python also the function itself.
-        importance_sampling_level: ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a
-            gradient per token (``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are
-            these with ``loss_type: grpo``, ``epsilon: 3e-4`` and ``epsilon_high: 4e-4``.
-        kl_estimator: ``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``.
-        use_bias_correction_kl: multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref).
-        reward_weights: one per reward function, the reward model's last; None: all 1.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel, whose score is an additional
-            reward; with another tokenizer, the texts are tokenized again.
-        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
-        sync_ref_model: update the reference towards the policy.
-        ref_model_mixup_alpha: α of π_ref ← α π + (1 - α) π_ref, on the weights; in (0, 1].
-        ref_model_sync_steps: optimizer steps between two such updates.
-        mask_truncated_completions: exclude truncated completions from the loss (DAPO's overlong filter).
-        top_entropy_quantile: share of the tokens that the policy loss keeps: those with the highest entropies of a
-            micro-batch over all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term
-            and in the number of tokens that the loss is divided by. 1: all; in (0, 1].
-        entropy_coef: weight of the entropy bonus, in units of advantage per nat: the mean entropy of the tokens'
-            distributions, over the tokens of ``top_entropy_quantile``. 0: none.
-        temperature: of sampling, and of all log-probabilities; > 0.
-        top_k: sample from the k likeliest tokens; None: all.
-        top_p: sample from the nucleus of this probability; None: all.
-        min_p: sample from tokens with this fraction of the likeliest one's probability; None: all.
-        repetition_penalty: of sampling; 1: none.
-        importance_sampling_correction: weight of each token if the sampler's probabilities differ from training's, with
-            ρ = π_training / π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole
-            completion, clipped to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or
-            ``none``. Null: ``none`` for ``native``; for a sampler on another engine and under ``async_generations``
-            ``sequence_mask``, or ``token_truncate`` if sampling is filtered. ρ includes filters: if nothing else
-            differs, it is the probability mass that ``top_p`` or ``top_k`` kept.
-        importance_sampling_clip_min: lower bound on ρ; null: none.
-        importance_sampling_clip_max: upper bound on ρ; null: none.
-        max_completion_length: tokens.
-        local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
-        completions_steps: optimizer steps between two logged tables of completions; 0: none.
-        learning_rate: peak step size.
-        **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
-            :class:`~rl_modules.language.base.LanguageModule`.
-
-    Raises:
-        UsageError: an argument out of range, a reward model or reference that does not fit the policy.
     """
+
+    beta: float = setting(
+        0.0, "β, weight of the KL to the reference, in units of advantage per nat; 0: no reference",
+        least=0)  # fmt: skip
+    epsilon: float = setting(
+        0.2, "ε, how far the ratio may fall below 1 (and rise above it, unless ``epsilon_high`` is given)", least=0,
+        idle=without_epsilon)  # fmt: skip
+    epsilon_high: float | None = setting(
+        None, "ε_high of the upper side; None: ``epsilon``. DAPO: 0.28. For ``cispo`` it is the bound on the "
+        "importance weight itself, and must be given (ScaleRL, arXiv:2510.13786: 5)", least=0,
+        idle=without_clip)  # fmt: skip
+    delta: float | None = setting(
+        None, "bound on the ratio that also holds for negative advantages, of use above 1 + ε_high; None: none. Not "
+        "for ``cispo`` and ``sapo``", above=0)  # fmt: skip
+    loss_type: str = setting(
+        "dapo", "``grpo`` (mean of the sequences' means), ``bnpo`` (tokens of the micro-batch), ``dapo`` (tokens of "
+        "the optimizer step) or ``dr_grpo`` (sequences times ``max_completion_length``); ``cispo`` (a bounded "
+        "importance weight on log π in place of the clip, reduced as ``dapo``) or ``sapo`` (a sigmoid of the ratio in "
+        "place of the clip, reduced as ``grpo``)",
+        one_of=("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"))  # fmt: skip
+    sapo_temperature_pos: float = setting(
+        1.0, "decay rate of the ``sapo`` gate with the ratio's distance from 1, for positive advantages", above=0,
+        idle=without_sapo)  # fmt: skip
+    sapo_temperature_neg: float = setting(1.05, "the same for other advantages", above=0, idle=without_sapo)
+    scale_rewards: Any = setting(
+        "group", "divide advantages by the standard deviation of rewards in the ``group``, in the ``batch`` (one "
+        "generation over all ranks), or not at all (``none``); true and false mean ``group`` and ``none``, as in TRL",
+        kind=bool | str, check=check_scale)  # fmt: skip
+    advantage_function: Any = setting(
+        None, "function from rewards [P, G] to advantages [P, G] instead of the group's standardised rewards: "
+        "``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, or an import path ``my_package.my_function``; in "
+        "Python also the function itself", kind=str | None, argument="advantages", stores=path_of)  # fmt: skip
+    importance_sampling_level: str = setting(
+        "token", "ratio of each ``token``, of the whole ``sequence``, or the sequence ratio with a gradient per token "
+        "(``sequence_token``, for advantages that differ between tokens). GSPO and GSPO-token are these with "
+        "``loss_type: grpo``, ``epsilon: 3e-4`` and ``epsilon_high: 4e-4``",
+        one_of=("token", "sequence", "sequence_token"))  # fmt: skip
+    kl_estimator: str = setting(
+        "k3", "``k1``, ``k2`` or ``k3``; the expected gradient of k1 is 0, see ``functional.kl_estimate``",
+        one_of=("k1", "k2", "k3"))  # fmt: skip
+    use_bias_correction_kl: bool = setting(
+        True, "multiply the estimate by ρ: with k3 its gradient is then that of KL(π || π_ref)")  # fmt: skip
+    sync_ref_model: bool = setting(False, "update the reference towards the policy")
+    ref_model_mixup_alpha: float = setting(
+        0.6, "α of π_ref ← α π + (1 - α) π_ref, on the weights", above=0, most=1, idle=without_sync)  # fmt: skip
+    ref_model_sync_steps: int = setting(512, "optimizer steps between two such updates", least=1, idle=without_sync)
+    mask_truncated_completions: bool = setting(
+        False, "exclude truncated completions from the loss (DAPO's overlong filter)")  # fmt: skip
+    top_entropy_quantile: float = setting(
+        1.0, "share of the tokens that the policy loss keeps: those with the highest entropies of a micro-batch over "
+        "all ranks (Wang et al. 2025, arXiv:2506.01939: 0.2). The others still count in the KL term and in the number "
+        "of tokens that the loss is divided by. 1: all", above=0, most=1)  # fmt: skip
+    entropy_coef: float = setting(
+        0.0, "weight of the entropy bonus, in units of advantage per nat: the mean entropy of the tokens' "
+        "distributions, over the tokens of ``top_entropy_quantile``. 0: none", least=0)  # fmt: skip
+    importance_sampling_correction: str | None = setting(
+        None, "weight of each token if the sampler's probabilities differ from training's, with ρ = π_training / "
+        "π_sampler: ``token_truncate`` or ``sequence_truncate`` (ρ of each token, or of the whole completion, clipped "
+        "to the bounds), ``token_mask`` or ``sequence_mask`` (0 outside of the bounds), or ``none``. Null: ``none`` "
+        "for ``native``; for a sampler on another engine and under ``async_generations`` ``sequence_mask``, or "
+        "``token_truncate`` if sampling is filtered. ρ includes filters: if nothing else differs, it is the "
+        "probability mass that ``top_p`` or ``top_k`` kept", one_of=MODES)  # fmt: skip
+    importance_sampling_clip_min: float | None = setting(
+        None, "lower bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
+    importance_sampling_clip_max: float | None = setting(
+        3.0, "upper bound on ρ; null: none", least=0, idle=without_correction)  # fmt: skip
+    max_completion_length = 512
+    learning_rate = 1e-6
 
     learning_curve = "train/reward"
 
@@ -116,68 +158,32 @@ class GRPO(PolicyWithReference):
     #: Whether a token may have an importance weight of its own.
     weights_tokens = True
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        beta: float = 0.0,
-        epsilon: float = 0.2,
-        epsilon_high: float | None = None,
-        delta: float | None = None,
-        loss_type: str = "dapo",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        scale_rewards: bool | str = "group",
-        advantages: str | None = None,
-        importance_sampling_level: str = "token",
-        kl_estimator: str = "k3",
-        use_bias_correction_kl: bool = True,
-        reward_weights: list[float] | None = None,
-        reward_model_name_or_path: str | None = None,
-        ref_model_name_or_path: str | None = None,
-        sync_ref_model: bool = False,
-        ref_model_mixup_alpha: float = 0.6,
-        ref_model_sync_steps: int = 512,
-        mask_truncated_completions: bool = False,
-        top_entropy_quantile: float = 1.0,
-        entropy_coef: float = 0.0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        importance_sampling_correction: str | None = None,
-        importance_sampling_clip_min: float | None = None,
-        importance_sampling_clip_max: float | None = 3.0,
-        max_completion_length: int = 512,
-        local_rollout_forward_batch_size: int = 64,
-        completions_steps: int = 100,
-        learning_rate: float = 1e-6,
-        **model: Any,
-    ) -> None:
-        path = path_of(advantages)
-        super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
-        # A function is code, which a checkpoint must not hold.
-        self._hparams["advantages"] = self._hparams_initial["advantages"] = path
-        if isinstance(scale_rewards, bool):
-            scale_rewards = "group" if scale_rewards else "none"
-            self._hparams["scale_rewards"] = self._hparams_initial["scale_rewards"] = scale_rewards
+    def __post_init__(self) -> None:
+        super().__post_init__()
         hp: Any = self.hparams
-        check_arguments(hp)
-        self.beta, self.epsilon, self.epsilon_high, self.delta = hp.beta, hp.epsilon, hp.epsilon_high, hp.delta
-        self.loss_type, self.scale_rewards = loss_type, scale_rewards
+        if self.loss_type == "cispo" and hp.epsilon_high is None:
+            raise UsageError("epsilon_high=None leaves loss_type='cispo' without its bound on the importance weight; "
+                             "give one, such as 5")  # fmt: skip
+        if self.loss_type in ("cispo", "sapo") and hp.delta is not None:
+            raise UsageError(f"delta={hp.delta} does nothing for loss_type={self.loss_type!r}, which does not clip; "
+                             "set it to null")  # fmt: skip
+        if (path := hp.get("advantages")) is not None and self.scale_rewards != "group":
+            raise UsageError(f"scale_rewards={self.scale_rewards!r} does nothing with advantages={path!r}, which "
+                             "scales by itself; give one of them")  # fmt: skip
+        reference = hp.ref_model_name_or_path
+        if not hp.beta and (hp.sync_ref_model or reference is not None):
+            given = "sync_ref_model=true" if hp.sync_ref_model else f"ref_model_name_or_path={reference!r}"
+            raise UsageError(f"{given} does nothing at beta=0, where no reference is read; set beta above 0")
+        if hp.sync_ref_model and hp.lora is not None and reference is None:
+            raise UsageError("sync_ref_model=true can't move the reference under lora, which is the model without its "
+                             "adapters; set one of them only")  # fmt: skip
+        low, high = hp.importance_sampling_clip_min, hp.importance_sampling_clip_max
+        if low is not None and high is not None and low > high:
+            raise UsageError(f"importance_sampling_clip_min={low} must not be above "
+                             f"importance_sampling_clip_max={high}")  # fmt: skip
         by_path = None if path is None else load_advantages(path)
-        self.advantage_function = advantages if callable(advantages) else by_path
-        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
-        self.importance_sampling_level = importance_sampling_level
-        self.kl_estimator, self.use_bias_correction_kl = kl_estimator, use_bias_correction_kl
-        check_reward_weights(hp.reward_weights)
-        self.reward_weights = hp.reward_weights
-        self.mask_truncated_completions, self.top_entropy_quantile = mask_truncated_completions, hp.top_entropy_quantile
-        self.entropy_coef: float = hp.entropy_coef
-        self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
-        self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
-        self.forward_rows = hp.local_rollout_forward_batch_size
-        self.completions_steps = hp.completions_steps
+        if isinstance(self.advantage_function, str):
+            self.advantage_function = by_path
         self._synced_at = 0
 
     @classmethod
@@ -216,7 +222,11 @@ class GRPO(PolicyWithReference):
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
         if stage == "fit":
             warn_of_filters(self)
-            warn_of_sequence_level(self)
+            level, loss_type = self.importance_sampling_level, self.loss_type
+            if level != "token" and loss_type != "grpo":
+                rank_zero_warn(f"importance_sampling_level={level!r} with loss_type={loss_type!r} is not GSPO, which "
+                               "averages over sequences: GSPO is loss_type='grpo' with epsilon=3e-4 and "
+                               "epsilon_high=4e-4")  # fmt: skip
 
     @property
     def compares_groups(self) -> bool:
@@ -228,23 +238,6 @@ class GRPO(PolicyWithReference):
     def check_architecture(self) -> None:
         super().check_architecture()
         can_share(self.model, 0)
-
-    def idle_arguments(self) -> dict[str, str]:
-        idle = super().idle_arguments()
-        if self.loss_type != "sapo":
-            why = "without loss_type='sapo'; set that"
-            idle |= dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), why)
-        else:
-            idle |= dict.fromkeys(("epsilon", "epsilon_high"), "with loss_type='sapo', which does not clip")
-        if self.loss_type == "cispo":
-            idle["epsilon"] = "with loss_type='cispo', which bounds by epsilon_high alone"
-        if not self.hparams["sync_ref_model"]:
-            why = "while sync_ref_model is false; set that to true"
-            idle |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), why)
-        if not self.corrects:
-            why = "without an importance_sampling_correction; set that"
-            idle |= dict.fromkeys(("importance_sampling_clip_min", "importance_sampling_clip_max"), why)
-        return idle
 
     # ---------------------------------------------------------------- experience
 

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, setting
 from rl_modules.language.pair_log_probs import pair_log_probs
 from rl_modules.language.preference_policy import PreferencePolicy
-
-_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 class KTO(PreferencePolicy):
@@ -26,47 +24,20 @@ class KTO(PreferencePolicy):
     Names and defaults are TRL's. Departures from it: reference log-probabilities are computed at an answer's first
     visit and kept, also in checkpoints; the mismatched answer is that of the first record with another prompt, from
     half the data away on, not of the preceding one (which often answers the same prompt); dropout is off.
-
-    Args:
-        model_name_or_path: the policy to start from; None: new weights.
-        beta: β, risk aversion per nat of log-ratio; above 0.
-        loss_type: ``kto``, or ``apo_zero_unpaired``, which sets z = 0 (arXiv:2408.06266).
-        desirable_weight: λ_D, weight of good answers; ≥ 0. For unequal classes the paper keeps
-            λ_D n_D / (λ_U n_U) in [1, 4/3].
-        undesirable_weight: λ_U, weight of bad answers; ≥ 0.
-        reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
-        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
-        **policy: ``max_completion_length``, ``learning_rate`` and the other arguments of
-            :class:`~rl_modules.language.preference_policy.PreferencePolicy` and
-            :class:`~rl_modules.language.base.LanguageModule`.
-
-    Raises:
-        UsageError: an argument out of range, or a reference that does not fit the policy.
     """
 
     learning_curve = "train/rewards/margins"
 
     unpaired = True
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        beta: float = 0.1,
-        loss_type: str = "kto",
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        reference_free: bool = False,
-        ref_model_name_or_path: str | None = None,
-        **policy: Any,
-    ) -> None:
-        super().__init__(model_name_or_path, beta, reference_free, ref_model_name_or_path, **policy)
-        if loss_type not in _LOSS_TYPES:
-            raise UsageError(f"loss_type={loss_type!r} must be one of {', '.join(_LOSS_TYPES)}")
-        for name, value in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
-            if not 0 <= value < float("inf"):
-                raise UsageError(f"{name}={value} must be a finite number of at least 0")
-        self.loss_type = loss_type
-        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+    beta: float = changed(says="β, risk aversion per nat of log-ratio")
+    loss_type: str = setting(
+        "kto", "``kto``, or ``apo_zero_unpaired``, which sets z = 0 (arXiv:2408.06266)",
+        one_of=("kto", "apo_zero_unpaired"))  # fmt: skip
+    desirable_weight: float = setting(
+        1.0, "λ_D, weight of good answers. For unequal classes the paper keeps λ_D n_D / (λ_U n_U) in [1, 4/3]",
+        least=0)  # fmt: skip
+    undesirable_weight: float = setting(1.0, "λ_U, weight of bad answers", least=0)
 
     @property
     def held_out_labels(self) -> set[bool]:

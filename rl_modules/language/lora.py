@@ -22,10 +22,11 @@ _LABELS = ("task_type", "peft_type", "peft_version", "auto_mapping", "base_model
 _SWITCHED = ("lora_", ".modules_to_save.", ".token_adapter.")
 
 
-def plain_lora(lora: Any) -> dict[str, Any] | None:
+def check_lora(name: str, lora: Any) -> dict[str, Any] | None:
     """Converts the argument ``lora`` to plain data, which a checkpoint can hold.
 
     Args:
+        name: ``lora``.
         lora: arguments of ``peft.LoraConfig``, an object of that class, or None.
 
     Returns:
@@ -46,11 +47,11 @@ def plain_lora(lora: Any) -> dict[str, Any] | None:
                              "as {'r': 16, 'lora_alpha': 32}")  # fmt: skip
         defaults = LoraConfig().to_dict()
         fields = {name: value for name, value in lora.to_dict().items() if value != defaults.get(name)}
-    fields = {name: sorted(value) if isinstance(value, set) else value
-              for name, value in fields.items() if name not in _LABELS}  # fmt: skip
-    for name, value in fields.items():
+    fields = {key: sorted(value) if isinstance(value, set) else value
+              for key, value in fields.items() if key not in _LABELS}  # fmt: skip
+    for key, value in fields.items():
         if not is_storable(value):
-            raise UsageError(f"lora.{name} is a {type(value).__name__}, which no checkpoint can hold; give numbers, "
+            raise UsageError(f"{name}.{key} is a {type(value).__name__}, which no checkpoint can hold; give numbers, "
                              "texts, and lists and dicts of them")  # fmt: skip
     return fields
 

@@ -1,7 +1,6 @@
 """Models and tokenizers that are given in Python as objects, in place of a directory or hub name."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -43,18 +42,12 @@ def check_model_object(model: Any, model_config: dict[str, Any] | None) -> None:
                          f"model.config before, or give the model's name or folder")  # fmt: skip
 
 
-def refuse_objects(hparams: Mapping[str, Any]) -> None:
-    """Refuses a module in place of a directory or hub name, because no checkpoint could hold it.
-
-    Raises:
-        UsageError: names the argument and what to do.
-    """
-    for name, value in hparams.items():
-        if isinstance(value, nn.Module) and not name.endswith("name_or_path"):
-            raise UsageError(f"{name} is a {type(value).__name__}; a model is given as model_name_or_path=…")
-        if isinstance(value, nn.Module):
-            raise UsageError(f"{name} is a {type(value).__name__}; it takes a directory or hub name: write the model "
-                             "with save_pretrained and give the folder")  # fmt: skip
+def check_folder(name: str, value: Any) -> Any:
+    """Refuses a module in place of a directory or hub name, because no checkpoint could hold it."""
+    if isinstance(value, nn.Module):
+        raise UsageError(f"{name} is a {type(value).__name__}; it takes a directory or hub name: write the model with "
+                         "save_pretrained and give the folder")  # fmt: skip
+    return value
 
 
 def copy_of(model: PreTrainedModel, config: Any, head: str, **options: Any) -> PreTrainedModel:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.common.checks import at_least
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import setting
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.logits import prepare_head
 from rl_modules.language.models import eos_token_ids
@@ -22,47 +22,39 @@ from rl_modules.loggers import adapters
 
 
 class LanguagePolicy(LanguageModule):
-    """Base class of modules that generate completions: sampling, and evaluation on held-out prompts.
+    """Base class of modules that generate completions: sampling, and evaluation on held-out prompts."""
 
-    A subclass sets ``temperature top_k top_p min_p repetition_penalty max_completion_length``.
+    sampler_name: str = setting(
+        "native", "engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, "
+        "which receives the weights after every update; ``vllm_server``, servers started by ``rl serve``",
+        argument="sampler")  # fmt: skip
+    sampler_options: dict[str, Any] | None = setting(
+        None, "the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``; "
+        "``addresses``, ``token_file``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of "
+        "``vllm_server``")  # fmt: skip
+    max_rows_in_flight: int | None = setting(
+        None, "maximum number of completions decoded together, which limits memory; others take the places of those "
+        "that end. Null: all, on CUDA as many as fit into free memory", least=1)  # fmt: skip
+    cache_implementation: str = setting(
+        "dynamic", "of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed size, with "
+        "which steps become CUDA graphs; ``auto``, the faster of both by a measurement on CUDA")  # fmt: skip
+    temperature: float = setting(1.0, "of sampling, and of all log-probabilities", above=0)
+    top_k: int | None = setting(None, "sample from the k likeliest tokens; None: all", least=1)
+    top_p: float | None = setting(None, "sample from the nucleus of this probability; None: all", above=0, most=1)
+    min_p: float | None = setting(
+        None, "sample from tokens with this fraction of the likeliest one's probability; None: all", least=0,
+        most=1)  # fmt: skip
+    repetition_penalty: float = setting(1.0, "of sampling; 1: none", above=0)
+    max_completion_length: int = setting(256, "maximum number of tokens per completion", least=1)
 
-    Args:
-        model_name_or_path: directory or hub name of a pretrained model; None: a randomly initialised model.
-        sampler: engine that generates completions: ``native``, the model itself; ``vllm``, vLLM in this process, which
-            receives the weights after every update; ``vllm_server``, servers started by ``rl serve``.
-        sampler_options: the sampler's own settings: ``gpu_memory_utilization`` and ``enforce_eager`` of ``vllm``;
-            ``addresses``, ``token_file``, ``timeout_s``, ``retries`` and ``retry_wait_s`` of ``vllm_server``.
-        max_rows_in_flight: maximum number of completions decoded together, which limits memory; others take the places
-            of those that end. Null: all, on CUDA as many as fit into free memory.
-        cache_implementation: of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed
-            size, with which steps become CUDA graphs; ``auto``, the faster of both by a measurement on CUDA.
-        **model: those of :class:`LanguageModule`.
-    """
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    max_completion_length: int
     best_metric = ("eval/pass@1", "max")
     #: Whether the datamodule lets completions be written ahead of training, with older weights (``async_generations``).
     samples_ahead = False
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        *,
-        sampler: str = "native",
-        sampler_options: dict[str, Any] | None = None,
-        max_rows_in_flight: int | None = None,
-        cache_implementation: str = "dynamic",
-        **model: Any,
-    ) -> None:
-        super().__init__(model_name_or_path, **model)
-        check_sampler(sampler, sampler_options or {}, max_rows_in_flight, cache_implementation)
-        if max_rows_in_flight is not None:
-            self.hparams["max_rows_in_flight"] = at_least("max_rows_in_flight", max_rows_in_flight)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hp: Any = self.hparams
+        check_sampler(hp.sampler, hp.sampler_options or {}, hp.max_rows_in_flight, hp.cache_implementation)
         self._sampler: Sampler | None = None
         self._sampler_run: str | None = None
 

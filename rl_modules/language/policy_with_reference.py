@@ -14,10 +14,12 @@ from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.indices import on
 from rl_modules.common.ranges import real_number
+from rl_modules.core.settings import setting
 from rl_modules.language.base import plain_config
 from rl_modules.language.completion_metrics import moments
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
 from rl_modules.language.lora import check_switched_off
+from rl_modules.language.model_objects import check_folder
 from rl_modules.language.models import make_config, make_model, max_length
 from rl_modules.language.policy import LanguagePolicy
 from rl_modules.language.rereading import encode_again, reads_in_the_same_form, with_ended_turns
@@ -27,6 +29,18 @@ from rl_modules.language.sharding import Splitter, shard
 from rl_modules.language.tokenizer import load_tokenizer, tokenizer_from_dict, tokenizer_to_dict
 
 Rollout = dict[str, Any]
+
+
+def check_reward_weights(name: str, weights: Any) -> Any:
+    """Refuses weights that are not finite: a weight of NaN would make all rewards NaN, which means no reward."""
+    if weights is None:
+        return None
+    if not isinstance(weights, list | tuple):
+        raise UsageError(f"{name}={weights!r} must be a list of numbers, one per reward")
+    for weight in weights:
+        if not math.isfinite(real_number(name, weight)):
+            raise UsageError(f"{name}={weights} must be finite numbers, one per reward")
+    return weights
 
 
 class PolicyWithReference(LanguagePolicy):
@@ -40,13 +54,22 @@ class PolicyWithReference(LanguagePolicy):
     reward_offset: Tensor
     #: Rows per forward pass without gradient.
     forward_rows: int
-    #: One per reward function, the reward model's last; None: all 1.
-    reward_weights: list[float] | None = None
-    #: Optimizer steps between two tables of completions; 0: none.
-    completions_steps = 0
+    reward_weights: list[float] | None = setting(
+        None, "one per reward function, the reward model's last; None: all 1", check=check_reward_weights)  # fmt: skip
+    reward_model_name_or_path: str | None = setting(
+        None, "exported directory or checkpoint of a RewardModel, whose score is an additional reward; with another "
+        "tokenizer, the texts are tokenized again", check=check_folder)  # fmt: skip
+    ref_model_name_or_path: str | None = setting(
+        None, "the reference; None: the policy at its start (under LoRA: the adapters switched off)",
+        check=check_folder)  # fmt: skip
+    local_rollout_forward_batch_size: int = setting(
+        64, "rows per forward pass without gradient; changes memory, not results", least=1,
+        attribute="forward_rows")  # fmt: skip
+    completions_steps: int = setting(
+        100, "optimizer steps between two tables of completions in the loggers; 0: none", least=0)  # fmt: skip
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.reference: Any = None
         self.reward_model: Any = None
         #: The reward model's tokenizer if it encodes texts differently from the policy's, so that they are encoded
@@ -186,7 +209,7 @@ class PolicyWithReference(LanguagePolicy):
                 "no rewards for the completions; give data.reward_funcs or model.reward_model_name_or_path"
             )
         names, weights = rollout["reward_names"], self.reward_weights
-        check_reward_weights(weights)
+        check_reward_weights("reward_weights", weights)
         if weights is not None and len(weights) != len(names):
             raise UsageError(f"reward_weights={weights} are {len(weights)} numbers for {len(names)} rewards, "
                              f"{', '.join(names)}; give one for each")  # fmt: skip
@@ -342,21 +365,6 @@ class PolicyWithReference(LanguagePolicy):
             return None
         config = make_config(None, hp.description[which], tokenizer, self.dropout)
         return frozen(make_model(config, None, head, hp.torch_dtype, hp.attn_implementation))
-
-
-def check_reward_weights(weights: Any) -> None:
-    """Refuses weights that are not finite: a weight of NaN would make all rewards NaN, which means no reward.
-
-    Raises:
-        UsageError: names ``reward_weights``.
-    """
-    if weights is None:
-        return
-    if not isinstance(weights, list | tuple):
-        raise UsageError(f"reward_weights={weights!r} must be a list of numbers, one per reward")
-    for weight in weights:
-        if not math.isfinite(real_number("reward_weights", weight)):
-            raise UsageError(f"reward_weights={weights} must be finite numbers, one per reward")
 
 
 def require_room(name: str, model: Any, tokens: Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.language.contract import PairLearner, WritingLearner
 from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference
@@ -17,50 +18,29 @@ class PreferencePolicy(PolicyWithReference):
 
     The first visit of a pair takes a forward pass of the reference. Its result is kept in a table, which checkpoints
     hold: later passes over the data, and resumed runs, read the table.
-
-    Args:
-        model_name_or_path: the policy to start from; None: new weights.
-        beta: β, units of implicit reward per nat of log-ratio to the reference; above 0.
-        reference_free: compare with a uniform reference, whose log-ratio is log π itself; no reference is kept.
-        ref_model_name_or_path: the reference; None: the policy at its start (under LoRA: the adapters switched off).
-        max_completion_length: maximum number of tokens per completion of held-out prompts.
-        learning_rate: peak step size.
-        **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
-            :class:`~rl_modules.language.base.LanguageModule`.
-
-    Raises:
-        UsageError: an argument out of range, or a reference that does not fit the policy.
     """
 
+    beta: float = setting(0.1, "β, units of implicit reward per nat of log-ratio to the reference", above=0)
+    reference_free: bool = setting(
+        False, "compare with a uniform reference, whose log-ratio is log π itself; no reference is kept")  # fmt: skip
+    learning_rate = 1e-6
+    max_completion_length: int = changed(says="maximum number of tokens per completion of held-out prompts")
+    temperature, top_k, top_p = fixed(1.0), fixed(None), fixed(None)
+    min_p, repetition_penalty = fixed(None), fixed(1.0)
+    reward_weights, reward_model_name_or_path = fixed(None), fixed()
+    local_rollout_forward_batch_size, completions_steps = fixed(), fixed(0)
+
     learns_from = "preferences"
-    temperature = 1.0
-    top_k = None
-    top_p = None
-    min_p = None
-    repetition_penalty = 1.0
     #: Whether the module learns from single answers with a label; the datamodule reads it.
     unpaired = False
     #: Off, because implicit rewards are differences to the reference and need no zero from demonstrations.
     scores_demonstrations = False
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        beta: float = 0.1,
-        reference_free: bool = False,
-        ref_model_name_or_path: str | None = None,
-        max_completion_length: int = 256,
-        learning_rate: float = 1e-6,
-        **model: Any,
-    ) -> None:
-        super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
-        if not 0 < beta < float("inf"):
-            raise UsageError(f"beta={beta} must be a finite number above 0")
-        if reference_free and ref_model_name_or_path is not None:
-            raise UsageError(f"ref_model_name_or_path={ref_model_name_or_path!r} is not read with reference_free=true; "
-                             "give one of them")  # fmt: skip
-        self.beta, self.reference_free = beta, reference_free
-        self.max_completion_length = max_completion_length
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        path = self.hparams["ref_model_name_or_path"]
+        if self.reference_free and path is not None:
+            raise UsageError(f"ref_model_name_or_path={path!r} is not read with reference_free=true; give one of them")
         # Reference log-probabilities by data ("train", "eval") and pair, [n, 2]; NaN: not computed yet.
         self._tables: dict[str, Tensor] = {}
         self._saved_table: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, setting
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.contract import PairLearner
 from rl_modules.language.critics import check_same_tokens
@@ -35,16 +36,6 @@ class RewardModel(LanguageModule):
     The score is read at the last token of prompt, answer and EOS, found by length. Preferences do not determine the
     zero of scores: each checkpoint and export contains the mean score of demonstrations, ``reward_offset``, to
     subtract.
-
-    Args:
-        model_name_or_path: directory or hub name: of a causal model, such as an exported SFT model, which gets a new
-            head, or of a reward model to train further; None: a randomly initialised model.
-        center_rewards_coefficient: c, weight of the term that keeps scores near 0 in training; ≥ 0, TRL suggests 0.01.
-        **base: ``model_config``, ``lora``, ``learning_rate`` and the other arguments of
-            :class:`~rl_modules.language.base.LanguageModule`.
-
-    Raises:
-        UsageError: an invalid argument, or a model without a ``score`` head.
     """
 
     learning_curve = "train/accuracy"
@@ -54,11 +45,14 @@ class RewardModel(LanguageModule):
     #: The datamodule loads demonstrations, whose mean reward :meth:`normalize` sets to 0.
     scores_demonstrations = True
 
-    def __init__(
-        self, model_name_or_path: str | None = None, center_rewards_coefficient: float = 0.0, **base: Any
-    ) -> None:
-        super().__init__(model_name_or_path, **base)
-        self.center_rewards_coefficient = center_rewards_coefficient
+    model_name_or_path: Any = changed(
+        says="directory or hub name: of a causal model, such as an exported SFT model, which gets a new head, or of a "
+        "reward model to train further; None: a randomly initialised model")  # fmt: skip
+    center_rewards_coefficient: float = setting(
+        0.0, "c, weight of the term that keeps scores near 0 in training; TRL suggests 0.01", least=0)  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         #: Mean raw score of demonstrations; 0 until :meth:`normalize` has measured it.
         self.reward_offset = 0.0
         self.preference_metrics = PreferenceMetrics()

@@ -9,13 +9,13 @@ from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, setting
 from rl_modules.language.completion_metrics import length_metrics
 from rl_modules.language.contract import CompletionLearner
 from rl_modules.language.critics import HeadOnPolicy, check_same_tokens, value_model_from, value_model_from_policy
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.policy import with_logged_columns
-from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, check_reward_weights, require_room
-from rl_modules.language.sampling.draw import NextToken
+from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, require_room
 from rl_modules.language.scoring import (
     Extent,
     completion_log_probs,
@@ -46,47 +46,45 @@ class RLHFPPO(PolicyWithReference):
     Names and defaults are those of TRL's PPO, with two exceptions that follow GRPO: ``beta`` is TRL's ``kl_coef``,
     and ``max_completion_length`` TRL's ``response_length`` (whose default is 53). Departures from it: the score is the
     reward of the completion's last token (TRL: of the next position), and whitening is over all ranks.
-
-    Args:
-        model_name_or_path: the policy to start from, as supervised fine-tuning exports it.
-        reward_model_name_or_path: exported directory or checkpoint of a RewardModel; with another tokenizer than the
-            policy's only under ``value_head_on_policy``, because the value model starts from it. None: only the
-            datamodule's reward functions.
-        ref_model_name_or_path: reference policy; None: the policy at its start (under LoRA: the adapters switched off).
-        value_head_on_policy: V is a linear head on the policy's last hidden states (0 at first) instead of a separate
-            model: half the memory, but both losses train the same weights.
-        beta: β, weight of the KL to the reference, in units of score per nat; ≥ 0. At 0 a reference is loaded, and the
-            KL measured, only with ``ref_model_name_or_path``.
-        target_kl: target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant.
-        kl_gain: gain of the controller; the largest relative change of β per generation is a fifth of it; in [0, 5).
-        kl_estimator: ``k1`` (the log-ratio) or ``k3`` (never negative, but with another optimum).
-        gamma: discount γ per token, in [0, 1].
-        lam: λ of generalized advantage estimation, in [0, 1].
-        cliprange: ε of the policy's ratio, ≥ 0.
-        cliprange_value: ε of the value, in units of score; None: no clipping.
-        vf_coef: weight of the value loss.
-        whiten_advantages: scale and shift advantages over a generation's tokens to variance 1 and mean 0.
-        whiten_rewards: scale the tokens' rewards to variance 1 and keep their mean.
-        missing_eos_penalty: subtracted from the score of completions without EOS, in units of score; None: 0.
-        ptx_coef: weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the
-            datamodule's ``ptx_batch_size``.
-        reward_weights: one per reward function, the reward model's last. None: with a reward model, its score only
-            (reward functions are logged); without one, all 1.
-        temperature: of sampling, and of all log-probabilities; > 0.
-        top_k: sample from the k likeliest tokens; None: all.
-        top_p: sample from the nucleus of this probability; None: all.
-        min_p: sample from tokens with this fraction of the likeliest one's probability; None: all.
-        repetition_penalty: of sampling; 1: none.
-        max_completion_length: tokens.
-        local_rollout_forward_batch_size: rows per forward pass without gradient; changes memory, not results.
-        completions_steps: optimizer steps between two tables of completions in the loggers; 0: none.
-        learning_rate: peak step size, of the value model too.
-        **model: ``model_config``, ``lora``, ``optimizer`` and the other arguments of
-            :class:`~rl_modules.language.base.LanguageModule`.
-
-    Raises:
-        UsageError: an argument out of range, a reward model or reference that is missing or reads other tokens.
     """
+
+    value_head_on_policy: bool = setting(
+        False, "V is a linear head on the policy's last hidden states (0 at first) instead of a separate model: half "
+        "the memory, but both losses train the same weights")  # fmt: skip
+    beta: float = setting(
+        0.05, "β, weight of the KL to the reference, in units of score per nat. At 0 a reference is loaded, and the KL "
+        "measured, only with ``ref_model_name_or_path``", least=0)  # fmt: skip
+    target_kl: float | None = setting(
+        None, "target of the adaptive β, in nats per completion (Ziegler et al.); None: β is constant",
+        above=0)  # fmt: skip
+    kl_gain: float = setting(
+        0.1, "gain of the controller; the largest relative change of β per generation is a fifth of it", least=0,
+        below=5)  # fmt: skip
+    kl_estimator: str = setting(
+        "k1", "``k1`` (the log-ratio) or ``k3`` (never negative, but with another optimum)",
+        one_of=("k1", "k3"))  # fmt: skip
+    gamma: float = setting(1.0, "discount γ per token", least=0, most=1)
+    lam: float = setting(0.95, "λ of generalized advantage estimation", least=0, most=1)
+    cliprange: float = setting(0.2, "ε of the policy's ratio", least=0)
+    cliprange_value: float | None = setting(0.2, "ε of the value, in units of score; None: no clipping", least=0)
+    vf_coef: float = setting(0.1, "weight of the value loss", least=0)
+    whiten_advantages: bool = setting(
+        True, "scale and shift advantages over a generation's tokens to variance 1 and mean 0")  # fmt: skip
+    whiten_rewards: bool = setting(False, "scale the tokens' rewards to variance 1 and keep their mean")
+    missing_eos_penalty: float | None = setting(
+        None, "subtracted from the score of completions without EOS, in units of score; None: 0", least=0)  # fmt: skip
+    ptx_coef: float = setting(
+        0.0, "weight of the demonstrations' negative log-likelihood per token (PPO-ptx); they come with the "
+        "datamodule's ``ptx_batch_size``", least=0)  # fmt: skip
+    model_name_or_path: Any = changed(says="the policy to start from, as supervised fine-tuning exports it")
+    reward_model_name_or_path: str | None = changed(
+        says="exported directory or checkpoint of a RewardModel; with another tokenizer than the policy's only under "
+        "``value_head_on_policy``, because the value model starts from it. None: only the datamodule's reward "
+        "functions")  # fmt: skip
+    reward_weights: list[float] | None = changed(
+        says="one per reward function, the reward model's last. None: with a reward model, its score only (reward "
+        "functions are logged); without one, all 1")  # fmt: skip
+    learning_rate: float = changed(default=3e-6, says="peak step size, of the value model too")
 
     learning_curve = "train/objective/scores"
 
@@ -96,62 +94,10 @@ class RLHFPPO(PolicyWithReference):
     adam_eps = 1e-5
     score_metric = "eval/scores"
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        reward_model_name_or_path: str | None = None,
-        ref_model_name_or_path: str | None = None,
-        value_head_on_policy: bool = False,
-        beta: float = 0.05,
-        target_kl: float | None = None,
-        kl_gain: float = 0.1,
-        kl_estimator: str = "k1",
-        gamma: float = 1.0,
-        lam: float = 0.95,
-        cliprange: float = 0.2,
-        cliprange_value: float | None = 0.2,
-        vf_coef: float = 0.1,
-        whiten_advantages: bool = True,
-        whiten_rewards: bool = False,
-        missing_eos_penalty: float | None = None,
-        ptx_coef: float = 0.0,
-        reward_weights: list[float] | None = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        max_completion_length: int = 256,
-        local_rollout_forward_batch_size: int = 64,
-        completions_steps: int = 100,
-        learning_rate: float = 3e-6,
-        **model: Any,
-    ) -> None:
-        super().__init__(model_name_or_path, learning_rate=learning_rate, **model)
-        hp: Any = self.hparams
-        NextToken(temperature, top_k, top_p, min_p, repetition_penalty)  # refuses what it can't sample by
-        for name in ("temperature", "target_kl"):
-            if hp[name] is not None and not hp[name] > 0:
-                raise UsageError(f"{name}={hp[name]} must be above 0")
-        if not 0 <= kl_gain < 5:
-            raise UsageError(f"kl_gain={kl_gain} must lie in [0, 5)")
-        if kl_estimator not in ("k1", "k3"):
-            raise UsageError(f"kl_estimator={kl_estimator!r} must be k1 or k3")
-        if target_kl is not None and beta == 0:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_kl is not None and self.beta == 0:
             raise UsageError("beta=0 stays 0 whatever target_kl is; give beta a start above 0")
-        check_reward_weights(hp.reward_weights)
-        self.reward_weights = hp.reward_weights
-        self.beta: float = hp.beta
-        self.target_kl, self.kl_gain, self.kl_estimator = hp.target_kl, hp.kl_gain, kl_estimator
-        self.gamma, self.lam = hp.gamma, hp.lam
-        self.cliprange, self.cliprange_value, self.vf_coef = hp.cliprange, hp.cliprange_value, hp.vf_coef
-        self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards
-        self.missing_eos_penalty = hp.missing_eos_penalty
-        self.ptx_coef = hp.ptx_coef
-        self.temperature, self.top_k, self.top_p, self.min_p = hp.temperature, hp.top_k, hp.top_p, hp.min_p
-        self.repetition_penalty, self.max_completion_length = hp.repetition_penalty, hp.max_completion_length
-        self.forward_rows = hp.local_rollout_forward_batch_size
-        self.completions_steps = hp.completions_steps
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
 

@@ -1,5 +1,6 @@
 """REINFORCE leave-one-out."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,15 +8,14 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, fixed
+from rl_modules.language.advantages import rloo
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.policy_with_reference import Rollout, require_room
 from rl_modules.language.scoring import completion_log_probs, completion_mask
 
-#: Options of GRPO that RLOO fixes; they are not arguments of this class.
-_FIXED = (
-    "loss_type", "importance_sampling_level", "scale_rewards", "advantages", "top_entropy_quantile", "kl_estimator",
-    "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg",
-)  # fmt: skip
+#: An option of GRPO that RLOO sets itself.
+own = partial(fixed, instead="GRPO takes it")
 
 
 class RLOO(GRPO):
@@ -31,44 +31,31 @@ class RLOO(GRPO):
     instead of the loss (:meth:`prepare`), and the ratio of the whole completion (:meth:`policy_loss`). Names and
     defaults are those of TRL 1.16, except ``gradient_checkpointing`` (TRL: on, here off) and the datamodule's
     ``num_generations`` (TRL: 2, here 8); ``normalize_advantages`` and ``reward_clip_range``, off in TRL, do not exist.
-
-    Args:
-        model_name_or_path: the policy to start from; None: new weights.
-        beta: β, weight of the KL to the reference, in units of reward per nat; 0: no reference.
-        epsilon: ε, how far the ratio of a completion may fall below 1 (and rise above it, unless ``epsilon_high`` is
-            given).
-        epsilon_high: ε_high of the upper side; None: ``epsilon``.
-        **policy: ``reward_weights``, ``temperature``, ``max_completion_length`` and the other arguments of
-            :class:`~rl_modules.GRPO`, but for its loss types, ratios, KL estimators and scales.
-
-    Raises:
-        UsageError: an argument out of range, a reward model or reference that does not fit the policy.
     """
 
     weights_tokens = False
 
-    def __init__(
-        self,
-        model_name_or_path: str | None = None,
-        beta: float = 0.05,
-        epsilon: float = 0.2,
-        epsilon_high: float | None = None,
-        **policy: Any,
-    ) -> None:
-        for name in policy.keys() & _FIXED:
-            raise UsageError(f"RLOO sets {name} itself, and takes no {name}={policy[name]!r}; GRPO takes it")
-        super().__init__(
-            model_name_or_path, beta, epsilon, epsilon_high, loss_type="grpo", importance_sampling_level="token",
-            scale_rewards="group", advantages="rloo", top_entropy_quantile=1.0, kl_estimator="k1",
-            use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.0, **policy,
-        )  # fmt: skip
+    beta: float = changed(
+        default=0.05, says="β, weight of the KL to the reference, in units of reward per nat; 0: no reference",
+        attribute="kl_coefficient")  # fmt: skip
+    epsilon: float = changed(
+        says="ε, how far the ratio of a completion may fall below 1 (and rise above it, unless ``epsilon_high`` is "
+        "given)")  # fmt: skip
+    epsilon_high: float | None = changed(says="ε_high of the upper side; None: ``epsilon``")
+    loss_type, importance_sampling_level = own("grpo"), own("token")
+    scale_rewards, advantages, top_entropy_quantile = own("group"), own(staticmethod(rloo)), own(1.0)
+    kl_estimator, use_bias_correction_kl = own("k1"), own(False)
+    sapo_temperature_pos, sapo_temperature_neg = own(1.0), own(1.0)
+
+    #: β of the reward; the loss has no KL term.
+    kl_coefficient: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.beta = 0.0
         if self.correction.startswith("token"):
             raise UsageError(f"importance_sampling_correction={self.correction!r} weights tokens, but RLOO's action is "
                              "the whole completion; take sequence_mask or sequence_truncate")  # fmt: skip
-        for name in _FIXED:
-            del self.hparams[name]
-        #: β of the reward; the loss has no KL term.
-        self.kl_coefficient, self.beta = self.beta, 0.0
 
     @property
     def wants_reference(self) -> bool:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_modules.common.checks import at_least
-from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import changed, fixed
 from rl_modules.language.contract import PackingLearner, WritingLearner
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import text_config
@@ -29,29 +28,18 @@ class SFT(LanguagePolicy):
     names are TRL's. Departures from it: logits are computed for counted tokens only; a packed row is as
     wide as the longest sequence of its micro-batch, and packing does not change which sequences a step has; token
     accuracy and entropy are measured only in logged steps.
-
-    Args:
-        max_completion_length: maximum number of tokens per completion in evaluations.
-        **language: ``model_name_or_path``, ``model_config``, ``lora``, ``learning_rate``, ``lr_scheduler_type``,
-            ``warmup_steps`` and the other arguments of :class:`~rl_modules.language.base.LanguageModule`.
     """
 
     learns_from = "demonstrations"
     balances_experts = True
     #: A model's dropout stays on; the batch's seed determines which units are dropped.
     dropout = True
-    temperature = 1.0
-    top_k = None
-    top_p = None
-    min_p = None
-    repetition_penalty = 1.0
+    max_completion_length: int = changed(says="maximum number of tokens per completion in evaluations")
+    temperature, top_k, top_p = fixed(1.0), fixed(None), fixed(None)
+    min_p, repetition_penalty = fixed(None), fixed(1.0)
 
-    def __init__(self, max_completion_length: int = 256, **language: Any) -> None:
-        if isinstance(max_completion_length, str):
-            raise UsageError(f"max_completion_length={max_completion_length!r} must be a number of tokens; a model is "
-                             "given as model_name_or_path=…")  # fmt: skip
-        super().__init__(**language)
-        self.max_completion_length = at_least("max_completion_length", max_completion_length)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._drops = False
 
     @property

@@ -9,24 +9,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from rl_modules.common.errors import UsageError
-
 MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _NAME = "importance_sampling_correction"
-
-
-def check_correction(hparams: Any) -> None:
-    """Refuses an unknown mode, and bounds that exclude each other.
-
-    Raises:
-        UsageError: in one sentence.
-    """
-    mode = hparams[_NAME]
-    low, high = hparams["importance_sampling_clip_min"], hparams["importance_sampling_clip_max"]
-    if mode is not None and mode not in MODES:
-        raise UsageError(f"{_NAME}={mode!r} must be one of {', '.join(MODES)}")
-    if low is not None and high is not None and low > high:
-        raise UsageError(f"importance_sampling_clip_min={low} must not be above importance_sampling_clip_max={high}")
 
 
 def filters_of(policy: Any) -> list[str]:

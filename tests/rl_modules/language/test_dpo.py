@@ -386,7 +386,7 @@ def test_it_writes_completions(make_trainer, data):
     ({"loss_type": "logistic"}, "loss_type='logistic' must be one of sigmoid, ipo, hinge, robust"),
     ({"label_smoothing": 0.5}, "label_smoothing=0.5 must lie in"),
     ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 does nothing for loss_type='ipo'"),
-    ({"rpo_alpha": 0.0}, "rpo_alpha=0.0 must be above 0"),
+    ({"rpo_alpha": 0.0}, "rpo_alpha=0.0 must be a finite number above 0"),
     ({"reference_free": True, "ref_model_name_or_path": "x"}, "ref_model_name_or_path='x' is not read"),
     ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
 ])  # fmt: skip

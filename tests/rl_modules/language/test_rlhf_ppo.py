@@ -682,7 +682,8 @@ def test_a_run_resumed_inside_of_a_generation_ends_where_the_uninterrupted_one_d
 def test_a_checkpoint_needs_none_of_the_directories_it_came_from(tmp_path, folders):
     for name in ("policy", "reward", "other"):
         export(tmp_path / name, "score" if name == "reward" else "causal", 5, hidden_size=32 if name == "other" else 16)
-    module = RLHFPPO(str(tmp_path / "policy"), str(tmp_path / "reward"), str(tmp_path / "other"),
+    module = RLHFPPO(str(tmp_path / "policy"), reward_model_name_or_path=str(tmp_path / "reward"),
+                     ref_model_name_or_path=str(tmp_path / "other"),
                      max_completion_length=4, lr_scheduler_type="constant", save_frozen_weights=True)  # fmt: skip
     data = PromptDataModule(path=str(folders / "prompts.jsonl"), num_generations=1, batch_size=4, n_eval=0)
     fit(module, data, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
@@ -760,11 +761,11 @@ def test_objectives_of_two_ranks_count_every_scored_completion_once(make, tmp_pa
         ({"lam": -0.1}, r"lam=-0.1 must lie in \[0, 1\]"),
         ({"beta": -1.0}, "beta=-1.0 must be a finite number of at least 0"),
         ({"cliprange": float("nan")}, "cliprange=nan must be a finite number of at least 0"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"target_kl": 0.0}, "target_kl=0.0 must be above 0"),
+        ({"temperature": 0.0}, "temperature=0.0 must be a finite number above 0"),
+        ({"target_kl": 0.0}, "target_kl=0.0 must be a finite number above 0"),
         ({"target_kl": 1.0, "beta": 0.0}, "beta=0 stays 0"),
         ({"kl_gain": 5.0}, "kl_gain=5.0"),
-        ({"kl_estimator": "k2"}, "kl_estimator='k2' must be k1 or k3"),
+        ({"kl_estimator": "k2"}, "kl_estimator='k2' must be one of k1, k3"),
         ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0"),
     ],
