@@ -9,9 +9,9 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.base import ControlModule, beside_network
+from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
-from rl_modules.common.ranges import check_widths
 from rl_modules.core.settings import setting
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic

@@ -11,10 +11,10 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.arguments import settings_of
+from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import mask_logits, split_mask
-from rl_modules.common.ranges import check_widths
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import tree_leaves, tree_map

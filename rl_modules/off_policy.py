@@ -12,9 +12,9 @@ from rl_modules import action_noise as noises
 from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import ControlModule, beside_network
+from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
-from rl_modules.common.ranges import check_widths
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.storable import name_of
 from rl_modules.core.settings import setting

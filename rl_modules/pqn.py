@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
+from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import Experience, Rollout
 from rl_modules.common.masks import mask_logits, split_mask
-from rl_modules.common.ranges import check_widths
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import is_image
 from rl_modules.core.settings import setting

@@ -2,70 +2,12 @@
 subclass received. The subclass's constructor may choose arguments and change them before it passes them on.
 """
 
-import inspect
-from collections.abc import Collection
-from types import FrameType
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities.parsing import get_init_args
 
-from rl_modules.common.calls import CheckedCall, default_arguments, set_by_subclass
 from rl_modules.common.errors import UsageError
-from rl_modules.common.hooks import is_ours
-from rl_modules.common.storable import described, is_storable, make_plain, name_of, plain
-
-
-def save_arguments(made: Any, ignore: Collection[str] = ()) -> None:
-    """Makes the arguments hyperparameters; called in the constructor of a base class.
-
-    A subclass may have an argument of the same name and pass on another value, as in
-    ``super().__init__(net_arch=[net_arch] * 2)``. ``hparams`` then holds the value that was passed on, which the run
-    uses; Lightning's ``save_hyperparameters`` would hold the value that the subclass received. The received value is
-    kept in ``made._received`` for checkpoints, and the subclass's constructor computes the other from it again.
-
-    Args:
-        made: module or datamodule.
-        ignore: names that are not hyperparameters.
-    """
-    frame: Any = inspect.currentframe()
-    made.save_hyperparameters(ignore=list(ignore), frame=frame.f_back, logger=False)
-    for parameters in (made._hparams, made._hparams_initial):
-        # LightningCLI's; a function that a checkpoint names is not called.
-        parameters.pop("_instantiator", None)
-    make_plain(made)
-    given = made.__dict__.pop("_given")
-    made._received, made._passed_on = {}, {}
-    if is_ours(type(made).__init__):
-        return
-    ours = _passed_on(frame.f_back)
-    # Lightning's command line does not know the arguments that the subclass chooses.
-    for name in ours.keys() - made._hparams.keys() - {*ignore}:
-        made._passed_on[name] = plain(ours[name])
-    for name, value in {**default_arguments(type(made)), **given}.items():
-        now = ours[name] if name in ours else made._hparams.get(name, value)
-        if value is now or repr(plain(value)) == repr(plain(now)):
-            continue
-        if not is_storable(value):
-            if name not in ours:
-                continue  # a command line's words for the object are no other value
-            if name in given and name not in ignore:
-                made.given_objects[name] = name_of(value)
-        made._received[name] = plain(value)
-        if name in ours and name in made._hparams:
-            made._passed_on[name] = plain(now)
-    made.restore_passed_on()
-
-
-def _passed_on(frame: FrameType | None) -> dict[str, Any]:
-    """Returns the arguments that this project's constructors received; the outermost constructor's take precedence."""
-    found: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
-        cls = frame.f_locals.get("__class__")
-        if cls is not None and is_ours(cls):
-            found.update(get_init_args(frame))
-        frame = frame.f_back
-    return found
+from rl_modules.common.storable import described, is_storable, plain
 
 
 def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,12 +20,9 @@ def arguments_to_store(made: Any, settings: dict[str, Any]) -> tuple[dict[str, A
     """
     from rl_modules.core.settings import Declared, received_otherwise, set_by_constructor
 
-    if isinstance(made, Declared):
-        chosen, before = set_by_constructor(made), received_otherwise(made)
-    elif isinstance(made, CheckedCall):
-        chosen, before = set_by_subclass(made), made._received
-    else:
+    if not isinstance(made, Declared):
         return settings, {}
+    chosen, before = set_by_constructor(made), received_otherwise(made)
     parameters: Any = made
     now, then = parameters._hparams, parameters._hparams_initial
     # A setting that was assigned after construction has no such value.

@@ -24,13 +24,6 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else value
 
 
-def make_plain(module: Any) -> None:
-    """Converts the hyperparameters of a module or datamodule by :func:`plain`, right after ``save_hyperparameters``."""
-    for parameters in (module._hparams, module._hparams_initial):
-        for name, value in parameters.items():
-            parameters[name] = plain(value)
-
-
 def is_storable(value: Any) -> bool:
     """Returns whether a value loads again from a checkpoint without running code; what :func:`plain` converts does."""
     if type(value) in _SCALARS or isinstance(value, np.generic | np.ndarray | torch.Tensor | PurePath):
