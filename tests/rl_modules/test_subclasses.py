@@ -3,6 +3,7 @@
 Hooks of the control algorithms: ``tests/conformance/test_control.py``.
 """
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +27,7 @@ from datamodules import (
 from rl_modules import DPO, DQN, GRPO, KTO, PPO, RLHFPPO, SAC, SFT, TD3, TRPO, CrossQ, RewardModel
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import is_storable
+from rl_modules.core.settings import setting
 from tests.training import assert_equal_checkpoints, assert_resumes_exactly, fit, rollouts
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -41,6 +43,14 @@ class Tempered(PPO):
 class Signed(GRPO):
     def __init__(self, tau: float = -1.0, clip_obs: str = "never", **grpo):
         super().__init__(**grpo)
+
+
+class Short(GRPO):
+    """Declares an argument, and changes defaults in a line each; GRPO has a method of one of their names."""
+
+    bonus: float = setting(0.5, "added to a right answer's reward", least=0)
+    max_completion_length = 7
+    advantages = "rloo"
 
 
 class Rows(RolloutDataModule):
@@ -62,12 +72,23 @@ def test_an_argument_that_only_a_subclass_has_is_its_own():
     assert Rows("CartPole-v1").hparams["beta"] == -0.5
 
 
+def test_a_language_class_declares_arguments_and_changes_defaults():
+    module = Short(temperature=0.5)
+    assert (module.bonus, module.max_completion_length, module.temperature, module.top_k) == (0.5, 7, 0.5, None)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 3.0])
+    # Each reward minus the other one of its group.
+    assert module.advantages(rewards, 2).tolist() == [1.0, -1.0, -3.0, 3.0]
+    assert {name: module.hparams[name] for name in ("bonus", "advantages")} == {"bonus": 0.5, "advantages": "rloo"}
+    assert list(inspect.signature(Short).parameters)[:2] == ["model_name_or_path", "bonus"]
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
         (lambda: Tempered(vf_coef=-1.0), "vf_coef=-1.0 must be a finite number of at least 0"),
         (lambda: Discounted(gamma=7.0), r"gamma=7.0 must lie in \[0, 1\]"),
         (lambda: Signed(beta=-1.0), "beta=-1.0 must be a finite number of at least 0"),
+        (lambda: Short(bonus=-1.0), "bonus=-1.0 must be a finite number of at least 0"),
         (lambda: SAC(tau=-1.0), r"tau=-1.0 must lie in \(0, 1\]"),
         (lambda: Rows("CartPole-v1", clip_obs=-1.0), "clip_obs=-1.0 must be a finite number above 0"),
     ],
