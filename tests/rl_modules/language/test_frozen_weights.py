@@ -74,10 +74,10 @@ CASES = {
         lambda p: GRPO(p["policy"], beta=0.1, ref_model_name_or_path=p["other"], sync_ref_model=True,
                        ref_model_sync_steps=1, **SAMPLING), prompts, {"model", "reference", "reward_offset"}),
     "grpo lora": (lambda p: GRPO(p["policy"], beta=0.1, lora=LORA, **SAMPLING), prompts, {"model", "reward_offset"}),
-    "ppo": (lambda p: RLHFPPO(p["policy"], p["judge"], **SAMPLING), ppo_prompts,
+    "ppo": (lambda p: RLHFPPO(p["policy"], reward_model_name_or_path=p["judge"], **SAMPLING), ppo_prompts,
             {"model", "value_model", "reward_offset"}),
-    "ppo lora": (lambda p: RLHFPPO(p["policy"], p["judge"], lora=LORA, **SAMPLING), ppo_prompts,
-                 {"model", "value_model", "reward_offset"}),
+    "ppo lora": (lambda p: RLHFPPO(p["policy"], reward_model_name_or_path=p["judge"], lora=LORA, **SAMPLING),
+                 ppo_prompts, {"model", "value_model", "reward_offset"}),
 }  # fmt: skip
 
 
