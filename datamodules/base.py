@@ -263,7 +263,7 @@ class ControlDataModule(Experience):
         """
         for name, switch in IDLE_WITHOUT.items():
             value = self.norm_gamma if name == "norm_gamma" else self.hparams[name]
-            if value != self.settings[name].default and not getattr(self, switch):
+            if value != self.declared_settings[name].default and not getattr(self, switch):
                 rank_zero_warn(f"{name}={value} does nothing while {switch} is false; set that to true, or leave "
                                f"{name} out")  # fmt: skip
 

@@ -86,10 +86,10 @@ class Docstrings(Extension):
         """Gives a class with declared arguments its constructor and the section of arguments."""
         if cls.docstring is None or (real := declared(cls.path)) is None:
             return
-        for name in [name for name in cls.members if name in real.settings]:
+        for name in [name for name in cls.members if name in real.declared_settings]:
             cls.del_member(name)
         cls.set_member("__init__", constructor(real))
-        lines = (f"    {name}: {meaning(setting)}" for name, setting in real.settings.items())
+        lines = (f"    {name}: {meaning(setting)}" for name, setting in real.declared_settings.items())
         cls.docstring.value += "\n\nArgs:\n" + "\n".join(lines)
 
     def on_object(self, *, obj: Any, **others: Any) -> None:

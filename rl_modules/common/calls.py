@@ -54,7 +54,7 @@ def _arguments(cls: type) -> list[str] | None:
         if "__init__" not in vars(base) or base is object:
             continue
         if hasattr(base.__init__, "declares"):  # type: ignore[misc]
-            return [*names, *cls.settings]  # type: ignore[attr-defined]
+            return [*names, *cls.declared_settings]  # type: ignore[attr-defined]
         parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
         names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -88,7 +88,7 @@ def test_attributes_and_hyperparameters_are_the_values_as_they_are_used() -> Non
         (lambda: Walker(rests="no"), "rests='no' must be true or false"),
         (lambda: Walker(name=["Bo"]), r"name=\['Bo'\] is a list, where a single text should be"),
         (lambda: Walker(stpe=1), "Walker takes no argument 'stpe'; did you mean step?"),
-        (lambda: Walker("Bo", "Jo"), "Walker takes 1 arguments without their names, not 2"),
+        (lambda: Walker("Bo", "Jo"), "Walker takes 1 argument without its name, not 2"),
         (lambda: Horse(gait="walk"), "Horse takes no argument 'gait'"),
         (lambda: Horse(step=6), r"step=6 must lie in \(0, 5\]"),
         (lambda: Horse(load=-1), "load=-1 must be at least 0"),
@@ -134,7 +134,7 @@ def test_the_command_line_shows_every_argument_with_its_meaning(cls: type) -> No
     parser = ArgumentParser()
     parser.add_class_arguments(cls, "it")
     text = " ".join(parser.format_help().split())
-    for name, declared in cls.settings.items():  # type: ignore[attr-defined]
+    for name, declared in cls.declared_settings.items():  # type: ignore[attr-defined]
         assert f"--it.{name}" in text
         assert " ".join(declared.says.split())[:40] in text
 
@@ -159,5 +159,5 @@ class Bold(PPO):
 @pytest.mark.parametrize("name", ["PPO", "A2C", "TRPO", "REINFORCE", "DQN", "QRDQN", "C51", "PQN", "SAC", "TD3", "TQC"])
 def test_all_defaults_are_in_their_ranges(name: str) -> None:
     cls = getattr(rl_modules, name)
-    for argument, declared in cls.settings.items():
+    for argument, declared in cls.declared_settings.items():
         assert declared.checked(argument, declared.default) == declared.default
