@@ -154,8 +154,8 @@ class ControlDataModule(Experience):
 
     # ---------------------------------------------------------------- the run
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         if not self.environments.is_open:
             self.environments.open()
             if self.environments.makes_vector:
@@ -190,11 +190,11 @@ class ControlDataModule(Experience):
         """
         check_pairing(self.learner if self.has_learner else None, self)
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _on_exception(self, exception: BaseException) -> None:
         # The module's `on_fit_end`, which resets this for the whole process, is not called then.
         torch.set_flush_denormal(False)
 
-    def teardown(self, stage: str) -> None:
+    def _teardown(self, stage: str) -> None:
         if stage == "fit" and self._collector is not None and not self.environments.is_one_vector:
             self._collector.close()
         self.environments.close()

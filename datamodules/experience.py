@@ -9,21 +9,17 @@ import torch
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.checkpoint_file import building, read_checkpoint
-from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.pairing import check_pairing
+from rl_modules.core.hooks import HasParts
 from rl_modules.core.settings import Declared
 
 
-class Experience(Declared, L.LightningDataModule):
+class Experience(HasParts, Declared, L.LightningDataModule):
     """What an algorithm learns from; a subclass adds ``train_dataloader`` and the seed of all random streams."""
 
     #: Kind of experience, which an algorithm states too.
     kind: str
     seed: int
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        keep_hooks(cls)
 
     # As in Lightning: a call on a datamodule would leave that datamodule unchanged.
     @_restricted_classmethod
@@ -53,7 +49,7 @@ class Experience(Declared, L.LightningDataModule):
         with building(cls, kwargs):
             return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, weights_only, **kwargs)
 
-    def setup(self, stage: str) -> None:
+    def _setup(self, stage: str) -> None:
         if self.trainer is not None:
             check_pairing(self.trainer.lightning_module, self)
 

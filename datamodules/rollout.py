@@ -89,14 +89,14 @@ class RolloutDataModule(ControlDataModule):
             raise UsageError("overlap=True: trainer.precision=64-true changes a setting of the whole process during "
                              "forward passes, which a thread can't share; leave overlap out")  # fmt: skip
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _on_exception(self, exception: BaseException) -> None:
         # `teardown` is not called then, and the next fit may step the same vector.
         self._ahead.stop()
-        super().on_exception(exception)
+        super()._on_exception(exception)
 
-    def teardown(self, stage: str) -> None:
+    def _teardown(self, stage: str) -> None:
         self._ahead.stop()
-        super().teardown(stage)
+        super()._teardown(stage)
 
     def _resolve(self) -> None:
         """Fills in settings that were not given with the algorithm's defaults.

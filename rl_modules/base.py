@@ -20,7 +20,6 @@ from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable, warn_of_missing
 from rl_modules.common.generators import GlobalGenerators
-from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.import_path import Custom, require_class, to_plain
 from rl_modules.common.launched import CHECKPOINT
@@ -142,7 +141,6 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
         if not isinstance(cls.experience, Experience):
             raise UsageError(f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
                              "MINIBATCHES of rl_modules.common.contract")  # fmt: skip
-        keep_hooks(cls)
         # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
         # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
         if "training_step" in vars(cls):
@@ -390,19 +388,19 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
 
     # ---------------------------------------------------------------- hooks of a fit
 
-    def on_fit_start(self) -> None:
+    def _on_fit_start(self) -> None:
         log_settings(self.trainer)
         warn_of_missing(self, self._missing_factories)
         self._missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
         torch.set_flush_denormal(True)
 
-    def on_fit_end(self) -> None:
+    def _on_fit_end(self) -> None:
         torch.set_flush_denormal(False)
 
-    def on_train_start(self) -> None:
+    def _on_train_start(self) -> None:
         self._check_schedulers()
-        super().on_train_start()
+        super()._on_train_start()
         # As in Stable-Baselines3, targets come without dropout and from running statistics. Not earlier: Lightning
         # warns of parts in evaluation mode before this.
         if (target := self._modules.get("target_network")) is not None:
@@ -412,11 +410,11 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
         self._scheduled_at = self.source.num_timesteps
         self.update_schedules(self.progress_remaining)
 
-    def on_train_end(self) -> None:
+    def _on_train_end(self) -> None:
         if (target := self._modules.get("target_network")) is not None:
             target.train()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         timesteps = self.source.num_timesteps
         if timesteps != self._scheduled_at:
             self._scheduled_at = timesteps

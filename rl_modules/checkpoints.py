@@ -46,7 +46,7 @@ class CheckpointMixin(MetricsMixin):
         # Factories of the loaded checkpoint that this module was not given; a fit warns of them.
         self._missing_factories: dict[str, str] = {}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
         checkpoint["factories"] = factory_names(self)
@@ -75,7 +75,7 @@ class CheckpointMixin(MetricsMixin):
         self._gradients = state.get("gradients", {})
         self._generators.load(state.get("generators"))
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._check_algorithm(checkpoint)
         if self._trainer is not None:
             self._check_resumable(checkpoint)
@@ -93,7 +93,7 @@ class CheckpointMixin(MetricsMixin):
             # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
             self.trainer.num_sanity_val_steps = 0
 
-    def on_train_start(self) -> None:
+    def _on_train_start(self) -> None:
         """Restores the state that Lightning does not load.
 
         Raises:

@@ -253,9 +253,9 @@ class DQN(ControlModule):
         )
         self._latest["rollout/exploration_rate"] = self.exploration_rate
 
-    def on_train_epoch_end(self) -> None:
+    def _on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)
-        super().on_train_epoch_end()
+        super()._on_train_epoch_end()
 
     # ---------------------------------------------------------------- optimizer and checkpoints
 
@@ -263,15 +263,15 @@ class DQN(ControlModule):
         """Returns Adam at 1e-4, as in Stable-Baselines3's DQN."""
         return self.adam(parameters, lr=1e-4, eps=1e-8)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["exploration_rate"] = self.exploration_rate
         checkpoint["noise_generator"] = self.noise_generator.get_state() if self.is_noisy else None
         checkpoint["target_updates"] = self._target_updates
         checkpoint["target_seen_at"] = self._target_seen_at
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self.exploration_rate = checkpoint["exploration_rate"]
         if checkpoint.get("noise_generator") is not None and self.is_fitting:
             self.noise_generator.set_state(checkpoint["noise_generator"].cpu())

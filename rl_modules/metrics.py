@@ -11,7 +11,6 @@ from torch._compile import _disable_dynamo
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.finished_epoch import is_cut_off
-from rl_modules.common.hooks import HeldPoints
 from rl_modules.metric_sums import MetricSums
 from rl_modules.ranks import episodes_of_all_ranks, is_alone
 
@@ -32,7 +31,7 @@ def _log_outside_of_graphs(module: "MetricsMixin", *arguments: Any) -> None:
     module._log_value(*arguments)
 
 
-class MetricsMixin(HeldPoints, L.LightningModule):
+class MetricsMixin(L.LightningModule):
     """``record``, ``record_now`` and ``log`` of the control algorithms, whose curves are drawn over transitions."""
 
     experience: Experience
@@ -49,6 +48,8 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         self._objects: dict[str, Any] = {}
         #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
         self.grad_norm: Tensor | None = None
+        # What `write_metrics` takes at this epoch's end; None: nothing is due.
+        self._point: tuple[dict[str, float], int] | None = None
 
     def record(self, **metrics: Tensor | float) -> None:
         """Adds scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
@@ -155,7 +156,7 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
         self.trainer.callback_metrics.update(zip(metrics, values, strict=True))
 
-    def on_validation_start(self) -> None:
+    def _on_validation_start(self) -> None:
         if not self.is_fitting:
             return
         # Lightning draws over this count what a subclass or a callback logs in an evaluation.
@@ -163,13 +164,14 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
         self._hand_to_callbacks(self.means_so_far())
 
-    def on_train_epoch_start(self) -> None:
+    def _on_train_epoch_start(self) -> None:
         self._see_epoch()
 
     def _see_epoch(self) -> None:
         self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
 
-    def on_train_epoch_end(self) -> None:
+    def _on_train_epoch_end(self) -> None:
+        self._point = None
         self.require_finite_weights()
         source = self.source
         # What Lightning and its callbacks log by themselves is drawn over this count: here, over transitions.
@@ -180,8 +182,10 @@ class MetricsMixin(HeldPoints, L.LightningModule):
         mean = rollout.get("rollout/ep_rew_mean", source.partial_return)
         self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
         writes = self.logs_this_epoch and not self.is_cut_off
-        if self.is_cut_off or (writes and self.holds_points):
-            # A cut epoch's point is written at its end, by the run that resumes; callbacks monitor the means so far.
+        hook: Any = type(self).on_train_epoch_end
+        if self.is_cut_off or (writes and hook.framed is not L.LightningModule.on_train_epoch_end):
+            # A cut epoch's point is written at its end, by the run that resumes, and callbacks monitor the means so
+            # far. A subclass's hook may read them.
             self._hand_to_callbacks(self.means_so_far())
         if writes:
             # Without an optimizer Lightning has one that has no parameters.
@@ -189,7 +193,11 @@ class MetricsMixin(HeldPoints, L.LightningModule):
                 self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
             if self.grad_norm is not None:
                 self.record_now(grad_norm=float(self.grad_norm))
-            self.hold(lambda: self.write_metrics(rollout, source.num_timesteps))
+            self._point = (rollout, source.num_timesteps)
+
+    def _after_on_train_epoch_end(self) -> None:
+        if self._point is not None:
+            self.write_metrics(*self._point)
 
     def require_finite_weights(self) -> None:
         """Stops the run before a callback saves weights that are not finite.

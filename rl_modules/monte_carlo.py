@@ -103,10 +103,10 @@ class MonteCarlo(TabularControl):
         for column in episode.values():
             column.clear()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["tabular"]["episodes"] = [{k: list(v) for k, v in episode.items()} for episode in self._episodes]
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self._episodes = [{k: list(v) for k, v in episode.items()} for episode in checkpoint["tabular"]["episodes"]]

@@ -318,13 +318,13 @@ class OffPolicyActorCritic(ControlModule):
         if lists["target_buffers"]:
             torch._foreach_copy_(lists["target_buffers"], lists["followed_buffers"])
 
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
+    def _on_train_epoch_start(self) -> None:
+        super()._on_train_epoch_start()
         self._lists = None  # a callback freezes and unfreezes parts between epochs
 
-    def on_train_epoch_end(self) -> None:
+    def _on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.n_updates)
-        super().on_train_epoch_end()
+        super()._on_train_epoch_end()
         self.step_schedulers()
 
     # ---------------------------------------------------------------- optimizer and checkpoints
@@ -344,13 +344,13 @@ class OffPolicyActorCritic(ControlModule):
             self._generator = torch.Generator()
             self._generator.set_state(torch.tensor(state["_generator"]))
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["n_updates"] = self.n_updates
         checkpoint["update_generator"] = self.generator.get_state()
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         if self.is_fitting:
             self.n_updates = checkpoint["n_updates"]
             self.generator.set_state(checkpoint["update_generator"].cpu())

@@ -183,7 +183,7 @@ class PPO(ActorCriticModule):
         self.record_now(kl_coef=self.beta, kl=kl)
         self.beta = F.adapt_kl_coefficient(self.beta, kl, self.target_kl)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.adapt_penalty()
 
     # ---------------------------------------------------------------- early stop on KL
@@ -226,17 +226,17 @@ class PPO(ActorCriticModule):
             optimizer_closure = partial(_value, loss)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.is_fitting:
             # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
             self.adapt_penalty()
-        super().on_save_checkpoint(checkpoint)
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["adapted_at"] = self._adapted_at
         checkpoint["kl_exceeded"] = self.kl_exceeded
         checkpoint["kl_coef"] = self.beta
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self.kl_exceeded = checkpoint["kl_exceeded"]
         self._adapted_at = checkpoint.get("adapted_at", 0)
         # A new value of the argument kl_coef overrides the checkpoint's β.

@@ -160,10 +160,10 @@ class PQN(ControlModule):
         """Returns RAdam at 2.5e-4, as the paper and CleanRL take."""
         return torch.optim.RAdam(parameters, lr=2.5e-4, foreach=True)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["exploration_rate"] = self.exploration_rate
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self.exploration_rate = checkpoint["exploration_rate"]

@@ -151,13 +151,13 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
             return weights
         return {**weights, "log_ent_coef": torch.full_like(self.log_ent_coef, math.log(self.initial_ent_coef))}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores a run; a new value of ``ent_coef`` overrides the checkpoint's α.
 
         Raises:
             UsageError: a fit resumes with a fixed α in place of a learned one, or the reverse.
         """
-        super().on_load_checkpoint(checkpoint)
+        super()._on_load_checkpoint(checkpoint)
         if self.is_fitting and ("log_ent_coef" in checkpoint["state_dict"]) != self.learns_ent_coef:
             before = settings_of(checkpoint).get("ent_coef")
             raise UsageError(f"ent_coef={self.hparams['ent_coef']!r} (it has {before!r}): the optimizer's state in the "

@@ -96,11 +96,11 @@ class SARSA(TabularControl):
         """Returns the bootstrap value of the update: Q(s', a'), or its expectation over the policy."""
         return self.expected_value(state) if self.expected else float(self.tables.q[0, state, action])
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["tabular"]["next_action"] = None if self._next_action is None else list(self._next_action)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         drawn = checkpoint["tabular"]["next_action"]
         self._next_action = None if drawn is None else (drawn[0].cpu(), drawn[1].cpu())

@@ -118,13 +118,13 @@ class TabularControl(ControlModule):
         self._generator = torch.Generator()
         self._model: Any = None
 
-    def setup(self, stage: str) -> None:
+    def _setup(self, stage: str) -> None:
         """Checks the settings, and reads the environment's transition table if it has one.
 
         Raises:
             UsageError: spaces without a finite table, several processes, or episodes without an end.
         """
-        super().setup(stage)
+        super()._setup(stage)
         self.configure_model()
         if self.trainer.world_size > 1:
             raise UsageError(f"{type(self).__name__} keeps one table in one process; use trainer.devices=1, not "
@@ -293,10 +293,10 @@ class TabularControl(ControlModule):
 
     # ---------------------------------------------------------------- exact evaluation
 
-    def on_validation_epoch_end(self) -> None:
+    def _on_validation_epoch_end(self) -> None:
         self._log_exact("eval")
 
-    def on_test_epoch_end(self) -> None:
+    def _on_test_epoch_end(self) -> None:
         self._log_exact("test")
 
     def _log_exact(self, prefix: str) -> None:
@@ -320,12 +320,12 @@ class TabularControl(ControlModule):
         """Returns no optimizer, because tables have no gradient."""
         return []
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["tabular"] = {"epsilon": self.epsilon, "generator": self._generator.get_state()}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self.epsilon = checkpoint["tabular"]["epsilon"]
         self._generator.set_state(checkpoint["tabular"]["generator"].cpu())
 

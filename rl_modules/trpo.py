@@ -299,8 +299,8 @@ class TRPO(ActorCriticModule):
         policy = {id(p) for p in self.network.parameters()}
         return [p for p in self.parameters() if id(p) not in policy]
 
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
+    def _on_train_epoch_end(self) -> None:
+        super()._on_train_epoch_end()
         self.step_schedulers()
 
     def over_ranks(self, x: Tensor) -> Tensor:
@@ -325,12 +325,12 @@ class TRPO(ActorCriticModule):
         super().load_rank_state(state)
         self.shuffler.set_state(state["shuffler"].cpu())
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["rejected_updates"] = self.rejected_updates
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self.rejected_updates = checkpoint["rejected_updates"]
 
 

@@ -154,8 +154,8 @@ class LanguageDataModule(Experience):
 
     # ---------------------------------------------------------------- records and tokens
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         if self._encoding is not None and not reads_alike(self._encoding, self.encoding()):
             self.forget_records()
         if stage == "fit" and self.streaming:
@@ -468,17 +468,15 @@ class LanguageDataModule(Experience):
         self._scoring = EarlyRewards(self.rewards, self.policy.tokenizer, records, num_generations)
         return self._scoring
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _on_exception(self, exception: BaseException) -> None:
         # Lightning does not call `teardown` then, and the process would not end before all waiting calls.
         if self._scoring is not None:
             self._scoring.stop()
             self._scoring = None
         self.rewards.close()
-        super().on_exception(exception)
 
-    def teardown(self, stage: str) -> None:
+    def _teardown(self, stage: str) -> None:
         self.rewards.close()
-        super().teardown(stage)
 
     def judge(
         self, records: list[Record], written: Any, num_generations: int, early: EarlyRewards | None = None

@@ -64,8 +64,8 @@ class InstructionDataModule(LanguageDataModule):
 
     # ---------------------------------------------------------------- records
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         if stage == "fit":
             if self.batch_size % self._n_micro:
                 raise UsageError(f"trainer.accumulate_grad_batches={self._n_micro} does not divide batch_size="

@@ -75,12 +75,12 @@ class PreferenceDataModule(LanguageDataModule):
         self._position = 0  # micro-batches handed out since the run began
         self._has_saved = False  # since the run began
 
-    def setup(self, stage: str) -> None:
+    def _setup(self, stage: str) -> None:
         # For single answers `reshape` takes rows of either form, and refuses others.
         single = self.unpaired and self.task is None
         self.required = ("prompt",) if single else type(self).required
         self.eval_required = ("prompt",) if single else type(self).eval_required
-        super().setup(stage)
+        super()._setup(stage)
         self.train_pairs = as_pairs(self.train_records if isinstance(self.train_records, list) else [])
         self.eval_pairs = as_pairs(self.eval_records)
         if stage != "fit":

@@ -76,8 +76,8 @@ class PromptDataModule(LanguageDataModule):
         self._written_at = -1
         self._warned_of_lacking = False
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         if stage == "fit":
             micro = self.learner_trainer.accumulate_grad_batches
             if self.batch_size % micro:
@@ -432,13 +432,13 @@ class PromptDataModule(LanguageDataModule):
         again = module.act(prompts, [seeds[row] for row in rows], n_each)
         return replaced(written, rows, again, self._pad_id)
 
-    def teardown(self, stage: str) -> None:
+    def _teardown(self, stage: str) -> None:
         self._stop_ahead()
-        super().teardown(stage)
+        super()._teardown(stage)
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _on_exception(self, exception: BaseException) -> None:
         self._stop_ahead()
-        super().on_exception(exception)
+        super()._on_exception(exception)
 
     def _stop_ahead(self) -> None:
         """Cancels the rounds to write and score ahead, except those that have begun."""

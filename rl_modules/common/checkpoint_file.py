@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import lightning as L
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -18,6 +19,7 @@ from rl_modules.common.arguments import settings_of
 from rl_modules.common.calls import refuse_foreign_call
 from rl_modules.common.errors import UsageError
 from rl_modules.common.launched import ReturnsFromRanks
+from rl_modules.core.hooks import HasParts, Parts
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
@@ -227,12 +229,12 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-class LoadsCheckpoints(ReturnsFromRanks):
+class LoadsCheckpoints(HasParts, ReturnsFromRanks):
     """Base of modules: every way to load a checkpoint checks the file first, and runs no code in it."""
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)  # type: ignore[misc]
+    def _setup(self, stage: str) -> None:
         CheckedCheckpointIO.install(self._trainer)
+        self._trainer.callbacks.append(Parts(cast(L.LightningModule, self)))
 
     # As in Lightning: a call on a module would leave that module unchanged.
     @_restricted_classmethod

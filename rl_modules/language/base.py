@@ -16,7 +16,6 @@ from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.common.generators import GlobalGenerators
-from rl_modules.common.hooks import keep_hooks
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.pairing import check_batch
 from rl_modules.core.settings import Declared, setting
@@ -219,7 +218,6 @@ class LanguageModule(Declared, LanguageCheckpoints):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        keep_hooks(cls)
 
     def reset_run(self) -> None:
         """Clears the state of a run: counters, curves, unfinished steps.
@@ -399,7 +397,7 @@ class LanguageModule(Declared, LanguageCheckpoints):
         """
         return export_model(self.model, self.tokenizer, folder)
 
-    def on_fit_start(self) -> None:
+    def _on_fit_start(self) -> None:
         log_settings(self.trainer)
         # `from_pretrained` returns a model in evaluation mode, and Lightning leaves modes as they are.
         self.model.train()
@@ -416,16 +414,16 @@ class LanguageModule(Declared, LanguageCheckpoints):
             warn_of_noise(self.model)
         check_router_loss(self.model, self.hparams["model_config"] or {}, type(self).__name__, self.balances_experts)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_batch(self, batch, "training_step")
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def _on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         check_batch(self, batch, "validation_step")
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def _on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         check_batch(self, batch, "test_step")
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def _on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         check_batch(self, batch, "predict_step")
 
     # ---------------------------------------------------------------- optimizer

@@ -53,7 +53,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         """Whether a run that resumes has batches left in the last epoch."""
         return is_cut_off(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_earlier_checkpoint(self._trainer, self._has_begun)
         make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
         # `WeightAveraging`, whose hook ran before, has stored averages there and the module's weights under another
@@ -92,7 +92,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         there = {name: g.detach().to(strategy.root_device, copy=True) for name, g in gradients.items()}
         return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
 
-    def on_train_start(self) -> None:
+    def _on_train_start(self) -> None:
         self.began_at = (0 if self._trainer is None else self.trainer.global_step, self.num_tokens)
         self._throughput.restart(self.num_tokens)
         if self.latest_metrics:
@@ -115,7 +115,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         if self._trainer is not None:
             finish_batch(self.trainer)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         algorithm, here = checkpoint.get("algorithm"), type(self).__name__
         if algorithm != here:
             raise UsageError(f"the checkpoint holds {algorithm or 'no language algorithm'}, not {here}; load it with "

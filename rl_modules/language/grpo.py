@@ -215,8 +215,8 @@ class GRPO(PolicyWithReference):
                                  f"{self.hparams['ref_model_name_or_path']!r} has others than the policy; give a "
                                  "reference of the same architecture")  # fmt: skip
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         single = getattr(self.trainer.datamodule, "num_generations", 2) < 2  # type: ignore[attr-defined]
         if stage == "fit" and single and self.compares_groups:
             raise UsageError("num_generations=1 leaves a completion nothing to be compared with; give at least 2")
@@ -464,8 +464,8 @@ class GRPO(PolicyWithReference):
 
     # ---------------------------------------------------------------- reference
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super()._on_train_batch_start(batch, batch_idx)
         self.sync_reference()
 
     @torch.no_grad()
@@ -552,12 +552,12 @@ class GRPO(PolicyWithReference):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["synced_at"] = self._synced_at
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self._synced_at = checkpoint["synced_at"]
 
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.common.hooks import HeldPoints
 from rl_modules.language.metric_names import displayed_name, monitors, refuse_bare_monitor
 from rl_modules.language.throughput import Throughput
 from rl_modules.loggers import adapters
 
 
-class LanguageMetrics(HeldPoints, L.LightningModule):
+class LanguageMetrics(L.LightningModule):
     """Records and logs a language algorithm's metrics; the x-axis is the optimizer step."""
 
     #: Optimizer steps between two points of the curves.
@@ -125,8 +124,8 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitors(self.trainer)):
             self._hand_to_callbacks(self.summarize(self._means_over_ranks()))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.hold(self.write_due_metrics)
+    def _after_on_train_batch_end(self) -> None:
+        self.write_due_metrics()
 
     def write_due_metrics(self) -> None:
         """Logs one point of every training curve at each multiple of ``logging_steps``, once."""
@@ -134,10 +133,10 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         if step != self._logged_at and step % self.logging_steps == 0:
             self.write_metrics()
 
-    def on_train_end(self) -> None:
+    def _on_train_end(self) -> None:
         self._write_last_point()
 
-    def on_fit_end(self) -> None:
+    def _on_fit_end(self) -> None:
         # A complete run that is resumed does not train; its checkpoint was written before the last point.
         if not self._has_begun:
             self._throughput.restart(self.num_tokens)
@@ -214,15 +213,15 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
             refuse_bare_monitor(name, callback, {*means, *self.latest_metrics})
         self._hand_to_callbacks({name: means[name] for name in unknown if name in means})
 
-    def on_train_epoch_end(self) -> None:
-        self.hold(self._answer_monitors)
+    def _after_on_train_epoch_end(self) -> None:
+        self._answer_monitors()
 
-    def on_validation_start(self) -> None:
+    def _on_validation_start(self) -> None:
         if self._fitting and not self.trainer.sanity_checking:
             self._answer_monitors()
             self._throughput.pause()
 
-    def on_validation_end(self) -> None:
+    def _on_validation_end(self) -> None:
         self._throughput.resume()
 
     def _names_over_ranks(self, own: Iterable[str]) -> list[str]:
@@ -263,10 +262,10 @@ class LanguageMetrics(HeldPoints, L.LightningModule):
         # In a run the curves are written here, over the optimizer step; else Lightning prints and returns the metrics.
         return self.trainer.state.fn == "fit"
 
-    def on_validation_epoch_end(self) -> None:
+    def _on_validation_epoch_end(self) -> None:
         self._write_evaluation()
 
-    def on_test_epoch_end(self) -> None:
+    def _on_test_epoch_end(self) -> None:
         self._write_evaluation()
 
     def _write_evaluation(self) -> None:

@@ -58,8 +58,8 @@ class LanguagePolicy(LanguageModule):
         self._sampler: Sampler | None = None
         self._sampler_run: str | None = None
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         self._forget_weights()
         if self.hparams["sampler"] == "vllm_server" and self._sampler_run is None:
             self._sampler_run = self.trainer.strategy.broadcast(uuid.uuid4().hex)
@@ -90,16 +90,16 @@ class LanguagePolicy(LanguageModule):
         if self._sampler is not None:
             self._sampler.forget_weights()
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
+    def _on_validation_start(self) -> None:
+        super()._on_validation_start()
         self._forget_weights()  # `WeightAveraging` evaluates averages
 
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
+    def _on_validation_end(self) -> None:
+        super()._on_validation_end()
         self._forget_weights()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super()._on_train_batch_start(batch, batch_idx)
         if self._sampler is not None:
             self._sampler.sleep()
 

@@ -174,8 +174,8 @@ class PolicyWithReference(LanguagePolicy):
                 judge.eval()
         return self
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
+    def _on_fit_start(self) -> None:
+        super()._on_fit_start()
         self.train()
 
     @contextmanager
@@ -301,12 +301,12 @@ class PolicyWithReference(LanguagePolicy):
         super().reset_run()
         self._table_due_at = 0
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["table_due_at"] = self._table_due_at
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         description = settings_of(checkpoint).get("description") or {}
         had_reference = description.get("reference_config") is not None
         if "reference_config" in description and had_reference != (self.reference is not None):

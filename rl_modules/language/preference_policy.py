@@ -58,8 +58,8 @@ class PreferencePolicy(PolicyWithReference):
             self._packs = all(can_pack_pairs(model) for model in (self.model, self.reference) if model is not None)
         return self._packs
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         for name in ("train_pairs", "eval_pairs"):
             pairs = getattr(getattr(self.trainer, "datamodule", None), name, None)
             if pairs is not None:
@@ -139,25 +139,25 @@ class PreferencePolicy(PolicyWithReference):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
+    def _on_fit_start(self) -> None:
+        super()._on_fit_start()
         self._tables = {}
         saved, self._saved_table = self._saved_table, None
         # Another run's table is used if this run has the same training data and number of ranks.
         if saved is not None and saved["data"] == self._fingerprint() and len(saved["ranks"]) == self._world_size:
             self._tables["train"] = saved["ranks"][self.global_rank].clone()
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
+    def _on_validation_start(self) -> None:
+        super()._on_validation_start()
         # Held-out data may differ between separate evaluations; within a run they are the same.
         if not self._fitting:
             self._tables.pop("eval", None)
 
-    def on_test_start(self) -> None:
+    def _on_test_start(self) -> None:
         self._tables.pop("eval", None)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["reference_log_probs"] = None
         # Outside of a fit no rank has computed values.
         if self._trainer is not None and self._fitting and not self.reference_free:
@@ -169,8 +169,8 @@ class PreferencePolicy(PolicyWithReference):
                 ranks = strategy.all_gather(table.to(strategy.root_device)).cpu()
             checkpoint["reference_log_probs"] = {"data": self._fingerprint(), "ranks": ranks}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self._saved_table = checkpoint["reference_log_probs"]
 
     def _fingerprint(self) -> int:

@@ -110,11 +110,11 @@ class RewardModel(LanguageModule):
 
     # ---------------------------------------------------------------- evaluation
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
+    def _on_validation_start(self) -> None:
+        super()._on_validation_start()
         self.preference_metrics.reset()  # of an evaluation that was interrupted
 
-    def on_test_start(self) -> None:
+    def _on_test_start(self) -> None:
         self.preference_metrics.reset()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -130,10 +130,10 @@ class RewardModel(LanguageModule):
         chosen, rejected = (scores - self.reward_offset for scores in self.pair_scores(batch))
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
-    def on_validation_epoch_end(self) -> None:
+    def _on_validation_epoch_end(self) -> None:
         self._write_evaluation()
 
-    def on_test_epoch_end(self) -> None:
+    def _on_test_epoch_end(self) -> None:
         self._write_evaluation()
 
     def _write_evaluation(self) -> None:
@@ -226,13 +226,13 @@ class RewardModel(LanguageModule):
             config.pad_token_id = tokenizer.pad_token_id
         return export_model(self.model, tokenizer, folder)
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
+    def _on_train_end(self) -> None:
+        super()._on_train_end()
         # `score` and `export` read the offset; the last checkpoint may be older than the weights, or not exist.
         self._measure_offset()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         self._measure_offset()
         checkpoint["reward_offset"] = self.reward_offset
 
@@ -241,8 +241,8 @@ class RewardModel(LanguageModule):
         if demonstrations is not None:
             self.normalize(demonstrations())
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         self.reward_offset = float(checkpoint["reward_offset"])
 
 

@@ -106,8 +106,8 @@ class RLHFPPO(PolicyWithReference):
         super().reset_run()
         self.beta = self.hparams["beta"]
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
+    def _setup(self, stage: str) -> None:
+        super()._setup(stage)
         functions = getattr(self.trainer.datamodule, "rewards", ())  # type: ignore[attr-defined]
         if stage == "fit" and self.hparams["reward_model_name_or_path"] is None and not len(functions):
             raise UsageError("reward_model_name_or_path=null and no data.reward_funcs leave completions without a "
@@ -402,12 +402,12 @@ class RLHFPPO(PolicyWithReference):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
         checkpoint["beta"] = self.beta
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_load_checkpoint(checkpoint)
         # A run that resumes with another `beta` starts from the new value.
         start = self.hparams["beta"]
         if settings_of(checkpoint).get("beta", start) == start:

@@ -220,7 +220,7 @@ def test_unlogged_sums_of_a_checkpoint_follow_the_module_to_its_device() -> None
     module.on_save_checkpoint(checkpoint)
     module.on_load_checkpoint(checkpoint)
     module.to("meta")
-    module.on_train_start()
+    module._on_train_start()
     assert {x.device.type for x in [*module._sums.values(), *module._weights.values()]} == {"meta"}
     module.record(torch.ones((), dtype=torch.float32, device="meta"), loss=1.0)
     module.record(odd=torch.ones((), dtype=torch.float32, device="meta"))
@@ -335,8 +335,7 @@ def test_reinforcement_learning_turns_the_adapters_dropout_off(judge: str) -> No
 
     for module in (grpo(lora=lora), RLHFPPO(model_config=TINY, reward_model_name_or_path=judge, lora=lora)):
         module.configure_model()
-        module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-        module.on_fit_start()
+        module._on_fit_start()
         assert module.model.training
         for model in [module.model] + ([module.value_model] if isinstance(module, RLHFPPO) else []):
             one, other = forward(model)
