@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
 from rl_modules.checkpoints import CheckpointMixin
-from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkpoint
 from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
 from rl_modules.common.errors import UsageError
@@ -28,6 +27,7 @@ from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.pairing import check_source
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
+from rl_modules.core.resume import copy_for_averages
 from rl_modules.core.settings import Declared, setting
 from rl_modules.encoders import extractor_of
 from rl_modules.foreign_calls import ForeignCalls

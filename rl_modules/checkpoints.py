@@ -6,16 +6,21 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.arguments import make_loadable, settings_of
 from rl_modules.common.checkpoint_file import check_optimizers, read_checkpoint, widen
 from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import factory_names, missing_factories
-from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
-from rl_modules.common.interrupted import keep_earlier_checkpoint
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
+from rl_modules.core.resume import (
+    accumulated_gradients,
+    begin_next_epoch,
+    finish_batch,
+    keep_earlier_checkpoint,
+    reopen_epoch,
+    skip_first_evaluation,
+)
 from rl_modules.metrics import MetricsMixin
 from rl_modules.optimizers import class_names
 from rl_modules.ranks import of_other_ranks, of_this_rank
@@ -90,8 +95,7 @@ class CheckpointMixin(MetricsMixin):
             # In the optimizers' state; absent where a subclass sets it by itself.
             self._rate_applied = settings_of(checkpoint).get("learning_rate", self._rate_applied)
             self._optimizers_saved = checkpoint.get("optimizer_classes")
-            # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
-            self.trainer.num_sanity_val_steps = 0
+            skip_first_evaluation(self.trainer)
 
     def _on_train_start(self) -> None:
         """Restores the state that Lightning does not load.

@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
-from rl_modules.common.finished_epoch import is_cut_off
+from rl_modules.core.resume import draw_over, is_cut_off
 from rl_modules.metric_sums import MetricSums
 from rl_modules.ranks import episodes_of_all_ranks, is_alone
 
@@ -160,7 +160,7 @@ class MetricsMixin(L.LightningModule):
         if not self.is_fitting:
             return
         # Lightning draws over this count what a subclass or a callback logs in an evaluation.
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.source.num_timesteps
+        draw_over(self.trainer, self.source.num_timesteps)
         # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
         self._hand_to_callbacks(self.means_so_far())
 
@@ -175,7 +175,7 @@ class MetricsMixin(L.LightningModule):
         self.require_finite_weights()
         source = self.source
         # What Lightning and its callbacks log by themselves is drawn over this count: here, over transitions.
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = source.num_timesteps
+        draw_over(self.trainer, source.num_timesteps)
         rollout = source.metrics_over_ranks()
         # For Lightning's bar, EarlyStopping and ModelCheckpoint, which need a value in every epoch, before the first
         # episode's end too.

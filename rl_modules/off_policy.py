@@ -17,6 +17,7 @@ from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.storable import name_of
+from rl_modules.core.resume import count_step
 from rl_modules.core.settings import setting
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
@@ -285,9 +286,7 @@ class OffPolicyActorCritic(ControlModule):
     def finish_update(self) -> None:
         """Counts the update as one optimizer step, for ``max_steps`` and checkpoints, and steps the schedulers."""
         self.n_updates += 1
-        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        progress.increment_ready()
-        progress.increment_completed()
+        count_step(self.trainer)
         self.step_schedulers_of_updates()
 
     @property

@@ -17,6 +17,7 @@ from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
+from rl_modules.core.resume import count_step
 from rl_modules.core.settings import fixed, setting
 
 
@@ -270,10 +271,7 @@ class TabularControl(ControlModule):
 
     def finish_step(self, errors: list[float]) -> None:
         """Counts the batch as a training step, which Lightning does only for optimizers, and records its error."""
-        # ModelCheckpoint and max_steps go by this count.
-        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        progress.increment_ready()
-        progress.increment_completed()
+        count_step(self.trainer)
         if errors and self.logs_this_epoch:
             self.record(td_error=torch.tensor(sum(map(abs, errors)) / len(errors)))
 

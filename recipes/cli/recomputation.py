@@ -14,7 +14,7 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.cli import resume
 from recipes.cli.lightning_cli import RLCLI
 from rl_modules.common.errors import UsageError
-from rl_modules.common.finished_epoch import epoch_to_reopen
+from rl_modules.core.resume import epoch_to_reopen
 
 
 class StopsWithinEpochs(Protocol):

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -234,7 +233,7 @@ class LoadsCheckpoints(HasParts, ReturnsFromRanks):
 
     def _setup(self, stage: str) -> None:
         CheckedCheckpointIO.install(self._trainer)
-        self._trainer.callbacks.append(Parts(cast(L.LightningModule, self)))
+        self._trainer.callbacks = [*self._trainer.callbacks, Parts(self)]
 
     # As in Lightning: a call on a module would leave that module unchanged.
     @_restricted_classmethod

@@ -21,7 +21,7 @@ AFTER = ("on_train_batch_end", "on_train_epoch_end")
 class Parts(L.Callback):
     """Calls a module's parts. It comes last of the callbacks, and is in the Trainer during a run only."""
 
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, module: Any) -> None:
         for part in dir(type(module)):
             if part.startswith("_on_") and hasattr(L.Callback, part[1:]) and part[1:] not in BEFORE:
                 setattr(self, part[1:], functools.partial(_call, part))

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from rl_modules.common.averages import copy_for_averages
 from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.pairing import check_batch
+from rl_modules.core.resume import copy_for_averages
 from rl_modules.core.settings import Declared, setting
 from rl_modules.language.checkpoints import LanguageCheckpoints
 from rl_modules.language.frozen_weights import (
@@ -215,9 +215,6 @@ class LanguageModule(Declared, LanguageCheckpoints):
         # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
         self._sources: Sources = {}
         self._left_out: set[str] = set()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
 
     def reset_run(self) -> None:
         """Clears the state of a run: counters, curves, unfinished steps.

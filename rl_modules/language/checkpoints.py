@@ -4,13 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_modules.common.accumulation import accumulated_gradients
 from rl_modules.common.arguments import make_loadable, settings_of
 from rl_modules.common.checkpoint_file import LoadsCheckpoints, check_optimizers, widen
 from rl_modules.common.errors import UsageError
-from rl_modules.common.finished_epoch import begin_next_epoch, finish_batch, is_cut_off, reopen_epoch
 from rl_modules.common.generators import GlobalGenerators
-from rl_modules.common.interrupted import keep_earlier_checkpoint
+from rl_modules.core.resume import (
+    accumulated_gradients,
+    begin_next_epoch,
+    finish_batch,
+    is_cut_off,
+    keep_earlier_checkpoint,
+    reopen_epoch,
+    skip_first_evaluation,
+)
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
 from rl_modules.language.lora import require_same_adapters
 from rl_modules.language.metric_names import monitors
@@ -147,5 +153,4 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]
         if self._trainer is not None and self._fitting:
-            # Lightning itself would evaluate again at the start of a run that resumes from the end of an epoch.
-            self.trainer.num_sanity_val_steps = 0
+            skip_first_evaluation(self.trainer)

@@ -1,9 +1,72 @@
-"""Corrects Lightning's resume at the ends of batches and epochs, so that a run resumes exactly: after a callback saved
-at a batch's end, for finished epochs under ``max_steps``, and for epochs that a stop cut off.
+"""All corrections of Lightning's loops, as of Lightning 2.6: a run resumes exactly, an algorithm's own steps count, and
+curves have their own axis.
 """
 
+import sys
 import warnings
 from typing import Any
+
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor
+
+# ---------------------------------------------------------------- a run
+
+
+def copy_for_averages(module: Any) -> None:
+    """Makes ``StochasticWeightAveraging`` copy a module that was just built, because its ``setup`` ran before."""
+    for callback in module.trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            callback.setup(module.trainer, module, "fit")
+
+
+def count_step(trainer: Any) -> None:
+    """Counts a training step for ``max_steps`` and checkpoints. Under manual optimization Lightning counts the steps of
+    its own optimizers only.
+    """
+    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    progress.increment_ready()
+    progress.increment_completed()
+
+
+def draw_over(trainer: Any, position: int) -> None:
+    """Sets the place on the x-axis of what Lightning and its callbacks log by themselves: Lightning's is the number of
+    batches with a step.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = position
+
+
+# ---------------------------------------------------------------- what a checkpoint has
+
+
+def keep_earlier_checkpoint(trainer: Any, has_begun: bool) -> None:
+    """Raises the exception that ended a fit before its training, instead of writing a checkpoint of it.
+
+    ``OnExceptionCheckpoint`` overwrites the checkpoint of an earlier exception, from which its next fit resumes. A
+    wrong argument would therefore destroy that run's checkpoint.
+
+    Args:
+        trainer: of the module that is to be saved; None: there is none.
+        has_begun: whether training has begun.
+
+    Raises:
+        BaseException: the one that interrupted the fit.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and not has_begun and trainer is not None and trainer.interrupted:
+        raise error
+
+
+def accumulated_gradients(module: Any) -> dict[str, Tensor]:
+    """Returns this rank's gradients of an unfinished optimizer step by parameter; empty between two steps. Lightning's
+    checkpoints lack them.
+
+    Args:
+        module: a LightningModule that a ``fit`` trains with automatic optimization.
+    """
+    trainer = module.trainer
+    if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
+        return {}
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def is_cut_off(trainer: Any) -> bool:
@@ -42,6 +105,14 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
     for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         progress.update(ready=number, started=number, processed=number - 1, completed=number - 1)
     checkpoint["epoch"] = number - 1
+
+
+# ---------------------------------------------------------------- where a run resumes
+
+
+def skip_first_evaluation(trainer: Any) -> None:
+    """Lets a run that resumes begin without an evaluation: from the end of an epoch Lightning would evaluate again."""
+    trainer.num_sanity_val_steps = 0
 
 
 def finish_batch(trainer: Any) -> None:
