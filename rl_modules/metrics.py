@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo
 
 from rl_modules.common.contract import Experience, ExperienceSource
 from rl_modules.common.errors import UsageError
+from rl_modules.core.curves import Curves
 from rl_modules.core.resume import draw_over, is_cut_off
 from rl_modules.metric_sums import MetricSums
 from rl_modules.ranks import episodes_of_all_ranks, is_alone
@@ -31,7 +32,7 @@ def _log_outside_of_graphs(module: "MetricsMixin", *arguments: Any) -> None:
     module._log_value(*arguments)
 
 
-class MetricsMixin(L.LightningModule):
+class MetricsMixin(Curves):
     """``record``, ``record_now`` and ``log`` of the control algorithms, whose curves are drawn over transitions."""
 
     experience: Experience
@@ -116,9 +117,8 @@ class MetricsMixin(L.LightningModule):
         return cast(ExperienceSource, datamodule)
 
     @property
-    def is_fitting(self) -> bool:
-        """Whether a ``fit`` is running."""
-        return self._trainer is not None and self._trainer.state.fn == "fit"
+    def _place(self) -> int:
+        return self.source.num_timesteps
 
     @property
     def is_cut_off(self) -> bool:
@@ -135,8 +135,7 @@ class MetricsMixin(L.LightningModule):
             step: transitions so far.
         """
         metrics = {**rollout, **self._latest, **self.means_so_far()}
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        self._write_point(metrics, step)
         self._hand_to_callbacks({name: value for name, value in metrics.items() if not name.startswith("time/")})
         self._sums.clear()
         self._latest, self._objects = {}, {}
@@ -150,11 +149,6 @@ class MetricsMixin(L.LightningModule):
         logged |= {name: float(metric.compute()) for name, metric in self._objects.items()}
         recorded = {name: x for name, x in means.items() if not name.startswith(LOGGED)}
         return {**recorded, **logged}
-
-    def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
-        """Makes metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
-        values = torch.tensor(list(metrics.values()), dtype=torch.float32).unbind()
-        self.trainer.callback_metrics.update(zip(metrics, values, strict=True))
 
     def _on_validation_start(self) -> None:
         if not self.is_fitting:
@@ -234,11 +228,7 @@ class MetricsMixin(L.LightningModule):
         }
         if "success" in batch:
             metrics[f"{prefix}/success_rate"] = batch["success"].mean()
-        self.log_dict(metrics, logger=not self.is_fitting, batch_size=len(reward), sync_dist=True)
-        if self.is_fitting:
-            for logger in self.trainer.loggers:
-                values = {name: value.item() for name, value in metrics.items()}
-                logger.log_metrics(values, step=self.source.num_timesteps)
+        self._write_evaluation(metrics, batch_size=len(reward), sync_dist=True)
 
     def metrics_state(self) -> dict[str, Any]:
         """What is recorded and not written yet, for a checkpoint."""

@@ -303,14 +303,10 @@ class TabularControl(ControlModule):
         """
         if self._model is None:
             return
-        metrics = {
+        self._write_evaluation({
             f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),
             f"{prefix}/optimal_return": self._model.optimal_return(),
-        }
-        self.log_dict(metrics, logger=not self.is_fitting)
-        if self.is_fitting:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=self.source.num_timesteps)
+        })  # fmt: skip
 
     # ---------------------------------------------------------------- what Lightning asks for
 

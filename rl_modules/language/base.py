@@ -279,7 +279,7 @@ class LanguageModule(Declared, LanguageCheckpoints):
         if self._trainer is not None:
             adopt_precision(self.trainer, hp.lora is not None)
         if hp.lora is not None:
-            precision = self.trainer.precision if self._trainer is not None and self._fitting else "32-true"
+            precision = self.trainer.precision if self.is_fitting else "32-true"
             refuse_biases_of_16_bits(hp.lora, hp.torch_dtype, precision)
         weights, is_new = None, self.model is None
         if is_new:
@@ -289,14 +289,14 @@ class LanguageModule(Declared, LanguageCheckpoints):
         if self._trainer is None:
             return
         convert_frozen(self)
-        if self._fitting:
+        if self.is_fitting:
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
             self.reset_run()
         if sharded and not is_sharded(self.model):
             self.shard(splitter(self.trainer.strategy))
             if weights is not None:
                 scatter(self, weights, self.trainer.strategy.root_device)
-        if self._fitting and is_new:
+        if self.is_fitting and is_new:
             copy_for_averages(self)
 
     def _build(self, sharded: bool) -> None:

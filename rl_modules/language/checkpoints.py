@@ -78,7 +78,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         sums, weights = ({name: x.cpu() for name, x in part.items()} for part in (self._sums, self._weights))
         checkpoint["unlogged"] = {"sums": sums, "weights": weights, "at": self._logged_at}
         checkpoint["generators"] = self._generators.state(self.device)
-        if self._trainer is not None and self._fitting and self.is_cut_off:
+        if self.is_fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
         # Lightning saves what the first rank has.
         own = {name: checkpoint[name] for name in ("unlogged", "generators")}
@@ -88,7 +88,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         """Returns the accumulated gradients of an unfinished optimizer step, as means over ranks; empty between
         steps.
         """
-        if self._trainer is None or not self._fitting:
+        if not self.is_fitting:
             return {}
         gradients = accumulated_gradients(self)
         if is_sharded(self.model):  # and averaged already
@@ -152,5 +152,5 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         unlogged = own_part["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])
         self._logged_at = unlogged["at"]
-        if self._trainer is not None and self._fitting:
+        if self.is_fitting:
             skip_first_evaluation(self.trainer)

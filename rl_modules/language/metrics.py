@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
+from rl_modules.core.curves import Curves
 from rl_modules.language.metric_names import displayed_name, monitors, refuse_bare_monitor
 from rl_modules.language.throughput import Throughput
 from rl_modules.loggers import adapters
 
 
-class LanguageMetrics(L.LightningModule):
+class LanguageMetrics(Curves):
     """Records and logs a language algorithm's metrics; the x-axis is the optimizer step."""
 
     #: Optimizer steps between two points of the curves.
@@ -161,8 +161,7 @@ class LanguageMetrics(L.LightningModule):
         metrics = self.summarize(metrics)
         self.latest_metrics.update(metrics)
         self._hand_to_callbacks(metrics)
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        self._write_point(metrics, step)
         if self.learning_curve in metrics:
             for adapter in adapters(self.trainer):
                 adapter.write_learning_curve(self.learning_curve, metrics[self.learning_curve], step)
@@ -187,13 +186,6 @@ class LanguageMetrics(L.LightningModule):
         # Non-finite means are logged too, because callbacks such as `EarlyStopping` check whether values are finite.
         return {displayed_name(name): mean for name, weight, mean in found if weight > 0}
 
-    def _hand_to_callbacks(self, metrics: dict[str, float]) -> None:
-        """Makes metrics of training known to callbacks that monitor them, such as ``EarlyStopping``."""
-        # `log_dict` would do the same in 0.3 ms per name.
-        self.trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float32) for name, value in metrics.items()}
-        )
-
     def _answer_monitors(self) -> None:
         """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves.
 
@@ -217,7 +209,7 @@ class LanguageMetrics(L.LightningModule):
         self._answer_monitors()
 
     def _on_validation_start(self) -> None:
-        if self._fitting and not self.trainer.sanity_checking:
+        if self.is_fitting and not self.trainer.sanity_checking:
             self._answer_monitors()
             self._throughput.pause()
 
@@ -254,26 +246,24 @@ class LanguageMetrics(L.LightningModule):
         # Lightning takes the mean of the ranks' weights in integers: without a remainder it is exact.
         weight *= self.trainer.world_size
         self.log_dict(
-            metrics, on_step=False, on_epoch=True, logger=not self._fitting, batch_size=weight, sync_dist=True
+            metrics, on_step=False, on_epoch=True, logger=not self.is_fitting, batch_size=weight, sync_dist=True
         )
 
     @property
-    def _fitting(self) -> bool:
-        # In a run the curves are written here, over the optimizer step; else Lightning prints and returns the metrics.
-        return self.trainer.state.fn == "fit"
+    def _place(self) -> int:
+        return self.trainer.global_step
 
     def _on_validation_epoch_end(self) -> None:
-        self._write_evaluation()
+        self._finish_evaluation()
 
     def _on_test_epoch_end(self) -> None:
-        self._write_evaluation()
+        self._finish_evaluation()
 
-    def _write_evaluation(self) -> None:
+    def _finish_evaluation(self) -> None:
         means = {k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("eval/")}
         metrics = self.summarize(means)
         # The means include the derived metrics of the last evaluation.
         if derived := {name: value for name, value in metrics.items() if means.get(name) != value}:
-            self.log_dict(derived, logger=not self._fitting)
-        if self._fitting:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=self.trainer.global_step)
+            self.log_dict(derived, logger=not self.is_fitting)
+        if self.is_fitting:
+            self._write_point(metrics)

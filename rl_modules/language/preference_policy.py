@@ -150,7 +150,7 @@ class PreferencePolicy(PolicyWithReference):
     def _on_validation_start(self) -> None:
         super()._on_validation_start()
         # Held-out data may differ between separate evaluations; within a run they are the same.
-        if not self._fitting:
+        if not self.is_fitting:
             self._tables.pop("eval", None)
 
     def _on_test_start(self) -> None:
@@ -160,7 +160,7 @@ class PreferencePolicy(PolicyWithReference):
         super()._on_save_checkpoint(checkpoint)
         checkpoint["reference_log_probs"] = None
         # Outside of a fit no rank has computed values.
-        if self._trainer is not None and self._fitting and not self.reference_free:
+        if self.is_fitting and not self.reference_free:
             table = self._table("train", 0)
             ranks = table.unsqueeze(0).clone()
             if self._world_size > 1:

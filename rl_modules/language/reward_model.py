@@ -131,25 +131,21 @@ class RewardModel(LanguageModule):
         return {"texts": batch["texts"], "chosen_reward": chosen, "rejected_reward": rejected}
 
     def _on_validation_epoch_end(self) -> None:
-        self._write_evaluation()
+        self._finish_evaluation()
 
     def _on_test_epoch_end(self) -> None:
-        self._write_evaluation()
+        self._finish_evaluation()
 
-    def _write_evaluation(self) -> None:
+    def _finish_evaluation(self) -> None:
         scalars, bins = self.preference_metrics.compute()
         self.preference_metrics.reset()
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
         # The numbers are already those of all ranks.
-        self.log_dict(metrics, logger=not self._fitting)
-        if not self._fitting:
-            return
-        step = self.trainer.global_step
-        for logger in self.trainer.loggers:
-            logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
-            if isinstance(logger, TensorBoardLogger) and self.trainer.is_global_zero:
+        self._write_evaluation(metrics)
+        for logger in self.trainer.loggers if self.is_fitting and self.trainer.is_global_zero else ():
+            if isinstance(logger, TensorBoardLogger):
                 picture = reliability_diagram(bins, float(scalars["calibration_error"]))
-                logger.experiment.add_image("eval/reliability", picture, step, dataformats="HWC")
+                logger.experiment.add_image("eval/reliability", picture, self._place, dataformats="HWC")
 
     # ---------------------------------------------------------------- normalisation, export, checkpoints
 

@@ -608,6 +608,80 @@ def test_a_hook_of_a_mixin_needs_no_super(cls):
     assert model.epochs == 2
 
 
+class CallsSuper(RolloutDataModule):
+    def setup(self, stage):
+        super().setup(stage)
+        self.calls = {"own": 0, "begin_run": 0, **getattr(self, "calls", {})}
+        self.calls["own"] += 1
+
+    def begin_run(self):
+        super().begin_run()
+        self.calls = {"begin_run": 1 + getattr(self, "calls", {"begin_run": 0})["begin_run"]}
+
+
+class CallsSuperAgain(CallsSuper):
+    def setup(self, stage):
+        super().setup(stage)
+
+
+class Migrates(PPO):
+    restored = 0
+
+    def on_load_checkpoint(self, checkpoint):
+        super().on_load_checkpoint(checkpoint)
+
+    def load_rank_state(self, state):
+        self.restored += 1
+        super().load_rank_state(state)
+
+
+def test_the_inherited_part_of_a_hook_runs_once_where_super_is_called(tmp_path):
+    data = CallsSuperAgain("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=32, eval_freq=0)
+    trainer = fit(Migrates(net_arch=[8]), data, max_epochs=1)
+    assert data.calls == {"own": 1, "begin_run": 1}
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = Migrates(net_arch=[8])
+    fit(resumed, CallsSuperAgain(**data.hparams), tmp_path / "last.ckpt", max_epochs=2)
+    assert resumed.restored == 1
+
+
+class Keeps(PPO):
+    """Its hooks know nothing of this project's."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = 7
+
+    def on_load_checkpoint(self, checkpoint):
+        self.mine = checkpoint["mine"]
+
+
+def test_a_file_of_weights_alone_has_what_a_subclass_needs_to_load(tmp_path):
+    model = Keeps(net_arch=[8])
+    trainer = fit(model, rollouts("CartPole-v1", n_envs=2), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loaded = Keeps.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert loaded.mine == 7
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        raise RuntimeError("mine")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trainer_has_its_user_s_callbacks_after_a_run(fails):
+    given = [Fails()] if fails else [Best()]
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                        enable_model_summary=False, max_epochs=1, callbacks=given)  # fmt: skip
+    before = list(trainer.callbacks)
+    try:
+        trainer.fit(PPO(net_arch=[8]), datamodule=rollouts("CartPole-v1", n_envs=2))
+    except RuntimeError:
+        assert fails
+    assert trainer.callbacks == before
+
+
 # ---------------------------------------------------------------- parts of one's own under manual optimization
 
 

@@ -335,8 +335,7 @@ def test_reinforcement_learning_turns_the_adapters_dropout_off(judge: str) -> No
 
     for module in (grpo(lora=lora), RLHFPPO(model_config=TINY, reward_model_name_or_path=judge, lora=lora)):
         module.configure_model()
-        module._on_fit_start()
-        assert module.model.training
+        module.model.train()  # as at the start of a fit
         for model in [module.model] + ([module.value_model] if isinstance(module, RLHFPPO) else []):
             one, other = forward(model)
             assert torch.equal(one, other)
