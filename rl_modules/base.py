@@ -406,7 +406,7 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
         if (target := self._modules.get("target_network")) is not None:
             target.eval()
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
-        self._see_epoch()
+        self._on_train_epoch_start()
         self._scheduled_at = self.source.num_timesteps
         self.update_schedules(self.progress_remaining)
 

@@ -159,9 +159,6 @@ class MetricsMixin(Curves):
         self._hand_to_callbacks(self.means_so_far())
 
     def _on_train_epoch_start(self) -> None:
-        self._see_epoch()
-
-    def _see_epoch(self) -> None:
         self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
 
     def _on_train_epoch_end(self) -> None:
