@@ -2,8 +2,9 @@
 ``super()``: in a plain LightningModule the inherited hook does nothing.
 
 A part has the hook's name after an underscore, such as ``_on_train_start``. During a run, a callback calls the module's
-parts. Lightning gives callbacks no place before a checkpoint is loaded, none at a datamodule's hooks, and none between
-a module's hook and the callbacks that monitor its metrics. The hooks in :data:`FRAMED` are therefore framed.
+parts; ``setup`` adds it, because a subclass may override ``configure_callbacks``. Lightning gives callbacks no place
+before a checkpoint is loaded, none at a datamodule's hooks, and none between a module's hook and the callbacks that
+monitor its metrics. The hooks of :data:`BEFORE` and :data:`AFTER` are therefore framed.
 """
 
 import functools
