@@ -10,11 +10,12 @@ from torch import Tensor
 from rl_modules.common.calls import refuse_foreign_call
 from rl_modules.common.errors import UsageError
 from rl_modules.common.storable import plain
+from rl_modules.core.state import Stateful, persistent
 
 Numbers = float | Sequence[float]
 
 
-class ActionNoise:
+class ActionNoise(Stateful):
     """Base class of the action noises. One object serves all environments of a run, each with a separate process."""
 
     #: The constructor's arguments as plain data, for checkpoints.
@@ -28,13 +29,6 @@ class ActionNoise:
 
     def reset(self, which: Tensor | None = None) -> None:
         """Restarts the processes of the environments ``which``, [N] bool; None: of all, whatever their number."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the processes for a checkpoint."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
 
 
 class NormalActionNoise(ActionNoise):
@@ -75,6 +69,9 @@ class OrnsteinUhlenbeckActionNoise(ActionNoise):
         Stable-Baselines3's.
     """
 
+    # Of every environment, [N, A]; None: before the first step.
+    _noise: Tensor | None = persistent()
+
     def __init__(
         self,
         mean: Numbers = 0.0,
@@ -89,7 +86,6 @@ class OrnsteinUhlenbeckActionNoise(ActionNoise):
         if not theta >= 0 or not dt > 0:
             raise UsageError(f"theta={theta} must not be negative, and dt={dt} must be positive")
         self.theta, self.dt = float(theta), float(dt)
-        self._noise: Tensor | None = None
 
     def sample(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         if self._noise is None or self._noise.shape != shape:
@@ -103,12 +99,6 @@ class OrnsteinUhlenbeckActionNoise(ActionNoise):
             self._noise = None
         elif self._noise is not None:
             self._noise = torch.where(which[:, None], self.initial_noise, self._noise)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"noise": self._noise}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._noise = state["noise"]
 
 
 def is_foreign(noise: ActionNoise | None) -> bool:

@@ -13,6 +13,7 @@ from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
 from rl_modules.core.settings import setting
+from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
 from rl_modules.state_dependent_noise import ExploringMixin, StateDependentGaussian
@@ -49,13 +50,7 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         True, "orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head)", attribute="",
         idle=beside_network)  # fmt: skip
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whitened: tuple[Tensor, Tensor] | None = None
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._whitened = None
+    _whitened: tuple[Tensor, Tensor] | None = transient()
 
     def update_schedules(self, progress_remaining: float) -> None:
         super().update_schedules(progress_remaining)
@@ -150,9 +145,6 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         if self.logs_this_epoch:
             explained = ranks.explained_variance(value[valid], returns[valid], self._is_alone)
             self.record_now(explained_variance=float(explained))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_whitened": None}
 
 
 def sample_or_mode(policy: Distribution, generator: torch.Generator | None, deterministic: bool) -> Tensor:

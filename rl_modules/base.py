@@ -29,6 +29,7 @@ from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
 from rl_modules.core.resume import copy_for_averages
 from rl_modules.core.settings import Declared, setting
+from rl_modules.core.state import forget_state
 from rl_modules.encoders import extractor_of
 from rl_modules.foreign_calls import ForeignCalls
 from rl_modules.loggers import log_settings
@@ -206,9 +207,8 @@ class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
         return super().load_state_dict(state_dict, strict, assign)
 
     def begin_run(self) -> None:
-        """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded. Algorithms
-        with own counters extend it.
-        """
+        """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded."""
+        forget_state(self)
         self._sums.clear()
         self._latest, self._objects = {}, {}
         self._scheduled_at = -1

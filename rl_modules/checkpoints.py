@@ -21,6 +21,7 @@ from rl_modules.core.resume import (
     reopen_epoch,
     skip_first_evaluation,
 )
+from rl_modules.core.state import declared, load_state, state_of
 from rl_modules.metrics import MetricsMixin
 from rl_modules.optimizers import class_names
 from rl_modules.ranks import of_other_ranks, of_this_rank
@@ -62,23 +63,16 @@ class CheckpointMixin(MetricsMixin):
         checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
         if self.is_fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
-        own = self.rank_state()
-        # Lightning saves what the first rank has.
-        checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
-
-    def rank_state(self) -> dict[str, Any]:
-        """Returns what a run needs to resume and differs between ranks, on the CPU; algorithms extend it."""
         accumulates = self.is_fitting and self.automatic_optimization
         gradients = accumulated_gradients(self) if accumulates else {}
-        gradients = {name: gradient.cpu().clone() for name, gradient in gradients.items()}
-        generators = self._generators.state(self.device)
-        return {"unlogged": self.metrics_state(), "gradients": gradients, "generators": generators}
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`rank_state` returned."""
-        self.load_metrics_state(state["unlogged"])
-        self._gradients = state.get("gradients", {})
-        self._generators.load(state.get("generators"))
+        own = {
+            "run": state_of(self),
+            "unlogged": self.metrics_state(),
+            "gradients": {name: gradient.cpu().clone() for name, gradient in gradients.items()},
+            "generators": self._generators.state(self.device),
+        }
+        # Lightning saves what the first rank has.
+        checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
 
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._check_algorithm(checkpoint)
@@ -90,12 +84,20 @@ class CheckpointMixin(MetricsMixin):
         if not self.is_built:
             self.configure_model()
         widen(self, checkpoint.get("state_dict", {}))
+        own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
+        load_state(self, own.get("run", {}), settings=settings_of(checkpoint))
         if self.is_fitting:
-            self.load_rank_state(of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer))
+            self.load_metrics_state(own["unlogged"])
+            self._gradients = own["gradients"]
+            self._generators.load(own["generators"])
             # In the optimizers' state; absent where a subclass sets it by itself.
             self._rate_applied = settings_of(checkpoint).get("learning_rate", self._rate_applied)
             self._optimizers_saved = checkpoint.get("optimizer_classes")
             skip_first_evaluation(self.trainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = set(declared(self, kept=False))
+        return {name: value for name, value in super().__getstate__().items() if name not in passing}
 
     def _on_train_start(self) -> None:
         """Restores the state that Lightning does not load.
@@ -159,6 +161,9 @@ class CheckpointMixin(MetricsMixin):
                                  f"{space_brief(saved)}, here it is {space_brief(here)}")  # fmt: skip
         if not self.is_fitting:
             return
+        if "run" not in checkpoint:
+            raise UsageError("the checkpoint is of a version before 0.3, which stored runs otherwise; init_from starts "
+                             "a new run from its weights")  # fmt: skip
         source = self.source
         # Lightning files a datamodule's state under its class's name and ignores what it does not find.
         name = type(source).__qualname__

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
-from rl_modules.common.seeding import stream_seed
+from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import tree_leaves, tree_map
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent, transient
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.exploration import epsilon_greedy, require_finite_actions
 from rl_modules.q_network import QNetwork
@@ -67,31 +67,14 @@ class DQN(ControlModule):
         "evaluation uses their means. For exploration by noise alone set exploration_initial_eps and "
         "exploration_final_eps to 0", attribute="is_noisy")  # fmt: skip
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        #: ε, the probability of a random action.
-        self.exploration_rate = self.exploration_initial_eps
-        #: |δ| of the last minibatch, [B], from which prioritised replay computes priorities.
-        self.td_error: Tensor | None = None
-        # Number of transitions at the last check of whether an update of the target network is due.
-        self._target_seen_at = 0
-        self._noise_generator: torch.Generator | None = None
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self.td_error = None
-        self._target_seen_at = 0
-        self._noise_generator = None
-
-    @property
-    def noise_generator(self) -> torch.Generator:
-        """The generator of the updates' noise, the same on all ranks."""
-        if self._noise_generator is None:
-            self._noise_generator = torch.Generator().manual_seed(stream_seed(self.source.seed, 0, "updates"))
-        return self._noise_generator
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_noise_generator": None}
+    #: ε, the probability of a random action.
+    exploration_rate: float = persistent(lambda m: m.exploration_initial_eps)
+    #: |δ| of the last minibatch, [B], from which prioritised replay computes priorities.
+    td_error: Tensor | None = transient()
+    #: Of the updates' noise, the same on all ranks.
+    noise_generator: torch.Generator = persistent(lambda m: generator_of(m.source.seed, 0, "updates"))
+    # Number of transitions at the last check of whether an update of the target network is due.
+    _target_seen_at: int = persistent(0)
 
     def check_spaces(self) -> None:
         """Refuses an action space without a finite number of actions.
@@ -227,18 +210,13 @@ class DQN(ControlModule):
         """Returns the loss of Q(s, a), a scalar; ``weight`` [B] contains prioritised replay's importance weights."""
         return F.td_loss(q, target, self.loss, weight)
 
-    @property
-    def _target_updates(self) -> int:
-        """Number of target updates that were due at the last check."""
-        return self._target_seen_at // self.target_update_interval
-
     def update_target(self) -> None:
         """Updates the target network if ``target_update_interval`` transitions have passed since its last update. If
         several intervals have passed, k updates by τ equal one by 1 - (1 - τ)^k, because the network has not changed
         between them. Running statistics are copied.
         """
         timesteps, interval = self.source.num_timesteps, self.target_update_interval
-        moves = timesteps // interval - self._target_updates
+        moves = timesteps // interval - self._target_seen_at // interval
         self._target_seen_at = timesteps
         if moves > 0:
             share = 1.0 - (1.0 - self.tau) ** moves
@@ -257,24 +235,8 @@ class DQN(ControlModule):
         self.record_now(n_updates=self.trainer.global_step)
         super()._on_train_epoch_end()
 
-    # ---------------------------------------------------------------- optimizer and checkpoints
+    # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns Adam at 1e-4, as in Stable-Baselines3's DQN."""
         return self.adam(parameters, lr=1e-4, eps=1e-8)
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["exploration_rate"] = self.exploration_rate
-        checkpoint["noise_generator"] = self.noise_generator.get_state() if self.is_noisy else None
-        checkpoint["target_updates"] = self._target_updates
-        checkpoint["target_seen_at"] = self._target_seen_at
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self.exploration_rate = checkpoint["exploration_rate"]
-        if checkpoint.get("noise_generator") is not None and self.is_fitting:
-            self.noise_generator.set_state(checkpoint["noise_generator"].cpu())
-        # Earlier versions counted in the intervals of the run that wrote it, which a callback may have set.
-        interval = settings_of(checkpoint).get("target_update_interval", self.target_update_interval)
-        self._target_seen_at = checkpoint.get("target_seen_at", checkpoint["target_updates"] * interval)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_modules.common.contract import Rollout
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent
 from rl_modules.tabular import TabularControl, rows
 
 
@@ -24,14 +25,8 @@ class MonteCarlo(TabularControl):
     first_visit: bool = setting(True, "count only a pair's first visit in each episode; false: count every visit")
     learning_rate = "1/n"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Per environment the running episode so far.
-        self._episodes: list[dict[str, list]] = []
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._episodes = []
+    # Per environment the running episode so far.
+    _episodes: list[dict[str, list]] = persistent([])
 
     def prepare(self, rollout: Rollout) -> dict[str, Any]:
         """Returns the visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1]
@@ -102,11 +97,3 @@ class MonteCarlo(TabularControl):
     def _forget(episode: dict[str, list]) -> None:
         for column in episode.values():
             column.clear()
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["tabular"]["episodes"] = [{k: list(v) for k, v in episode.items()} for episode in self._episodes]
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self._episodes = [{k: list(v) for k, v in episode.items()} for episode in checkpoint["tabular"]["episodes"]]

@@ -15,10 +15,11 @@ from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.checks import check_widths
 from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
-from rl_modules.common.seeding import stream_seed
+from rl_modules.common.seeding import generator_of
 from rl_modules.common.storable import name_of
 from rl_modules.core.resume import count_step
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent, transient
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
 from rl_modules.custom_critics import custom_policy_and_critics
 from rl_modules.gradient_hooks import GradientHooks
@@ -61,24 +62,23 @@ class OffPolicyActorCritic(ControlModule):
         "after a convolutional encoder", attribute="", check=check_widths, idle=beside_network)  # fmt: skip
     activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
 
+    #: Updates of this run so far.
+    n_updates: int = persistent(0)
+    #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
+    td_error: Tensor | None = transient()
+    #: Of the updates' noise, the same on all ranks.
+    generator: torch.Generator = persistent(lambda m: generator_of(m.source.seed, 0, "updates"))
+    _lists: dict[str, list[Tensor]] | None = transient()
+    _hooks: GradientHooks | None = transient()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.automatic_optimization = False
         if "action_noise" in self.given_names and noises.is_foreign(self.action_noise):
             self.given_objects["action_noise"] = name_of(self.action_noise)
-        #: |δ| of the last minibatch, [B]: what prioritised replay asks for.
-        self.td_error: Tensor | None = None
-        #: Updates of this run so far.
-        self.n_updates = 0
-        self._generator: torch.Generator | None = None
-        self._lists: dict[str, list[Tensor]] | None = None
-        self._hooks: GradientHooks | None = None
 
     def begin_run(self) -> None:
         super().begin_run()
-        self.td_error = None
-        self.n_updates = 0
-        self._generator = self._lists = self._hooks = None
         if self.action_noise is not None:
             self.action_noise.reset()
 
@@ -216,13 +216,6 @@ class OffPolicyActorCritic(ControlModule):
         kept["noise"] = self._noise(len(kept["reward"])).to(kept["reward"].device)
         return kept
 
-    @property
-    def generator(self) -> torch.Generator:
-        """The generator of the updates' noise, the same on all ranks."""
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed(stream_seed(self.source.seed, 0, "updates"))
-        return self._generator
-
     def _noise(self, n: int) -> Tensor:
         # Every rank draws the noise of all and takes its own: one generator's state is enough to resume.
         world_size, rank = (1, 0) if self._is_alone else (self.trainer.world_size, self.global_rank)
@@ -326,30 +319,8 @@ class OffPolicyActorCritic(ControlModule):
         super()._on_train_epoch_end()
         self.step_schedulers()
 
-    # ---------------------------------------------------------------- optimizer and checkpoints
+    # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Adam, as Stable-Baselines3's."""
         return self.adam(parameters, lr=self.default_learning_rate, eps=1e-8)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A generator can't be pickled, so its state is stored instead.
-        state = None if self._generator is None else self._generator.get_state().numpy()
-        return {**super().__getstate__(), "_generator": state, "_lists": None, "_hooks": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if state["_generator"] is not None:
-            self._generator = torch.Generator()
-            self._generator.set_state(torch.tensor(state["_generator"]))
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["n_updates"] = self.n_updates
-        checkpoint["update_generator"] = self.generator.get_state()
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        if self.is_fitting:
-            self.n_updates = checkpoint["n_updates"]
-            self.generator.set_state(checkpoint["update_generator"].cpu())

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.common.arguments import settings_of
 from rl_modules.common.contract import MINIBATCHES, Rollout, RolloutSource
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent, transient
 from rl_modules.distributions import Distribution, distribution_from
 
 #: Smallest ε of a linear schedule, for the last rollout: ε = 0 would allow no update.
@@ -58,13 +58,18 @@ class PPO(ActorCriticModule):
         1.0, "initial β, in units of advantage per nat; for ``penalty`` only", above=0,
         idle=lambda m: not m.penalizes and "with policy_objective=clip; set that to penalty")  # fmt: skip
 
+    #: β, the coefficient of the KL penalty.
+    beta: float = persistent(lambda m: m.kl_coef, argument="kl_coef")
+    #: Whether the updates on this rollout have ended.
+    kl_exceeded: bool = persistent(False)
+    # Transitions so far when β was last set.
+    _adapted_at: int = persistent(0)
+    _approx_kl: Tensor | None = transient()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_kl is None:
             self.target_kl = 0.01 if self.penalizes else math.inf
-        self.beta, self.kl_exceeded = self.kl_coef, False
-        # Transitions so far when β was last set.
-        self._adapted_at = 0
 
     @property
     def penalizes(self) -> bool:
@@ -75,13 +80,6 @@ class PPO(ActorCriticModule):
     def stops_early(self) -> bool:
         """Whether the updates on a rollout end once the policy has moved by more than 1.5 × ``target_kl``."""
         return self.target_kl < math.inf and not self.penalizes
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self.beta = self.kl_coef
-        self.kl_exceeded = False
-        self._approx_kl: Tensor | None = None
-        self._adapted_at = 0
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions, their log-probabilities and the values of the states, each [N]."""
@@ -231,17 +229,6 @@ class PPO(ActorCriticModule):
             # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
             self.adapt_penalty()
         super()._on_save_checkpoint(checkpoint)
-        checkpoint["adapted_at"] = self._adapted_at
-        checkpoint["kl_exceeded"] = self.kl_exceeded
-        checkpoint["kl_coef"] = self.beta
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self.kl_exceeded = checkpoint["kl_exceeded"]
-        self._adapted_at = checkpoint.get("adapted_at", 0)
-        # A new value of the argument kl_coef overrides the checkpoint's β.
-        is_new = settings_of(checkpoint).get("kl_coef", self.kl_coef) != self.kl_coef
-        self.beta = self.kl_coef if is_new else checkpoint["kl_coef"]
 
 
 def _value(loss: Any) -> Any:

@@ -15,6 +15,7 @@ from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import is_image
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.encoders import build_encoder, encoding_width
 from rl_modules.exploration import epsilon_greedy, require_finite_actions
@@ -80,10 +81,8 @@ class PQN(ControlModule):
         check=check_widths, idle=beside_network)  # fmt: skip
     activation_fn: str = setting("relu", "tanh, relu, elu, silu, gelu or leaky_relu", attribute="", idle=beside_network)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        #: ε, the probability of a random action.
-        self.exploration_rate = self.exploration_initial_eps
+    #: ε, the probability of a random action.
+    exploration_rate: float = persistent(lambda m: m.exploration_initial_eps)
 
     def check_spaces(self) -> None:
         """Refuses an action space without a finite number of actions.
@@ -159,11 +158,3 @@ class PQN(ControlModule):
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns RAdam at 2.5e-4, as the paper and CleanRL take."""
         return torch.optim.RAdam(parameters, lr=2.5e-4, foreach=True)
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["exploration_rate"] = self.exploration_rate
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self.exploration_rate = checkpoint["exploration_rate"]

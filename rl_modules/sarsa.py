@@ -9,6 +9,7 @@ from torch import Tensor
 from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent
 from rl_modules.tabular import TabularControl, rows
 
 
@@ -28,14 +29,8 @@ class SARSA(TabularControl):
         False, "bootstrap from the expectation over the policy instead of one action, which reduces "
         "variance")  # fmt: skip
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Per environment the next state and the action that the last update drew for it; -1: none.
-        self._next_action: tuple[Tensor, Tensor] | None = None
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._next_action = None
+    # Per environment the next state and the action that the last update drew for it; -1: none. On the CPU.
+    _next_action: tuple[Tensor, Tensor] | None = persistent()
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ε-greedy actions [N], or the action that the last update bootstrapped from where it is allowed."""
@@ -95,12 +90,3 @@ class SARSA(TabularControl):
     def next_value(self, state: int, action: int) -> float:
         """Returns the bootstrap value of the update: Q(s', a'), or its expectation over the policy."""
         return self.expected_value(state) if self.expected else float(self.tables.q[0, state, action])
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["tabular"]["next_action"] = None if self._next_action is None else list(self._next_action)
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        drawn = checkpoint["tabular"]["next_action"]
-        self._next_action = None if drawn is None else (drawn[0].cpu(), drawn[1].cpu())

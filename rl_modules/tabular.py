@@ -19,6 +19,7 @@ from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
 from rl_modules.core.resume import count_step
 from rl_modules.core.settings import fixed, setting
+from rl_modules.core.state import persistent
 
 
 class ActionValues(torch.nn.Module):
@@ -105,6 +106,10 @@ class TabularControl(ControlModule):
         attribute="")  # fmt: skip
     optimizer, lr_scheduler, network, features_extractor = fixed(), fixed(), fixed(), fixed()
     optimizer_factory = scheduler_factory = None  # a table has none
+    #: ε, the probability of a random action.
+    epsilon: float = persistent(lambda m: m._exploration_rate(1.0))
+    # Seeded by a number that is drawn with the table.
+    _generator: torch.Generator = persistent(lambda m: torch.Generator().manual_seed(m._seed))
 
     def __post_init__(self) -> None:
         # A table has no optimizer, so the step size is not an optimizer's.
@@ -113,10 +118,8 @@ class TabularControl(ControlModule):
         self.visit_exponent = _parse_visit_exponent(rate)
         self.step_schedule = _parse_step_size(rate) if self.visit_exponent is None else None
         self.step_size = 0.0 if self.step_schedule is None else self.step_schedule[0]
-        self.epsilon = self._exploration_rate(1.0)
         self.automatic_optimization = False
         self._seed = 0
-        self._generator = torch.Generator()
         self._model: Any = None
 
     def _setup(self, stage: str) -> None:
@@ -135,18 +138,8 @@ class TabularControl(ControlModule):
             raise UsageError(f"{self.source.env_name} has no time limit, so that an episode of a policy that goes in "
                              "circles never ends; give it env_kwargs={'max_episode_steps': 200}")  # fmt: skip
 
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._generator.manual_seed(self._seed)
-
     def __getstate__(self) -> dict[str, Any]:
-        # A generator can't be pickled, so its state is stored instead.
-        return {**super().__getstate__(), "_generator": self._generator.get_state(), "_model": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._generator = torch.Generator()
-        self._generator.set_state(state["_generator"])
+        return {**super().__getstate__(), "_model": None}
 
     def check_spaces(self) -> None:
         """Refuses spaces without a finite table.
@@ -171,7 +164,6 @@ class TabularControl(ControlModule):
             self.n_tables, n_states, n_actions, self.hparams["initial_value"], self.masks_actions
         )
         self._seed = int(torch.randint(2**62, ()))
-        self._generator.manual_seed(self._seed)
 
     @property
     def tables(self) -> ActionValues:
@@ -313,15 +305,6 @@ class TabularControl(ControlModule):
     def configure_optimizers(self) -> list:
         """Returns no optimizer, because tables have no gradient."""
         return []
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["tabular"] = {"epsilon": self.epsilon, "generator": self._generator.get_state()}
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self.epsilon = checkpoint["tabular"]["epsilon"]
-        self._generator.set_state(checkpoint["tabular"]["generator"].cpu())
 
 
 def rows(batch: dict[str, Tensor], *names: str) -> Iterator[tuple]:

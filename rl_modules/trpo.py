@@ -16,6 +16,7 @@ from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule
 from rl_modules.common.spaces import tree_map
 from rl_modules.core.settings import changed, fixed, setting
+from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.gradient_hooks import GradientHooks
 from rl_modules.gradients import averaged, gradients, trainable
@@ -76,22 +77,18 @@ class TRPO(ActorCriticModule):
     activation_fn: str = changed(idle=None)
     ortho_init: bool = changed(idle=None)
     max_grad_norm, ent_coef, vf_coef = fixed(), fixed(), fixed()
+    #: Line searches of this run that found no step.
+    rejected_updates: int = persistent(0)
+    #: The generator of the critic's minibatches. Ranks whose rollouts have reset rows draw fewer numbers from theirs.
+    shuffler: torch.Generator = persistent(lambda m: torch.Generator().manual_seed(m._shuffler_seed))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.automatic_optimization = False
-        #: Line searches of this run that found no step.
-        self.rejected_updates = 0
         # Factor on this rank's mean; 1 if all ranks have equally many transitions.
         self._weight = 1.0
         # Seed of the critic's minibatches; drawn with the weights, so that it depends on the datamodule's seed.
         self._shuffler_seed = 0
-        self._shuffler: torch.Generator | None = None
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self.rejected_updates = 0
-        self._shuffler = None
 
     def _check_trainer(self) -> None:
         super()._check_trainer()
@@ -103,16 +100,6 @@ class TRPO(ActorCriticModule):
         vf = hp.net_arch["vf"] if isinstance(hp.net_arch, dict) else hp.net_arch
         self.value_network = ValueNetwork(self.observation_space, vf, hp.activation_fn, hp.ortho_init)
         self._shuffler_seed = int(torch.randint(2**63 - 1, ()))
-
-    @property
-    def shuffler(self) -> torch.Generator:
-        """The generator of the critic's minibatches."""
-        if self._shuffler is None:
-            self._shuffler = torch.Generator().manual_seed(self._shuffler_seed)
-        return self._shuffler
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shuffler": None}
 
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions with their log-probability and the state's value, each [N]."""
@@ -316,22 +303,6 @@ class TRPO(ActorCriticModule):
         if self._is_alone or not self.source.ranks_differ_in_size:
             return order.split(self.batch_size)
         return order.tensor_split(ranks.largest(-(-len(order) // self.batch_size), order.device))
-
-    def rank_state(self) -> dict[str, Any]:
-        # A rollout with reset rows has fewer transitions on one rank than on another, and takes fewer numbers.
-        return {**super().rank_state(), "shuffler": self.shuffler.get_state()}
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        super().load_rank_state(state)
-        self.shuffler.set_state(state["shuffler"].cpu())
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["rejected_updates"] = self.rejected_updates
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self.rejected_updates = checkpoint["rejected_updates"]
 
 
 def _gradient(scalar: Tensor, parameters: Sequence[Tensor], **options: Any) -> Tensor:

@@ -3,6 +3,7 @@
 import zlib
 
 import numpy as np
+import torch
 
 
 def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:
@@ -15,3 +16,8 @@ def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:
         index: number within the purpose, such as an environment's.
     """
     return int(np.random.SeedSequence([seed, rank, zlib.crc32(purpose.encode()), index]).generate_state(1)[0])
+
+
+def generator_of(seed: int, rank: int, purpose: str) -> torch.Generator:
+    """Returns a generator on the CPU with that seed."""
+    return torch.Generator().manual_seed(stream_seed(seed, rank, purpose))

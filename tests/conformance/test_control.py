@@ -142,9 +142,9 @@ def test_the_target_network_moves_in_a_second_fit() -> None:
     class Counted(type(case.make_model())):  # type: ignore[misc]
         def update_target(self) -> None:
             nonlocal moves
-            before = self._target_updates
+            before = self._target_seen_at // self.target_update_interval
             super().update_target()
-            moves += self._target_updates > before
+            moves += self._target_seen_at // self.target_update_interval > before
 
     model = Counted(target_update_interval=20)
     counts = []

@@ -297,7 +297,7 @@ def test_replays_variants_train(arguments: dict[str, Any]) -> None:
 def test_n_step_rewards_are_discounted_sums() -> None:
     model = made(gamma=0.5)
     model.trainer = None
-    model._generator = torch.Generator()
+    model.generator = torch.Generator()
     sample: Any = {"observation": torch.zeros(2, 3), "next_observation": torch.zeros(2, 3), "action": torch.zeros(2, 2),
                    "reward": torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 0.0]]), "n_steps": torch.tensor([3, 1]),
                    "terminated": torch.tensor([False, True])}  # fmt: skip

@@ -303,11 +303,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name, tmp_path):
 def test_a_checkpoint_holds_what_is_unfinished(tmp_path):
     data = rollouts("Maze-v0", n_envs=2, n_steps=1, total_timesteps=4)
     fit(MonteCarlo(**GREEDY), data).save_checkpoint(tmp_path / "a.ckpt")
-    unfinished = torch.load(tmp_path / "a.ckpt", weights_only=True)["tabular"]["episodes"]
+    unfinished = torch.load(tmp_path / "a.ckpt", weights_only=True)["run"]["episodes"]
     assert any(len(episode["action"]) for episode in unfinished)
     data = rollouts("Maze-v0", n_envs=2, n_steps=1, total_timesteps=2)
     fit(SARSA(), data).save_checkpoint(tmp_path / "b.ckpt")
-    states, actions = torch.load(tmp_path / "b.ckpt", weights_only=True)["tabular"]["next_action"]
+    states, actions = torch.load(tmp_path / "b.ckpt", weights_only=True)["run"]["next_action"]
     assert states.shape == actions.shape == (2,)
 
 

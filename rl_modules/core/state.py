@@ -1,0 +1,166 @@
+"""What a run needs to resume, declared by name in the class's body.
+
+    class PPO(ActorCriticModule):
+        beta: float = persistent(lambda m: m.kl_coef)    # a run begins with this, a checkpoint has the present value
+        _approx_kl: Tensor | None = transient()          # a run begins with None, no checkpoint has it
+
+The value is made at its first use. Each fit of a module or datamodule forgets it, so that it is made again. It may be a
+number, a text, a tensor, an array, a generator, an object with ``state_dict`` and ``load_state_dict``, and lists,
+tuples, deques and dictionaries of these. Loading needs no code: everything is stored as tensors and plain data.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_modules.common.errors import UsageError
+
+#: Keys of the dictionaries in which a checkpoint holds what weights_only=True does not load.
+ARRAY, GENERATOR = "numpy.ndarray", "torch.Generator"
+
+
+class State:
+    """One attribute of a run; see :func:`persistent`."""
+
+    def __init__(self, initial: Any, kept: bool, argument: str | None) -> None:
+        self.initial, self.kept, self.argument = initial, kept, argument
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, obj: Any, owner: type) -> Any:
+        # Called only while the instance has no value of its own.
+        if obj is None:
+            return self
+        value = obj.__dict__[self.name] = self.value_for(obj)
+        return value
+
+    def value_for(self, obj: Any) -> Any:
+        """The value with which a run begins."""
+        return self.initial(obj) if callable(self.initial) else deepcopy(self.initial)
+
+
+def persistent(initial: Any = None, argument: str | None = None) -> Any:
+    """Declares an attribute of a run that checkpoints hold.
+
+    Args:
+        initial: its value when a run begins, or a function from the object to it.
+        argument: the hyperparameter that the initial value is; a run that resumes with another one begins with that.
+    """
+    return State(initial, True, argument)
+
+
+def transient(initial: Any = None) -> Any:
+    """Declares an attribute of a run that no checkpoint holds, and no copy of the object."""
+    return State(initial, False, None)
+
+
+class Stateful:
+    """An object whose declared attributes are its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
+        load_state(self, state, device)
+
+
+def declared(obj: Any, kept: bool | None = None) -> Iterator[str]:
+    """Names of the declared attributes, those of base classes first."""
+    found = {name: x for cls in reversed(type(obj).__mro__) for name, x in vars(cls).items() if isinstance(x, State)}
+    return (name for name, x in found.items() if kept in (None, x.kept))
+
+
+def forget_state(obj: Any, kept: bool | None = None) -> None:
+    """Begins a run: every declared attribute, or those that checkpoints hold or do not, has its initial value again."""
+    for name in declared(obj, kept):
+        obj.__dict__.pop(name, None)
+
+
+def state_of(obj: Any) -> dict[str, Any]:
+    """The declared attributes as plain data on the CPU; one that still has its initial value may be absent."""
+    return {name.lstrip("_"): pack(vars(obj)[name]) for name in declared(obj, kept=True) if name in vars(obj)}
+
+
+def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: Any = None) -> None:
+    """Restores what :func:`state_of` returned.
+
+    Args:
+        obj: of the same class.
+        saved: the state.
+        device: of tensors and generators that take no other's place.
+        settings: hyperparameters that the state was saved with.
+
+    Raises:
+        UsageError: a tensor or array has another shape or kind than the one whose place it takes.
+    """
+    for name in declared(obj, kept=True):
+        key, field = name.lstrip("_"), getattr(type(obj), name)
+        if field.argument and settings and settings.get(field.argument) != field.value_for(obj):
+            continue
+        if key in saved:
+            makes_own = isinstance(saved[key], dict) and GENERATOR in saved[key]
+            setattr(obj, name, unpack(saved[key], None if makes_own else getattr(obj, name), key, device))
+
+
+def pack(x: Any) -> Any:
+    """A value as a checkpoint holds it."""
+    if isinstance(x, Tensor):
+        return x.detach().cpu().clone()
+    if isinstance(x, np.ndarray | np.generic):
+        return {ARRAY: torch.from_numpy(np.array(x))}
+    if isinstance(x, torch.Generator):
+        return {GENERATOR: x.get_state(), "device": x.device.type}
+    if isinstance(x, dict):
+        return {key: pack(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(pack(value) for value in x)
+    if isinstance(x, list | deque):
+        return [pack(value) for value in x]
+    return x.state_dict() if hasattr(x, "state_dict") else x
+
+
+def unpack(saved: Any, here: Any, name: str, device: Any = "cpu") -> Any:
+    """The inverse of :func:`pack`; ``here`` is the present value, whose place this takes."""
+    if isinstance(here, Stateful):
+        here.load_state_dict(saved, device)
+        return here
+    if hasattr(here, "load_state_dict"):
+        here.load_state_dict(saved)
+        return here
+    if isinstance(saved, Tensor):
+        if isinstance(here, Tensor):
+            return like(saved, here, name).to(here.device)
+        return saved.to(device)
+    if isinstance(saved, dict) and ARRAY in saved:
+        return like(saved[ARRAY], here, name) if isinstance(here, np.ndarray) else saved[ARRAY].numpy().copy()
+    if isinstance(saved, dict) and GENERATOR in saved:
+        on = torch.device(device)
+        generator = torch.Generator(on if on.type == saved["device"] else saved["device"])
+        generator.set_state(saved[GENERATOR].cpu())
+        return generator
+    if isinstance(saved, dict):
+        known = here if isinstance(here, dict) else {}
+        return {key: unpack(value, known.get(key), f"{name}.{key}", device) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        values = [unpack(value, None, name, device) for value in saved]
+        return deque(values, here.maxlen) if isinstance(here, deque) else type(saved)(values)
+    return saved
+
+
+def like(saved: Any, here: Any, name: str) -> Any:
+    """Returns a saved tensor that takes the place of an array or tensor of this run.
+
+    Raises:
+        UsageError: it has another shape or kind, which would be spread over this run's silently.
+    """
+    if not isinstance(saved, Tensor) or saved.shape != here.shape or saved.dtype != torch.as_tensor(here).dtype:
+        found = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, Tensor) else repr(saved)[:60]
+        raise UsageError(f"the checkpoint has {name} as {found}, where this run has {tuple(here.shape)} {here.dtype}; "
+                         "resume with the environments and settings that it was written with")  # fmt: skip
+    return saved if isinstance(here, Tensor) else saved.numpy().copy()

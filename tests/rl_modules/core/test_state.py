@@ -1,0 +1,108 @@
+"""State that is declared by name: it begins anew with each run, and comes back from a checkpoint as it was."""
+
+import copy
+import io
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_modules import PPO
+from rl_modules.common.errors import UsageError
+from rl_modules.core.state import Stateful, forget_state, load_state, persistent, state_of, transient
+
+
+class Counter(Stateful):
+    count: int = persistent(0)
+
+
+class Run(Stateful):
+    mean: np.ndarray = persistent(lambda run: np.zeros(run.n))
+    nothing: Any = persistent()
+    pair: Any = persistent((1, "two"))
+    last: Any = persistent(lambda run: deque(maxlen=2))
+    nested: Counter = persistent(lambda run: Counter())
+    _generator: torch.Generator = persistent(lambda run: torch.Generator().manual_seed(3))
+    cache: Any = transient([])
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def used() -> Run:
+    run = Run(2)
+    run.mean = np.array([0.1, np.pi])
+    run.nothing = {"a": [torch.arange(2), np.arange(3), None], 5: 1.5}
+    run.pair = (torch.ones(1), np.zeros((), np.float64))
+    run.last.extend([1, 2, 3])
+    run.nested.count = 7
+    torch.rand(5, generator=run._generator)
+    run.cache.append(1)
+    return run
+
+
+def test_a_loaded_run_goes_on_as_the_saved_one() -> None:
+    run, other = used(), Run(2)
+    other.load_state_dict(through_a_file(run.state_dict()))
+    assert other.mean.dtype == np.float64 and other.mean.tolist() == [0.1, np.pi]
+    assert other.nothing["a"][0].tolist() == [0, 1] and isinstance(other.nothing["a"][1], np.ndarray)
+    assert other.nothing["a"][2] is None and other.nothing[5] == 1.5
+    assert isinstance(other.pair, tuple) and other.pair[1].shape == ()
+    assert list(other.last) == [2, 3] and other.last.maxlen == 2
+    assert other.nested.count == 7
+    assert torch.equal(torch.rand(3, generator=other._generator), torch.rand(3, generator=run._generator))
+    assert other.cache == []
+
+
+def test_each_run_begins_with_the_initial_values() -> None:
+    run = used()
+    forget_state(run)
+    fresh = Run(2)
+    assert run.mean.tolist() == [0, 0] and run.nothing is None and run.pair == (1, "two") and run.cache == []
+    assert run.nested.count == 0 and len(run.last) == 0
+    assert torch.equal(torch.rand(3, generator=run._generator), torch.rand(3, generator=fresh._generator))
+    run.cache.append(1)
+    assert fresh.cache == [] and Run(2).cache == []  # no two objects share one
+
+
+def test_an_array_of_another_shape_is_refused() -> None:
+    run = Run(3)
+    run.mean = np.zeros(3)
+    with pytest.raises(UsageError, match=r"the checkpoint has mean as \(2,\) torch.float64, where this run has \(3,\)"):
+        run.load_state_dict(used().state_dict())
+
+
+def test_state_that_is_saved_is_no_view_of_the_run() -> None:
+    run = used()
+    state = run.state_dict()
+    run.mean[:] = 0
+    run.last.append(9)
+    other = Run(2)
+    other.load_state_dict(state)
+    assert other.mean.tolist() == [0.1, np.pi]
+
+
+def test_a_new_argument_overrides_the_value_that_began_with_the_old_one() -> None:
+    model = PPO(kl_coef=2.0, policy_objective="penalty")
+    model.beta = 4.0
+    state = state_of(model)
+    for kl_coef, beta in ((2.0, 4.0), (3.0, 3.0)):
+        other = PPO(kl_coef=kl_coef, policy_objective="penalty")
+        load_state(other, state, settings=model.hparams)
+        assert other.beta == beta
+
+
+def test_a_copy_of_a_module_has_its_state_but_not_what_passes() -> None:
+    model = PPO(kl_coef=2.0, policy_objective="penalty")
+    model.beta, model._approx_kl = 4.0, torch.ones(())
+    other = copy.deepcopy(model)
+    assert other.beta == 4.0 and other._approx_kl is None
