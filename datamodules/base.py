@@ -30,6 +30,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.pairing import check_pairing
 from rl_modules.common.seeding import stream_seed
 from rl_modules.core.settings import setting
+from rl_modules.core.state import forget_state, load_state, state_of
 
 Batch = dict[str, Any]
 
@@ -165,6 +166,7 @@ class ControlDataModule(Experience):
             self._collector = self._make_collector()
             self.num_timesteps = self._started_at = 0
             self._started_s = time.monotonic()
+            forget_state(self)
             self.begin_run()
             self._schedule_evaluation()
 
@@ -433,25 +435,32 @@ class ControlDataModule(Experience):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns this rank's part of the checkpoint; a subclass adds its storage."""
-        return {"collector": self.collector.state_dict()}
+        # A rollout that is being collected is waited for before the environments are asked.
+        return {**state_of(self), "collector": self.collector.state_dict()}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state` returned."""
-        self.collector.load_state_dict(state["collector"], self.learner_trainer.strategy.root_device)
+        device = self.learner_trainer.strategy.root_device
+        # Replayed experience, and the generator of its actions, are on the CPU.
+        self.collector.load_state_dict(state["collector"], "cpu" if self.kind == "replay" else device)
+        load_state(self, state, device)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of every rank, which a run needs to resume exactly."""
         if self._collector is None:
             return {}
         ranks = gather_ranks(self.rank_state(), self._rank, self._world_size)
-        return {"num_timesteps": self.num_timesteps, "ranks": ranks}
+        return {"num_timesteps": self.num_timesteps, "n_envs": self.n_envs, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._collector is None:
             # `validate`, `test` and `predict` play separate episodes.
             return
+        if "n_envs" not in state_dict:
+            raise UsageError("the checkpoint is of a version before 0.3, which stored runs otherwise; init_from starts "
+                             "a new run from its weights")  # fmt: skip
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
-        if (saved := len(own["collector"]["resets_next"])) != self.n_envs:
+        if (saved := state_dict["n_envs"]) != self.n_envs:
             raise UsageError(f"n_envs={self.n_envs} differs from the checkpoint's {saved}; resume with as many")
         self.num_timesteps = self._started_at = state_dict["num_timesteps"]
         self.load_rank_state(own)

@@ -8,8 +8,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from datamodules.resume import like
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.core.state import like
 
 Batch = dict[str, Any]
 

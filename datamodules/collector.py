@@ -17,15 +17,15 @@ from datamodules.envs.tensors import rows_of
 from datamodules.episode_statistics import EpisodeStatistics
 from datamodules.fields import require_acted
 from datamodules.normalizers import Normalizers
-from datamodules.resume import like
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import observation_arrays, to_environment, tree_map
+from rl_modules.core.state import Stateful, persistent
 
 if TYPE_CHECKING:  # imported where a policy has a memory
     from datamodules.memory import Memory
 
 
-class Collector:
+class Collector(Stateful):
     """Collects experience from a vector of environments, in order of time, under any autoreset mode.
 
     Args:
@@ -38,6 +38,22 @@ class Collector:
         stats_window_size: finished episodes in the running means.
         returns_raw: rollouts hold observations and rewards as they were; only the policy sees normalised ones.
     """
+
+    episodes: EpisodeStatistics = persistent()
+    normalizers: Normalizers = persistent()
+    generator: torch.Generator | None = persistent()
+    _observation: Any = persistent()
+    # As the environments returned it: once normalised by statistics that change, it can't be recovered.
+    _raw: Any = persistent()
+    _resets_next: np.ndarray = persistent(lambda self: np.zeros(self.envs.num_envs, bool))
+    #: Environments whose current observation is the first of its episode, [N].
+    episode_start: np.ndarray = persistent(lambda self: np.ones(self.envs.num_envs, bool))
+    #: Whether the last rollout is unfinished, as after an error: its rows were not returned.
+    is_unfinished: bool = persistent(False)
+    # Rewards, ends, valid rows and infos of ends in the last rollout, until they are added to the statistics.
+    _unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[list[Any]]] | None = persistent()
+    #: Of a recurrent policy; None: it has none.
+    memory: "Memory | None" = persistent()
 
     def __init__(
         self,
@@ -63,28 +79,15 @@ class Collector:
         self.digits = Digits(self.space, name, self.double)
         self.sign_reward = sign_reward
         self.generator_seed = generator_seed
-        self.generator: torch.Generator | None = None
         self.episodes = EpisodeStatistics(envs.num_envs, stats_window_size)
         self.has_episodes = self.boundary.has_episodes
-        self._observation: Any = None
-        # As the environments returned it: once normalised by statistics that change, it can't be recovered.
-        self._raw: Any = None
         self._episodes_at_close: list[dict[str, Any]] | None = None
-        self._resets_next = np.zeros(envs.num_envs, bool)
         # Whether an episode has ended in a vector that resets in the same step.
         self._has_ended = False
-        #: Environments whose current observation is the first of its episode, [N].
-        self.episode_start = np.ones(envs.num_envs, bool)
-        #: Whether the last rollout is unfinished, as after an error: its rows were not returned.
-        self.is_unfinished = False
         #: Environments in which a checkpoint's episode could not be repeated, so that they began another one, [N].
         self.begun_anew = np.zeros(envs.num_envs, bool)
         #: Whether each rollout ends with a call of :meth:`report`; False: the rollout's reader calls it later.
         self.reports_at_once = True
-        # Rewards, ends, valid rows and infos of ends in the last rollout, until they are added to the statistics.
-        self._unreported: tuple[np.ndarray, np.ndarray, np.ndarray, list[list[Any]]] | None = None
-        #: Of a recurrent policy; None: it has none.
-        self.memory: Memory | None = None
 
     @property
     def is_fresh(self) -> bool:
@@ -267,23 +270,7 @@ class Collector:
             # Environments that failed have none; the episodes of an unfinished rollout are not repeated anyway.
             find = restore.episode_states_or_none if self.is_unfinished else restore.episode_states
             running = self._episodes_at_close or find(self.envs)
-        unreported = None
-        if self._unreported is not None:
-            *arrays, ends = self._unreported
-            unreported = [*map(torch.from_numpy, arrays), ends]
-        return {
-            "statistics": self.episodes.state_dict(),
-            "unreported": unreported,
-            "resets_next": torch.from_numpy(self._resets_next.copy()),
-            "episode_start": torch.from_numpy(self.episode_start.copy()),
-            "memory": None if self.memory is None else self.memory.state_dict(),
-            "generator": None if self.generator is None else self.generator.get_state(),
-            "observation": _to_tensors(self._observation),
-            "raw": None if self.normalizers.of_observations is None else _to_tensors(self._raw),
-            "episodes": running,
-            "is_unfinished": self.is_unfinished,
-            "normalizers": self.normalizers.state_dict(),
-        }
+        return {**super().state_dict(), "running": running}
 
     def close(self) -> None:
         """Ends the environments; the state stays available, for a checkpoint written after training."""
@@ -293,42 +280,26 @@ class Collector:
             self._episodes_at_close = restore.episode_states_or_none(self.envs)
         self.envs.close()
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Restores everything; running episodes are repeated from their seeds and actions.
 
         ``begun_anew`` then marks the environments whose episode could not be repeated.
         """
         self.begun_anew[:] = False
-        self.episodes.load_state_dict(state["statistics"])
-        if (unreported := state.get("unreported")) is not None:
-            *tensors, ends = unreported
-            reward, done, valid = (x.numpy() for x in tensors)
-            # Older checkpoints hold the successes alone.
-            self._unreported = reward, done, valid, [end if isinstance(end, list) else [end] for end in ends]
-        self._resets_next = like(state["resets_next"], self._resets_next, "resets_next")
-        self.episode_start = like(state["episode_start"], self.episode_start, "episode_start")
-        if self.memory is not None:
-            self.memory.load_state_dict(state["memory"], device)
-        if state["generator"] is not None:
-            self.generator = torch.Generator(device)
-            self.generator.set_state(state["generator"].cpu())
-        self.normalizers.load_state_dict(state["normalizers"])
-        if state["observation"] is None:
+        super().load_state_dict(state, device)
+        if self._observation is None:
             return
-        self._observation = tree_map(lambda x: x.numpy().copy(), state["observation"])
-        raw = state["observation"] if state["raw"] is None else state["raw"]
-        self._raw = tree_map(lambda x: x.numpy().copy(), raw)
         everywhere = np.ones(self.envs.num_envs, bool)
         if not self.has_episodes:
             self._begin_anew(everywhere, "its engine has no state to restore")
             return
         self.boundary.reset(seed=self._reset_seed())
-        if state["episodes"] is None or state.get("is_unfinished", False):
+        if state["running"] is None or self.is_unfinished:
             # Their last steps are in no rollout, so continued episodes would have a gap.
-            restore.place_episodes(self.envs, state["episodes"] or [])
+            restore.place_episodes(self.envs, state["running"] or [])
             self._begin_anew(everywhere, "the checkpoint was written by an error or interrupt while it stepped")
             return
-        differs = restore.repeat_episodes(self.envs, state["episodes"], self.space, self._raw, self._resets_next)
+        differs = restore.repeat_episodes(self.envs, state["running"], self.space, self._raw, self._resets_next)
         if differs.any():
             self._begin_anew(differs, "repeating its episode from seed and actions led elsewhere")
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from datamodules.resume import like
 from rl_modules.common.errors import UsageError
+from rl_modules.core.state import Stateful, persistent
 
 
-class EpisodeStatistics:
+class EpisodeStatistics(Stateful):
     """Undiscounted returns and lengths of the running and of the last finished episodes.
 
     Args:
@@ -19,15 +19,17 @@ class EpisodeStatistics:
         window: finished episodes that are kept.
     """
 
+    running_return: np.ndarray = persistent(lambda self: np.zeros(self.n_envs, np.float64))
+    running_length: np.ndarray = persistent(lambda self: np.zeros(self.n_envs, np.int64))
+    returns: deque[float] = persistent(lambda self: deque(maxlen=self.window))
+    lengths: deque[int] = persistent(lambda self: deque(maxlen=self.window))
+    #: ``is_success`` of the last episodes, 1 or 0; 0 too if an episode's end had no ``is_success``.
+    successes: deque[float] = persistent(lambda self: deque(maxlen=self.window))
+    #: Whether any episode's end had ``is_success``, including episodes outside the window.
+    knows_success: bool = persistent(False)
+
     def __init__(self, n_envs: int, window: int) -> None:
-        self.running_return = np.zeros(n_envs, np.float64)
-        self.running_length = np.zeros(n_envs, np.int64)
-        self.returns: deque[float] = deque(maxlen=window)
-        self.lengths: deque[int] = deque(maxlen=window)
-        #: ``is_success`` of the last episodes, 1 or 0; 0 too if an episode's end had no ``is_success``.
-        self.successes: deque[float] = deque(maxlen=window)
-        #: Whether any episode's end had ``is_success``, including episodes outside the window.
-        self.knows_success = False
+        self.n_envs, self.window = n_envs, window
         #: Called with return and length of every finished episode, and its values of ``info_keywords``.
         self.on_finished: Callable[..., None] | None = None
         #: Keys that :meth:`ends_of` reads in the infos of an episode's end besides ``is_success``.
@@ -111,25 +113,6 @@ class EpisodeStatistics:
     def forget(self, which: np.ndarray) -> None:
         """Begins new episodes in the environments chosen by a mask, [N]."""
         self.running_return[which], self.running_length[which] = 0.0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "running_return": torch.from_numpy(self.running_return.copy()),
-            "running_length": torch.from_numpy(self.running_length.copy()),
-            "returns": list(self.returns),
-            "lengths": list(self.lengths),
-            "successes": list(self.successes),
-            "knows_success": self.knows_success,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.running_return = like(state["running_return"], self.running_return, "running_return")
-        self.running_length = like(state["running_length"], self.running_length, "running_length")
-        self.returns.extend(state["returns"])
-        self.lengths.extend(state["lengths"])
-        self.successes.extend(state.get("successes", []))
-        # Older checkpoints hold the successes only of ends that came with the key.
-        self.knows_success = state.get("knows_success", bool(self.successes))
 
 
 def successes(done: np.ndarray, info: dict[str, Any]) -> dict[int, float | None]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from datamodules.buffers import Batch, ReplayBuffer
 from datamodules.envs.masks import reset_once
-from datamodules.resume import like
 from rl_modules.common.errors import UsageError
+from rl_modules.core.state import like
 
 #: Keys of an observation that has a goal, as in Gymnasium-Robotics.
 GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.contract import Act
+from rl_modules.core.state import Stateful, persistent
 
 
-class Memory:
+class Memory(Stateful):
     """One recurrent state per environment, kept between steps and rollouts, and reset with each episode.
 
     Args:
         learner: has ``initial_state(n)``, [n, K, H], and an ``act`` that takes ``state`` and returns ``next_state``.
     """
 
+    #: State after the last action, [N, K, H]; None: no action was taken yet.
+    state: Tensor | None = persistent()
+
     def __init__(self, learner: Any) -> None:
         self.learner = learner
-        #: State after the last action, [N, K, H]; None: no action was taken yet.
-        self.state: Tensor | None = None
         # States after each action of the rollout, for the values of final observations.
         self._after: list[Tensor] = []
 
@@ -70,9 +72,3 @@ class Memory:
     @staticmethod
     def _call(act: Any, observation: Any, generator: torch.Generator, state: Tensor) -> dict[str, Tensor]:
         return act(observation, generator, state=state)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": None if self.state is None else self.state.cpu()}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.state = None if state["state"] is None else state["state"].to(device)

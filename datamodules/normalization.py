@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from datamodules.resume import like
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import MASK
 from rl_modules.common.spaces import is_image, normalize, tree_leaves, tree_map
+from rl_modules.core.state import Stateful, like, persistent
 
 
 class RunningMeanStd:
@@ -102,7 +102,7 @@ def _as_tensors(mean: np.ndarray, var: np.ndarray, count: float) -> dict[str, An
     return {"mean": torch.from_numpy(np.array(mean)), "var": torch.from_numpy(np.array(var)), "count": float(count)}
 
 
-class ObservationNormalizer:
+class ObservationNormalizer(Stateful):
     """Observations in units of their running standard deviation; integers and images are left as they are.
 
     Args:
@@ -112,6 +112,8 @@ class ObservationNormalizer:
     Raises:
         UsageError: the space has no float Box to normalise.
     """
+
+    running: Any = persistent()
 
     def __init__(self, space: spaces.Space, clip: float = 10.0) -> None:
         self.clip = clip
@@ -145,14 +147,8 @@ class ObservationNormalizer:
     def __call__(self, observation: Any) -> Any:
         return tree_map(normalize, observation, self.statistics())
 
-    def state_dict(self) -> Any:
-        return tree_map(lambda running: running and running.state_dict(), self.running)
 
-    def load_state_dict(self, state: Any) -> None:
-        tree_map(lambda running, saved: running and running.load_state_dict(saved), self.running, state)
-
-
-class RewardNormalizer:
+class RewardNormalizer(Stateful):
     """Rewards divided by the running standard deviation of the discounted return; their mean stays.
 
     Args:
@@ -163,11 +159,13 @@ class RewardNormalizer:
     Source: the original PPO code's VecNormalize; Engstrom et al. 2020, arXiv:2005.12729, section 3.
     """
 
+    running: RunningMeanStd = persistent(lambda self: RunningMeanStd(()))
+    returns: np.ndarray = persistent(lambda self: np.zeros(self.n_envs, np.float64))
+
     def __init__(self, n_envs: int, gamma: float, clip: float = 10.0) -> None:
+        self.n_envs = n_envs
         self.gamma = gamma
         self.clip = clip
-        self.running = RunningMeanStd(())
-        self.returns = np.zeros(n_envs, np.float64)
 
     def parts(self) -> list[RunningMeanStd]:
         """Returns the statistics of the discounted return."""
@@ -192,10 +190,3 @@ class RewardNormalizer:
     def scaled(self, reward: np.ndarray) -> np.ndarray:
         """Rewards scaled by the current statistics, which stay as they are; any shape, float32."""
         return np.clip(reward / self.running.scale(), -self.clip, self.clip).astype(np.float32)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"running": self.running.state_dict(), "returns": torch.from_numpy(self.returns.copy())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.running.load_state_dict(state["running"])
-        self.returns = like(state["returns"], self.returns, "returns")

@@ -10,13 +10,13 @@ import torch
 
 from datamodules.acting import rollout_act
 from rl_modules.common.contract import Act, Rollout
-from rl_modules.common.spaces import tree_map
+from rl_modules.core.state import Stateful, persistent
 
 #: Attributes that a copy does not share with the learner.
 _OWN = ("_trainer", "_modules", "_parameters", "_buffers", "training")
 
 
-class CollectedAhead:
+class CollectedAhead(Stateful):
     """The next rollout, collected by a copy of the policy while the policy itself trains.
 
     The copy has the weights from the moment of :meth:`begin`, so that the rollout does not depend on when the thread
@@ -27,6 +27,9 @@ class CollectedAhead:
         collect: collects a rollout with an ``act``.
     """
 
+    #: The next rollout, if it has been collected.
+    rollout: Rollout | None = persistent()
+
     def __init__(self, collect: Callable[[Act], Rollout]) -> None:
         self._collect = collect
         self._policy: Any = None
@@ -34,7 +37,6 @@ class CollectedAhead:
         self._seen: dict[str, Any] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._future: Future[Rollout] | None = None
-        self._rollout: Rollout | None = None
 
     def begin(self, learner: Any, precision: Callable[[], AbstractContextManager]) -> None:
         """Starts to collect with the learner's present weights.
@@ -65,12 +67,12 @@ class CollectedAhead:
     def wait(self) -> None:
         """Waits for the rollout that is being collected."""
         if self._future is not None:
-            self._rollout, self._future = self._future.result(), None
+            self.rollout, self._future = self._future.result(), None
 
     def take(self) -> Rollout | None:
         """Returns the rollout that was begun, once; None: no rollout was begun."""
         self.wait()
-        rollout, self._rollout = self._rollout, None
+        rollout, self.rollout = self.rollout, None
         return rollout
 
     def stop(self) -> None:
@@ -82,12 +84,7 @@ class CollectedAhead:
     def state_dict(self) -> dict[str, Any]:
         """Returns the rollout that was begun, complete."""
         self.wait()
-        return {"rollout": None if self._rollout is None else tree_map(lambda x: x.cpu(), self._rollout)}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """The inverse of :meth:`state_dict`."""
-        saved = state["rollout"]
-        self._rollout = None if saved is None else tree_map(lambda x: x.to(device), saved)
+        return super().state_dict()
 
 
 def frozen_copy(learner: Any) -> Any:

@@ -32,6 +32,7 @@ from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import stream_seed
 from rl_modules.common.spaces import observation_arrays, tree_map
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent, transient
 
 log = logging.getLogger(__name__)
 
@@ -120,23 +121,25 @@ class ReplayDataModule(ControlDataModule):
         "many minibatches as this number of rounds, or a thousand if the number of minibatches depends on the episodes",
         kind=int | None, least=1, attribute="")  # fmt: skip
 
+    # In this epoch, and left of this round, in minibatches.
+    _position: int = persistent(0)
+    _left: int = persistent(0)
+    # Of the round of episodes under way: transitions so far, episodes to come, and `num_timesteps` before it; None
+    # between rounds.
+    _round: tuple[int, int, int] | None = persistent()
+    # Transitions that `num_timesteps` lacks between loading a checkpoint within a round and its next step.
+    _uncounted: int = persistent(0)
+    _drawn: deque[Batch] = persistent(deque())
+    _learning: Tensor | None = transient()
+    _parts: list[torch.nn.Module] = transient([])
+    # Rows that a subclass added, until the statistics of the normalisers have them.
+    _recorded: list[Batch] = transient([])
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_arguments(self.hparams, self.n_envs, self.total_timesteps)
         self.resolve()
-        self._position = 0
-        self._left = 0
-        # Of the round of episodes under way: transitions so far, episodes to come, and `num_timesteps` before it; None
-        # between rounds.
-        self._round: tuple[int, int, int] | None = None
-        # Transitions that `num_timesteps` lacks between loading a checkpoint within a round and its next step.
-        self._uncounted = 0
-        self._drawn: deque[Batch] = deque()
-        self._learning: Tensor | None = None
-        self._parts: list[torch.nn.Module] = []
         self._warned_of_fields = False
-        # Rows that a subclass added, until the statistics of the normalisers have them.
-        self._recorded: list[Batch] = []
 
     def _resolve(self) -> None:
         """Fills in settings that were not given with the algorithm's defaults.
@@ -192,12 +195,6 @@ class ReplayDataModule(ControlDataModule):
         else:
             self.sampler = UniformSampler(self.replay, seed)
         self.replay.on_added = self._on_added
-        self._position = self._left = 0
-        self._round, self._uncounted = None, 0
-        self._drawn.clear()
-        self._learning = None
-        self._parts = []
-        self._recorded = []
 
     def _make_buffer(self) -> ReplayBuffer:
         sizes = (self.observation_space, self.action_space, self.n_envs, self.buffer_size)
@@ -460,22 +457,16 @@ class ReplayDataModule(ControlDataModule):
         self._count_recorded()
         return {
             **super().rank_state(),
-            "position": self._position,
-            "left": self._left,
-            "round": self._round,
-            "uncounted": self._uncounted,
             "exploration": getattr(self.learner, "exploration_state", dict)() if self.has_learner else {},
             "layout": self._layout,
             "replay": self.replay.state_dict(self.checkpoint_buffer_size),
             "sampler": self.sampler.state_dict(self.checkpoint_buffer_size),
             "preparation": preparation(self.learner) if self.has_learner else {},
-            "drawn": [tree_map(lambda x: x.cpu(), batch) for batch in self._drawn],
         }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
-        # Its generator is on the CPU, as the experience is.
-        self.collector.load_state_dict(state["collector"], torch.device("cpu"))
+        super().load_rank_state(state)
         rows = state["replay"]["rows"]
         if rows != self.replay.rows:
             raise UsageError(f"buffer_size={self.buffer_size} differs from the checkpoint's "
@@ -483,15 +474,14 @@ class ReplayDataModule(ControlDataModule):
         if ("powers" in state["sampler"]) != self.prioritized_replay:
             raise UsageError(f"prioritized_replay={self.prioritized_replay} differs from the checkpoint's; resume with "
                              "the same")  # fmt: skip
-        device = self.learner_trainer.strategy.root_device
-        self._position = resumed_position(state["position"], state["layout"], self._layout)
+        self._position = resumed_position(self._position, state["layout"], self._layout)
         # A finished run's last epoch may be shorter; what is left of a round belongs to the settings it began with.
         goes_on = state["layout"] == self._layout
-        self._left = state["left"] if goes_on else 0
-        self._round = state.get("round") if goes_on else None
+        if not goes_on:
+            self._left, self._round = 0, None
         if self._round is not None:
             # Schedules are set from this at the start of a fit, and keep their values within a round.
-            counted, self.num_timesteps = self.num_timesteps + state["uncounted"], self._round[2]
+            counted, self.num_timesteps = self.num_timesteps + self._uncounted, self._round[2]
             self._uncounted = counted - self.num_timesteps
         if state["exploration"]:
             self.learner.load_exploration_state(state["exploration"])  # type: ignore[attr-defined]
@@ -508,5 +498,5 @@ class ReplayDataModule(ControlDataModule):
         self.sampler.load_state_dict(state["sampler"])
         here = preparation(self.learner) if self.has_learner else {}
         # Minibatches that were prepared for another setting are drawn again.
-        if goes_on and {**here, **state.get("preparation", {})} == here:
-            self._drawn.extend(tree_map(lambda x: x.to(device), batch) for batch in state["drawn"])
+        if not goes_on or {**here, **state["preparation"]} != here:
+            self._drawn.clear()

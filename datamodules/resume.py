@@ -26,19 +26,6 @@ def state_of_rank(states: list[Any], rank: int, world_size: int) -> dict[str, An
     return states[rank]
 
 
-def like(saved: Any, here: Any, name: str) -> Any:
-    """Returns a saved tensor that takes the place of an array or tensor of this run.
-
-    Raises:
-        UsageError: it has another shape or kind, which would be spread over this run's silently.
-    """
-    if not isinstance(saved, torch.Tensor) or saved.shape != here.shape or saved.dtype != torch.as_tensor(here).dtype:
-        found = f"{tuple(saved.shape)} {saved.dtype}" if isinstance(saved, torch.Tensor) else repr(saved)[:60]
-        raise UsageError(f"the checkpoint has {name} as {found}, where this run has {tuple(here.shape)} {here.dtype}; "
-                         "resume with the environments and settings that it was written with")  # fmt: skip
-    return saved if isinstance(here, torch.Tensor) else saved.numpy().copy()
-
-
 def preparation(learner: Any) -> dict[str, Any]:
     """Returns the settings of an algorithm that decide which fields its ``prepare`` returns, by name."""
     return {name: learner.hparams.get(name) for name in getattr(learner, "prepares_by", ())}

@@ -19,9 +19,10 @@ from rl_modules.common.checks import at_least
 from rl_modules.common.contract import MINIBATCHES, Act, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
-from rl_modules.common.seeding import stream_seed
+from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent
 
 #: Estimated times of an environment step and of an update, in ms, and the shortest time of an epoch, chosen so that
 #: Lightning's two or three ms per epoch are a few per cent of it.
@@ -62,16 +63,19 @@ class RolloutDataModule(ControlDataModule):
         "training, which PPO's ratio corrects. It pays where environments are slow and step outside of this process "
         "(``vectorization_mode: async`` or an engine), and a core is free")  # fmt: skip
 
+    # In this epoch, in minibatches.
+    _position: int = persistent(0)
+    _fields: Batch | None = persistent()
+    _order: Tensor | None = persistent()
+    _shuffler: torch.Generator = persistent(lambda self: generator_of(self.seed, self._rank, "minibatches"))
+    _ahead: CollectedAhead = persistent(lambda self: CollectedAhead(self._collect))
+
     def __post_init__(self) -> None:
         super().__post_init__()
         given: Any = self.hparams
         if given.n_steps is not None and isinstance(given.batch_size, int):
             self._check_batch_size(given.batch_size, self.n_envs * given.n_steps)
         self.resolve()
-        self._position = 0
-        self._fields: Batch | None = None
-        self._order: Tensor | None = None
-        self._ahead = CollectedAhead(self._collect)
 
     def begin_run(self) -> None:
         super().begin_run()
@@ -80,10 +84,6 @@ class RolloutDataModule(ControlDataModule):
 
             self.collector.memory = Memory(self.learner)
         self.resolve()
-        self._shuffler = torch.Generator().manual_seed(stream_seed(self.seed, self._rank, "minibatches"))
-        self._position = 0
-        self._fields = self._order = None
-        self._ahead = CollectedAhead(self._collect)
         self.collector.reports_at_once = not self.overlap
         if self.overlap and self.learner_trainer.precision == "64-true":
             raise UsageError("overlap=True: trainer.precision=64-true changes a setting of the whole process during "
@@ -287,39 +287,24 @@ class RolloutDataModule(ControlDataModule):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector and the partly used rollout."""
-        fields, order = (None, None) if self.rollout_is_used_up else (self._fields, self._order)
-        ahead = self._ahead.state_dict()  # waits for the environments, whose state comes next
-        return {
-            **super().rank_state(),
-            "ahead": ahead,
-            "position": self._position,
-            "layout": self._layout,
-            "shuffler": self._shuffler.get_state(),
-            "fields": None if fields is None else tree_map(lambda x: x.cpu(), fields),
-            "order": order,
-            "preparation": preparation(self.learner) if self.has_learner else {},
-        }
+        prepared = preparation(self.learner) if self.has_learner else {}
+        state = {**super().rank_state(), "layout": self._layout, "preparation": prepared}
+        return {**state, "fields": None, "order": None} if self.rollout_is_used_up else state
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`rank_state`."""
         super().load_rank_state(state)
-        device = self.learner_trainer.strategy.root_device
-        ahead = state.get("ahead", {"rollout": None})
-        self._ahead.load_state_dict(ahead, device)
-        saved = state["layout"]
-        if self.hparams["rollouts_per_epoch"] is None and state["position"] % saved["length"]:
+        saved, is_ahead = state["layout"], self._ahead.rollout is not None
+        if self.hparams["rollouts_per_epoch"] is None and self._position % saved["length"]:
             # It depends on total_timesteps, which may change on resume; this epoch ends with the value with which it
             # began.
             self.rollouts_per_epoch = self._resolved["rollouts_per_epoch"] = saved["rollouts_per_epoch"]
             self.count_evaluations_again()
         # Other minibatches can be cut from a rollout that was collected ahead, but its steps are those of the old run.
-        begun = ahead["rollout"] is not None and state["layout"]["n_steps"] != self.n_steps
-        self._position = resumed_position(state["position"], state["layout"], self._layout, begun)
-        self._shuffler.set_state(state["shuffler"].cpu())
-        self._fields = None if state["fields"] is None else tree_map(lambda x: x.to(device), state["fields"])
-        self._order = state["order"]
-        if self.has_learner and (self._fields is not None or ahead["rollout"] is not None):
-            require_same_preparation(state.get("preparation", {}), preparation(self.learner))
+        begun = is_ahead and saved["n_steps"] != self.n_steps
+        self._position = resumed_position(self._position, saved, self._layout, begun)
+        if self.has_learner and (self._fields is not None or is_ahead):
+            require_same_preparation(state["preparation"], preparation(self.learner))
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

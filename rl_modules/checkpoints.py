@@ -66,7 +66,7 @@ class CheckpointMixin(MetricsMixin):
         accumulates = self.is_fitting and self.automatic_optimization
         gradients = accumulated_gradients(self) if accumulates else {}
         own = {
-            "run": state_of(self),
+            "run": state_of(self, complete=self.is_fitting),
             "unlogged": self.metrics_state(),
             "gradients": {name: gradient.cpu().clone() for name, gradient in gradients.items()},
             "generators": self._generators.state(self.device),

@@ -21,6 +21,7 @@ from recipes.callbacks.log_folder import log_folder
 from rl_modules.common.errors import UsageError
 from rl_modules.common.extras import install
 from rl_modules.common.seeding import stream_seed
+from rl_modules.core.state import Stateful, forget_state, persistent
 
 
 def record_episodes(
@@ -124,23 +125,25 @@ def _play(policy: Predicts, env: gym.Env, seed: int, deterministic: bool, max_st
     return total
 
 
-class EpisodeRecorder(Callback):
+class EpisodeRecorder(Stateful, Callback):
     """Records one episode every ``every`` training transitions, into ``videos`` in the run's folder.
 
     Args:
         every: transitions between two recordings, ≥ 1.
     """
 
+    # Transitions after which the next recording is due.
+    _next: int = persistent(lambda self: self.every)
+
     def __init__(self, every: int) -> None:
         super().__init__()
         if every < 1:
             raise UsageError(f"record_every={every} must be at least 1 transition, or 0 for no recording")
         self.every = every
-        self._next = every
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._next = self.every  # a second fit counts from 0; a checkpoint to resume from is loaded after this hook
+            forget_state(self)
             # Checked now, and not at the first recording, which may come much later.
             data: Any = getattr(trainer, "datamodule", None)
             if data is not None:  # the module refuses a Trainer without one
@@ -164,9 +167,3 @@ class EpisodeRecorder(Callback):
         folder = log_folder(trainer) / "videos"
         policy: Any = pl_module
         record_episodes(policy, data, folder, prefix=f"step-{data.num_timesteps}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._next = state_dict["next"]

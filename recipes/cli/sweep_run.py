@@ -15,6 +15,7 @@ from recipes.cli import summary
 from recipes.cli.lightning_cli import RLCLI
 from recipes.cli.sweep_file import Sweep
 from rl_modules.common.errors import UsageError
+from rl_modules.core.state import Stateful, persistent
 
 #: Errors that count as a failed trial: contradictory settings, diverged weights, or a batch too large for the GPU.
 FAILURES = (UsageError, FloatingPointError, torch.cuda.OutOfMemoryError)
@@ -24,7 +25,7 @@ class Pruned(Exception):
     """The trial is worse than the others were at this evaluation."""
 
 
-class Judge(L.Callback):
+class Judge(Stateful, L.Callback):
     """Reports every new value of the monitored curve, and ends a run that is to be pruned.
 
     Args:
@@ -35,17 +36,11 @@ class Judge(L.Callback):
 
     #: Distance between the steps of two seeds, more than a run has evaluations.
     STRIDE = 100_000
+    #: Values of this run's curve.
+    values: list[float] = persistent([])
 
     def __init__(self, sweep: Sweep, trial: Any, before: list[list[float]]) -> None:
         self.sweep, self.trial, self.before = sweep, trial, before
-        #: Values of this run's curve; a checkpoint stores them.
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = list(state_dict["values"])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from rl_modules.common.errors import UsageError
 
@@ -82,9 +82,15 @@ def forget_state(obj: Any, kept: bool | None = None) -> None:
         obj.__dict__.pop(name, None)
 
 
-def state_of(obj: Any) -> dict[str, Any]:
-    """The declared attributes as plain data on the CPU; one that still has its initial value may be absent."""
-    return {name.lstrip("_"): pack(vars(obj)[name]) for name in declared(obj, kept=True) if name in vars(obj)}
+def state_of(obj: Any, complete: bool = True) -> dict[str, Any]:
+    """The declared attributes as plain data on the CPU.
+
+    Args:
+        obj: whose they are.
+        complete: False: without those that were not used yet, as outside of a fit, where initial values may be unknown.
+    """
+    names = [name for name in declared(obj, kept=True) if complete or name in vars(obj)]
+    return {name.lstrip("_"): pack(getattr(obj, name)) for name in names}
 
 
 def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: Any = None) -> None:
@@ -114,7 +120,7 @@ def pack(x: Any) -> Any:
         return x.detach().cpu().clone()
     if isinstance(x, np.ndarray | np.generic):
         return {ARRAY: torch.from_numpy(np.array(x))}
-    if isinstance(x, torch.Generator):
+    if isinstance(x, Generator):
         return {GENERATOR: x.get_state(), "device": x.device.type}
     if isinstance(x, dict):
         return {key: pack(value) for key, value in x.items()}
@@ -133,15 +139,18 @@ def unpack(saved: Any, here: Any, name: str, device: Any = "cpu") -> Any:
     if hasattr(here, "load_state_dict"):
         here.load_state_dict(saved)
         return here
+    is_array = isinstance(saved, dict) and ARRAY in saved
+    if isinstance(here, Tensor):
+        return like(saved, here, name).to(here.device)
+    if isinstance(here, np.ndarray):
+        return like(saved[ARRAY] if is_array else saved, here, name)
     if isinstance(saved, Tensor):
-        if isinstance(here, Tensor):
-            return like(saved, here, name).to(here.device)
         return saved.to(device)
-    if isinstance(saved, dict) and ARRAY in saved:
-        return like(saved[ARRAY], here, name) if isinstance(here, np.ndarray) else saved[ARRAY].numpy().copy()
+    if is_array:
+        return saved[ARRAY].numpy().copy()
     if isinstance(saved, dict) and GENERATOR in saved:
         on = torch.device(device)
-        generator = torch.Generator(on if on.type == saved["device"] else saved["device"])
+        generator = Generator(on if on.type == saved["device"] else saved["device"])
         generator.set_state(saved[GENERATOR].cpu())
         return generator
     if isinstance(saved, dict):

@@ -19,6 +19,7 @@ from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.pairing import check_batch
 from rl_modules.core.resume import copy_for_averages
 from rl_modules.core.settings import Declared, setting
+from rl_modules.core.state import forget_state
 from rl_modules.language.checkpoints import LanguageCheckpoints
 from rl_modules.language.frozen_weights import (
     Sources,
@@ -223,6 +224,7 @@ class LanguageModule(Declared, LanguageCheckpoints):
         count from 0. Weights are kept, including those of a frozen reference. Algorithms with further run state extend
         this.
         """
+        forget_state(self)
         self._sums, self._weights = {}, {}
         self._logged_at = 0
         self.num_tokens, self.began_at = 0, (0, 0)

@@ -17,6 +17,7 @@ from rl_modules.core.resume import (
     reopen_epoch,
     skip_first_evaluation,
 )
+from rl_modules.core.state import load_state, state_of
 from rl_modules.language.frozen_weights import Sources, frozen_parameters, require_same_weights
 from rl_modules.language.lora import require_same_adapters
 from rl_modules.language.metric_names import monitors
@@ -81,7 +82,8 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         if self.is_fitting and self.is_cut_off:
             reopen_epoch(self.trainer, checkpoint)
         # Lightning saves what the first rank has.
-        own = {name: checkpoint[name] for name in ("unlogged", "generators")}
+        checkpoint["run"] = state_of(self, complete=self._trainer is not None and self.is_fitting)
+        own = {name: checkpoint[name] for name in ("run", "unlogged", "generators")}
         checkpoint["other_ranks"] = of_other_ranks(own, self._trainer)
 
     def _gradients_so_far(self) -> dict[str, Tensor]:
@@ -148,6 +150,7 @@ class LanguageCheckpoints(LoadsCheckpoints, LanguageMetrics):
         self.regular_metrics = dict(checkpoint.get("latest", {}))
         self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
         own_part = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
+        load_state(self, own_part.get("run", {}), settings=parameters)
         self._generators.load(own_part.get("generators"))
         unlogged = own_part["unlogged"]
         self._sums, self._weights = dict(unlogged["sums"]), dict(unlogged["weights"])

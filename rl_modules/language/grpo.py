@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent
 from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
 from rl_modules.language.completion_metrics import moments
 from rl_modules.language.contract import CompletionLearner
@@ -158,6 +159,9 @@ class GRPO(PolicyWithReference):
     #: Whether a token may have an importance weight of its own.
     weights_tokens = True
 
+    # The step of the last move of the reference.
+    _synced_at: int = persistent(0)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         hp: Any = self.hparams
@@ -184,7 +188,6 @@ class GRPO(PolicyWithReference):
         by_path = None if path is None else load_advantages(path)
         if isinstance(self.advantage_function, str):
             self.advantage_function = by_path
-        self._synced_at = 0
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,10 +196,6 @@ class GRPO(PolicyWithReference):
         """
         with contextlib.nullcontext() if "advantages" in kwargs else imported_at_use():
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
-
-    def reset_run(self) -> None:
-        super().reset_run()
-        self._synced_at = 0
 
     @property
     def wants_reference(self) -> bool:
@@ -551,14 +550,6 @@ class GRPO(PolicyWithReference):
             self.record(mask.sum(), kl=F.masked_mean(kl, mask))
 
     # ---------------------------------------------------------------- checkpoints
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["synced_at"] = self._synced_at
-
-    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_load_checkpoint(checkpoint)
-        self._synced_at = checkpoint["synced_at"]
 
 
 if TYPE_CHECKING:

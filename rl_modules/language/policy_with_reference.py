@@ -15,6 +15,7 @@ from rl_modules.common.checks import real_number
 from rl_modules.common.errors import UsageError
 from rl_modules.common.indices import on
 from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent
 from rl_modules.language.base import plain_config
 from rl_modules.language.completion_metrics import moments
 from rl_modules.language.critics import check_same_tokens, frozen, with_weights_in
@@ -67,6 +68,8 @@ class PolicyWithReference(LanguagePolicy):
         attribute="forward_rows")  # fmt: skip
     completions_steps: int = setting(
         100, "optimizer steps between two tables of completions in the loggers; 0: none", least=0)  # fmt: skip
+    # The step from which on the next table of completions is due.
+    _table_due_at: int = persistent(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,8 +78,6 @@ class PolicyWithReference(LanguagePolicy):
         #: The reward model's tokenizer if it encodes texts differently from the policy's, so that they are encoded
         #: again.
         self.reward_tokenizer: Any = None
-        # Optimizer step from which the next table of completions is due.
-        self._table_due_at = 0
 
     #: The monitored metric if no reward function decides which completions are right.
     score_metric = "eval/rewards/reward_model"
@@ -297,14 +298,6 @@ class PolicyWithReference(LanguagePolicy):
 
     # ---------------------------------------------------------------- the run
 
-    def reset_run(self) -> None:
-        super().reset_run()
-        self._table_due_at = 0
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super()._on_save_checkpoint(checkpoint)
-        checkpoint["table_due_at"] = self._table_due_at
-
     def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super()._on_load_checkpoint(checkpoint)
         description = settings_of(checkpoint).get("description") or {}
@@ -315,7 +308,6 @@ class PolicyWithReference(LanguagePolicy):
             raise UsageError(f"{settings} give the run {'no' if had_reference else 'a'} reference of its own, and the "
                              f"checkpoint's had {'one' if had_reference else 'none'}; resume with the settings that it "
                              "had, or begin a new run from an export")  # fmt: skip
-        self._table_due_at = checkpoint.get("table_due_at", 0)
 
     # ---------------------------------------------------------------- helpers
 

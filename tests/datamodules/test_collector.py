@@ -153,7 +153,7 @@ def test_a_run_resumes_between_the_end_of_an_episode_and_its_reset(vectorization
     straight = make(mode="next_step", vectorization=vectorization)
     straight.collect(act, 5, CPU)
     state = straight.state_dict()
-    assert state["resets_next"].all()
+    assert state["resets_next"]["numpy.ndarray"].all()
     resumed = make(mode="next_step", vectorization=vectorization)
     resumed.load_state_dict(state, CPU)
     expected, got = straight.collect(act, 8, CPU), resumed.collect(act, 8, CPU)
@@ -170,7 +170,7 @@ def test_where_one_episode_is_begun_anew_the_others_still_reset(vectorization):
     collector = make(mode="next_step", vectorization=vectorization)
     collector.collect(act, 5, CPU)
     state = collector.state_dict()
-    state["episodes"][1]["actions"] = state["episodes"][1]["actions"][:3]  # leads to another observation
+    state["running"][1]["actions"] = state["running"][1]["actions"][:3]  # leads to another observation
     resumed = make(mode="next_step", vectorization=vectorization)
     with pytest.warns(UserWarning, match=r"environments \[1\] start a new episode"):
         resumed.load_state_dict(state, CPU)
@@ -185,7 +185,7 @@ def test_an_episode_that_is_begun_anew_in_place_of_a_reset_is_not_reset_again(ve
     collector = make(env=Forgetful, n_envs=2, mode="next_step", vectorization=vectorization)
     collector.collect(act, 5, CPU)
     state = collector.state_dict()
-    assert state["resets_next"].all()
+    assert state["resets_next"]["numpy.ndarray"].all()
     resumed = make(env=Forgetful, n_envs=2, mode="next_step", vectorization=vectorization)
     with pytest.warns(UserWarning, match=r"environments \[0, 1\] start a new episode"):
         resumed.load_state_dict(state, CPU)

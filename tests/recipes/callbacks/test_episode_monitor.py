@@ -172,7 +172,7 @@ def test_a_resumed_run_whose_episodes_begin_anew_keeps_those_of_the_rollout_coll
 
     whole = run()
     state = torch.load(tmp_path / "two.ckpt", weights_only=True)["RolloutDataModule"]["ranks"][0]["collector"]
-    reported, ahead = len(state["statistics"]["returns"]), int(state["unreported"][1].sum())
+    reported, ahead = len(state["episodes"]["returns"]), int(state["unreported"][1]["numpy.ndarray"].sum())
     assert ahead > 0
     resumed = run(ckpt_path=tmp_path / "two.ckpt")
     assert resumed[: reported + ahead] == whole[: reported + ahead] and len(resumed) > reported + ahead
