@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from datamodules import RolloutDataModule
 from rl_modules import PPO
 from rl_modules.common.errors import UsageError
 from rl_modules.core.state import Stateful, forget_state, load_state, persistent, state_of, transient
+from tests.training import fit
 
 
 class Counter(Stateful):
@@ -106,3 +108,19 @@ def test_a_copy_of_a_module_has_its_state_but_not_what_passes() -> None:
     model.beta, model._approx_kl = 4.0, torch.ones(())
     other = copy.deepcopy(model)
     assert other.beta == 4.0 and other._approx_kl is None
+
+
+def test_a_run_of_an_earlier_version_is_not_resumed_but_its_weights_load(tmp_path: Any) -> None:
+    def data() -> Any:
+        return RolloutDataModule("CartPole-v1", n_envs=2, n_steps=8, total_timesteps=32, eval_freq=0)
+
+    model = PPO(net_arch=[4])
+    trainer = fit(model, data(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "now.ckpt")
+    checkpoint = torch.load(tmp_path / "now.ckpt", weights_only=True)
+    del checkpoint["run"]
+    torch.save(checkpoint, tmp_path / "before.ckpt")
+    with pytest.raises(UsageError, match="of a version before 0.3, which stored runs otherwise; init_from"):
+        fit(PPO(net_arch=[4]), data(), ckpt_path=tmp_path / "before.ckpt")
+    loaded = PPO.load_from_checkpoint(tmp_path / "before.ckpt")
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
