@@ -31,7 +31,6 @@ from rl_modules.core.resume import copy_for_averages
 from rl_modules.core.settings import Declared, setting
 from rl_modules.core.state import forget_state
 from rl_modules.encoders import extractor_of
-from rl_modules.foreign_calls import ForeignCalls
 from rl_modules.loggers import log_settings
 from rl_modules.optimizers import FusedAdam, clip_grad_norm
 from rl_modules.prediction import policy_input
@@ -59,7 +58,7 @@ def beside_network(module: Any) -> str | None:
     return "beside network, which is the whole network; give it to that as one of its init_args"
 
 
-class ControlModule(ForeignCalls, Declared, LoadsCheckpoints, CheckpointMixin):
+class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
     """Base class of the control algorithms; a subclass defines ``build_network``, ``act``, ``prepare`` and
     ``training_step``.
     """

@@ -813,7 +813,6 @@ python(
     "data's argument misspelled", lambda p: RolloutDataModule("CartPole-v1", n_env=3), "n_env", "did you mean n_envs"
 )
 python("data's argument of the model", lambda p: RolloutDataModule("CartPole-v1", gamma=0.9), "gamma", "module")
-python("learn", lambda p: PPO().learn(1000), "learn", "fit")
 python("model alone", lambda p: trainer().fit(PPO()), "PPO", "datamodule=RolloutDataModule")
 python("DQN alone", lambda p: trainer().fit(DQN()), "DQN", "datamodule=ReplayDataModule")
 python("no environment", lambda p: RolloutDataModule(None), "env_id=None", "Gymnasium id")
@@ -1181,9 +1180,6 @@ for word, where in {
 python("GRPO(model=…)", lambda p: GRPO(model="x"), "'model'", "model_name_or_path")
 python("GRPO(train_dataset=…)", lambda p: GRPO(train_dataset=[]), "'train_dataset'", "datamodule's dataset")
 python("an optimizer's name", lambda p: PPO(optimizer="adam"), "optimizer='adam'", "torch.optim")
-python("load", lambda p: PPO.load("x.zip"), "load", "load_from_checkpoint")
-python("save", lambda p: PPO().save("x.zip"), "save", "save_checkpoint")
-python("set_env", lambda p: DQN().set_env(None), "ReplayDataModule", "fit")
 python("load_from_checkpoint of None", lambda p: PPO.load_from_checkpoint(None), "checkpoint_path=None", "path")
 python("a wrapper's class", lambda p: fit(PPO(), rollouts(wrappers=[gym.wrappers.TimeLimit])), "wrappers", "TimeLimit",
        "class_path")  # fmt: skip
