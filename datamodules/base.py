@@ -457,7 +457,7 @@ class ControlDataModule(Experience):
             # `validate`, `test` and `predict` play separate episodes.
             return
         if "n_envs" not in state_dict:
-            raise UsageError("the checkpoint is of a version before 0.3, which stored runs otherwise; init_from starts "
+            raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts "
                              "a new run from its weights")  # fmt: skip
         own = state_of_rank(state_dict["ranks"], self._rank, self._world_size)
         if (saved := state_dict["n_envs"]) != self.n_envs:

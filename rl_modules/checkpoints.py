@@ -162,7 +162,7 @@ class CheckpointMixin(MetricsMixin):
         if not self.is_fitting:
             return
         if "run" not in checkpoint:
-            raise UsageError("the checkpoint is of a version before 0.3, which stored runs otherwise; init_from starts "
+            raise UsageError("the checkpoint is of an earlier version, which stored runs otherwise; init_from starts "
                              "a new run from its weights")  # fmt: skip
         source = self.source
         # Lightning files a datamodule's state under its class's name and ignores what it does not find.

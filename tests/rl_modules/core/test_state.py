@@ -120,7 +120,7 @@ def test_a_run_of_an_earlier_version_is_not_resumed_but_its_weights_load(tmp_pat
     checkpoint = torch.load(tmp_path / "now.ckpt", weights_only=True)
     del checkpoint["run"]
     torch.save(checkpoint, tmp_path / "before.ckpt")
-    with pytest.raises(UsageError, match="of a version before 0.3, which stored runs otherwise; init_from"):
+    with pytest.raises(UsageError, match="of an earlier version, which stored runs otherwise; init_from"):
         fit(PPO(net_arch=[4]), data(), ckpt_path=tmp_path / "before.ckpt")
     loaded = PPO.load_from_checkpoint(tmp_path / "before.ckpt")
     assert all(map(torch.equal, loaded.parameters(), model.parameters()))
