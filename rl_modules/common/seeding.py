@@ -1,9 +1,12 @@
 """One seed, many streams: no two ranks, environments or purposes share randomness."""
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    from torch import Generator
 
 
 def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:
@@ -18,6 +21,8 @@ def stream_seed(seed: int, rank: int, purpose: str, index: int = 0) -> int:
     return int(np.random.SeedSequence([seed, rank, zlib.crc32(purpose.encode()), index]).generate_state(1)[0])
 
 
-def generator_of(seed: int, rank: int, purpose: str) -> torch.Generator:
+def generator_of(seed: int, rank: int, purpose: str) -> "Generator":
     """Returns a generator on the CPU with that seed."""
-    return torch.Generator().manual_seed(stream_seed(seed, rank, purpose))
+    from torch import Generator  # tasks need no torch
+
+    return Generator().manual_seed(stream_seed(seed, rank, purpose))

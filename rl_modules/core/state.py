@@ -109,7 +109,11 @@ def load_state(obj: Any, saved: dict[str, Any], device: Any = "cpu", settings: A
         key, field = name.lstrip("_"), getattr(type(obj), name)
         if field.argument and settings and settings.get(field.argument) != field.value_for(obj):
             continue
-        if key in saved:
+        if key not in saved:
+            continue
+        if saved[key] is None and field.initial is None and not hasattr(getattr(obj, name), "load_state_dict"):
+            setattr(obj, name, None)
+        else:
             makes_own = isinstance(saved[key], dict) and GENERATOR in saved[key]
             setattr(obj, name, unpack(saved[key], None if makes_own else getattr(obj, name), key, device))
 

@@ -140,5 +140,5 @@ def test_a_run_on_an_object_trains_and_its_checkpoint_holds_a_description(module
 
 
 def test_another_object_is_refused():
-    with pytest.raises(UsageError, match=r"dataset=.* is a list, where a single text should be"):
+    with pytest.raises(UsageError, match=r"dataset is a list, where a hub name, a directory, a file"):
         InstructionDataModule(dataset=[{"text": "a"}])
