@@ -350,7 +350,7 @@ SPEED = {
     "sft": ["fit", "--config", "sft/addition.yaml", "--trainer.max_steps=60", "--data.eval_steps=0"],
 }
 TIMED = """
-import sys, time, os, tempfile
+import functools, sys, time, os, tempfile
 from recipes.cli import main
 os.chdir(tempfile.mkdtemp())
 import lightning as L
@@ -359,6 +359,7 @@ class Clock(L.Callback):
     def on_train_start(self, *_): self.began = time.perf_counter()
     def on_train_end(self, *_): seconds.append(time.perf_counter() - self.began)
 original = L.Trainer.__init__
+@functools.wraps(original)
 def init(self, *args, callbacks=None, **kwargs):
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
     original(self, *args, callbacks=[*callbacks, Clock()], **kwargs)

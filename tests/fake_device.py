@@ -198,7 +198,10 @@ class FakeRanks(DDPStrategy):
 def fake_device() -> Iterator[FakeDevice]:
     """The mode, with collectives of Python objects let through: they choose their tensors' device themselves."""
     mode = FakeDevice()
-    before = {name: getattr(torch.distributed, name) for name in ("all_gather_object", "broadcast_object_list")}
+    before = {
+        name: getattr(torch.distributed, name)
+        for name in ("all_gather_object", "gather_object", "broadcast_object_list")
+    }
 
     def let_through(inner: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
