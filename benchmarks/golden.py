@@ -346,7 +346,14 @@ SPEED = {
     "a2c": ["fit", "--config", "a2c/cartpole.yaml", "--data.total_timesteps=60000", "--data.eval_freq=0"],
     "dqn": ["fit", "--config", "dqn/cartpole.yaml", "--data.total_timesteps=15000", "--data.eval_freq=0"],
     "sac": ["fit", "--config", "sac/pendulum.yaml", "--data.total_timesteps=2500", "--data.eval_freq=0"],
-    "grpo": ["fit", "--config", "grpo/addition.yaml", "--trainer.max_steps=30", "--data.eval_steps=0"],
+    "grpo": [
+        "fit",
+        "--config",
+        "grpo/addition.yaml",
+        "--model.model_name_or_path=null",
+        "--trainer.max_steps=30",
+        "--data.eval_steps=0",
+    ],
     "sft": ["fit", "--config", "sft/addition.yaml", "--trainer.max_steps=60", "--data.eval_steps=0"],
 }
 TIMED = """
