@@ -357,7 +357,7 @@ class TextEncoder:
     # ---------------------------------------------------------------- the chat template
 
     def _opened(self, messages: Messages, record: Mapping[str, Any], prefilled: bool) -> str:
-        """Messages up to the place where the assistant's turn, or its message that is the last one, goes on."""
+        """Messages up to the place where the assistant's turn begins, or its unfinished last message continues."""
         how = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
         return str(self._render(messages, record, **how))
 

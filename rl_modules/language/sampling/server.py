@@ -210,7 +210,7 @@ def make_server(service: Service, host: str, port: int, token: str) -> Threading
                 self._send(500, {"error": f"{type(error).__name__}: {error}"})
 
         def _admit(self) -> None:
-            """Refuses requests of others than this server's clients, before anything of them is used."""
+            """Refuses a request that is not from a client of this server, before any of it is used."""
             name = re.sub(r":\d*$", "", self.headers.get("Host", "").strip()).strip("[]")
             if name not in names and not _is_address(name):
                 raise _RefusedError(403, f"the Host {name[:100]!r} is not this server's; ask it by its IP address")
