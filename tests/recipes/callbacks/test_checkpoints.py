@@ -401,6 +401,15 @@ def test_a_hangup_that_nohup_ignores_does_not_stop_a_run(tmp_path: Path) -> None
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def hangups() -> Any:
+    """Hangups end a process, as they do outside of ``nohup``, under which the tests may run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
 def test_a_hangup_saves_although_the_terminal_is_gone() -> None:
     """Whatever the run prints between the signal and its checkpoint would raise."""
     program = (
@@ -412,6 +421,7 @@ def test_a_hangup_saves_although_the_terminal_is_gone() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 40 + signal.SIGHUP
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_after_the_step_and_stops(signum: int, tmp_path: Path, capfd: Any) -> None:
     before = signal.getsignal(signum)
