@@ -9,7 +9,7 @@ _EXPORTS = {
     "bayes_accuracy": "datamodules.language.tasks.base",
     "load_records": "datamodules.language.sources",
     "load_reward_func": "datamodules.language.rewards",
-    "make_task": "datamodules.language.tasks.registry",
+    "make_task": "datamodules.language.tasks",
 }
 
 __all__ = [
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from datamodules.language.reward_calls import RewardFunctions
     from datamodules.language.rewards import load_reward_func
     from datamodules.language.sources import load_records
+    from datamodules.language.tasks import make_task
     from datamodules.language.tasks.base import Task, bayes_accuracy
-    from datamodules.language.tasks.registry import make_task
 
 
 def __getattr__(name: str) -> Any:

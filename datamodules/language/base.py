@@ -22,12 +22,11 @@ from datamodules.language.eval_steps import evaluate_every
 from datamodules.language.notices import notice
 from datamodules.language.order import EndlessOrder
 from datamodules.language.records import TEXTS, as_record, place_of
-from datamodules.language.rewards import RewardFunctions, load_reward_func
+from datamodules.language.rewards import RewardFunctions, load_reward_func, rewards_of
 from datamodules.language.sequences import joined_sequences
 from datamodules.language.sources import Records, check_prompt_lengths, load_records
 from datamodules.language.streaming import RecordStream, open_stream
 from datamodules.language.tasks import make_task
-from datamodules.language.tasks.registry import rewards_of
 from datamodules.language.text import prompt_text, voted_answer
 from datamodules.language.trainer_state import TrainerState, trainer_state
 from datamodules.loader import LazyLoader

@@ -16,8 +16,9 @@ from torch import nn
 
 from datamodules.language.mathematics import is_equal
 from datamodules.language.reward_calls import RewardFunctions
+from datamodules.language.tasks import Task
 from datamodules.language.text import answer_of, is_think_and_answer, opened_thought, reference_text, text_of
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, what_happened
 from rl_modules.common.loading import load_object, require_settings
 
 __all__ = [
@@ -174,6 +175,18 @@ def load_reward_func(spec: str | dict[str, Any] | RewardFunction, task: Any = No
         raise UsageError(f"reward function {spec!r} needs settings ({needed}): write {{{spec}: {{…}}}}")
     known = {**FUNCTIONS, **own}
     return _adapted(known.get(spec) or _imported(spec, [*known, *FACTORIES]), spec)
+
+
+def rewards_of(task: Task) -> list[RewardFunction]:
+    """A task's reward functions, checked."""
+    try:
+        funcs: Any = task.reward_funcs
+    except Exception as error:
+        raise UsageError(f"task {task.name!r} has no reward_funcs: {what_happened(error)}") from error
+    if not isinstance(funcs, list | tuple) or not all(map(callable, funcs)):
+        raise UsageError(f"task {task.name!r} has reward_funcs={funcs!r}, where a property that returns a list of "
+                         "functions should be")  # fmt: skip
+    return list(funcs)
 
 
 def _imported(path: str, known: list[str]) -> Any:

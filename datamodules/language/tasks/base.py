@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from datamodules.language.text import answer_of, think_and_answer
+from datamodules.language.text import answer_of, text_of, think_and_answer
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
@@ -22,21 +24,9 @@ LISTED = 100_000
 DRAWN = 10_000
 #: Number of successive draws without a new question after which no more are expected.
 FRUITLESS = 20_000
-SPLITS = ("train", "test")
 
 
-def is_held_out(key: str, fraction: float) -> bool:
-    """Returns whether the question with this ``key`` belongs to the test split; depends on the key's hash only, not on
-    a seed.
-
-    Args:
-        key: any text; equal texts are always on the same side.
-        fraction: share of all keys that is held out, in [0, 1].
-    """
-    number = int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-    return number < fraction * 2**64
-
-
+@dataclass(eq=False)
 class Task:
     """A family of questions with a verifier. A custom task is a subclass that defines the questions (``questions`` with
     ``size``, or ``draw``, or all three) and their right answers (``solve``). Prompts, splits, demonstrations and the
@@ -49,9 +39,6 @@ class Task:
         template: the prompt, with the question's fields in braces; None: the task's own, short enough for a
             character-level model.
         chat: prompts are lists of one user message, so that a model's chat template applies.
-
-    Raises:
-        UsageError: a negative seed.
     """
 
     #: Name for messages.
@@ -61,17 +48,22 @@ class Task:
     #: The prompt where none is given.
     default_template: ClassVar[str] = "{question}"
     #: How many questions there are, where ``questions`` lists them.
-    size: int | None = None
+    size: int | None = field(default=None, init=False)
 
-    def __init__(
-        self, seed: int = 0, think_format: bool = False, template: str | None = None, chat: bool = False
-    ) -> None:
-        if seed < 0:
-            raise UsageError(f"seed={seed} must be at least 0")
-        self.seed = seed
-        self.think_format = think_format
-        self.template = self.default_template if template is None else template
-        self.chat = chat
+    seed: int = 0
+    think_format: bool = False
+    template: str | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("seed", 0)
+        self.template = self.default_template if self.template is None else self.template
+
+    def _require(self, name: str, least: float, most: float = math.inf) -> None:
+        """Refuses a setting that is out of its range."""
+        if not least <= getattr(self, name) <= most:
+            within = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise UsageError(f"{name}={getattr(self, name)} of task {self.name!r} must be {within}")
 
     # ---------------------------------------------------------------- what a task says of itself
 
@@ -122,10 +114,8 @@ class Task:
         Raises:
             UsageError: an unknown split, or fewer than ``n`` questions.
         """
-        self._check_request(split, n)
-        chooser = random.Random(stream_seed(self.seed, 0, f"questions/{split}"))
-        solver = random.Random(stream_seed(self.seed, 0, f"demonstrations/{split}"))
-        return [self.record(question, solver) for question in self._choose(split, n, chooser)]
+        solver = self._generator("demonstrations", split)
+        return [self.record(question, solver) for question in self._choose(split, n)]
 
     def record(self, question: Question, rng: random.Random) -> Record:
         """Returns a question as a record, with a demonstration."""
@@ -146,7 +136,7 @@ class Task:
         if not isinstance(question, dict):
             raise UsageError(f"task {self.name!r} has {question!r} as a question, where draw and questions give a dict "
                              "of the template's fields")  # fmt: skip
-        text = fill(self.template, question, f"template={self.template!r} of task {self.name!r}")
+        text = fill(str(self.template), question, f"template={self.template!r} of task {self.name!r}")
         return [{"role": "user", "content": text}] if self.chat else text
 
     @property
@@ -160,13 +150,7 @@ class Task:
         self, prompts: Any, completions: Any, completion_ids: Any = None, trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
         """Returns 1.0 for a right final answer, 0.0 for a wrong or missing one."""
-        from datamodules.language.text import text_of
-
-        rewards: list[float | None] = []
-        for i, completion in enumerate(completions):
-            record = {name: values[i] for name, values in columns.items()}
-            rewards.append(self.score(record, text_of(completion)))
-        return rewards
+        return [self.score(record, text) for record, text in _rows(completions, columns)]
 
     def score(self, record: Record, completion: str) -> float:
         """Returns the accuracy of one completion, in [0, 1]."""
@@ -193,10 +177,7 @@ class Task:
         """Returns the utility of each completion; a reward function that a config can name, ``reward_funcs:
         [utilities]``.
         """
-        from datamodules.language.text import text_of
-
-        records = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
-        return [self.utility(record, text_of(text)) for record, text in zip(records, completions, strict=True)]
+        return [self.utility(record, text) for record, text in _rows(completions, columns)]
 
     def preferences(self, split: str, n: int | None) -> list[Record]:
         """Returns ``n`` comparisons of two completions, decided by a Bradley–Terry model of their utilities.
@@ -208,13 +189,16 @@ class Task:
 
     # ---------------------------------------------------------------- the splits
 
-    def _check_request(self, split: str, n: int | None) -> None:
-        if split not in SPLITS:
-            raise UsageError(f"split={split!r} must be one of {', '.join(SPLITS)}")
+    def _generator(self, purpose: str, split: str) -> random.Random:
+        return random.Random(stream_seed(self.seed, 0, f"{purpose}/{split}"))
+
+    def _choose(self, split: str, n: int | None) -> list[Question]:
+        """The first ``n`` questions of a split."""
+        if split not in ("train", "test"):
+            raise UsageError(f"split={split!r} must be one of train, test")
         if n is not None and n < 0:
             raise UsageError(f"n={n} records can't be negative")
-
-    def _choose(self, split: str, n: int | None, rng: random.Random) -> list[Question]:
+        rng = self._generator("questions", split)
         if self.size is not None and self.size <= LISTED:
             found = [question for question in self.questions() if self._is_in(split, question)]
             rng.shuffle(found)
@@ -224,25 +208,22 @@ class Task:
         while len(chosen) < (DRAWN if n is None else n):
             question = self.draw(rng)
             identity = str(self.prompt(question))
-            if identity in chosen or not self._is_in(split, question):
-                fruitless += 1
-                if fruitless >= FRUITLESS:
-                    if n is None:
-                        break
-                    self._enough(split, n, self._count(split, len(chosen)))
-                    fruitless = 0
-                continue
-            fruitless = 0
-            chosen[identity] = question
+            if identity not in chosen and self._is_in(split, question):
+                chosen[identity] = question
+                fruitless = 0
+            elif (fruitless := fruitless + 1) >= FRUITLESS:
+                if n is None:
+                    break
+                exist = len(chosen) if self.size is None else sum(self._is_in(split, q) for q in self.questions())
+                self._enough(split, n, exist)
+                fruitless = 0
         return list(chosen.values())
 
     def _is_in(self, split: str, question: Question) -> bool:
-        return is_held_out(self.key(question), self.test_fraction) == (split == "test")
-
-    def _count(self, split: str, found: int) -> int:
-        if self.size is None:
-            return found
-        return sum(self._is_in(split, question) for question in self.questions())
+        """Whether a question belongs to a split, which depends on its key's hash alone."""
+        key = self.key(question).encode("utf-8", "surrogatepass")
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+        return (number < self.test_fraction * 2**64) == (split == "test")
 
     def _enough(self, split: str, n: int, exist: int) -> int:
         if n > exist:
@@ -253,6 +234,12 @@ class Task:
         return n
 
 
+def _rows(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> Iterator[tuple[Record, str]]:
+    """Each completion's record and text."""
+    for i, completion in enumerate(completions):
+        yield {name: values[i] for name, values in columns.items()}, text_of(completion)
+
+
 def fill(template: str, fields: dict[str, Any], where: str) -> str:
     """Fills the fields into a template's braces. Only plain names are replaced, so a template can access nothing else.
 
@@ -260,17 +247,14 @@ def fill(template: str, fields: dict[str, Any], where: str) -> str:
         template: text with ``{name}``; other braces are kept.
         fields: the values by name.
         where: name of the template for the error message.
-
-    Raises:
-        UsageError: a name without a field, or with the value null.
     """
 
     def value(match: re.Match[str]) -> str:
-        if match[1] not in fields:
-            raise UsageError(f"{where} names {match[0]}, but there is only {', '.join(map(str, fields))}")
-        if fields[match[1]] is None:
-            raise UsageError(f"{where} names {match[0]}, which is null")
-        return str(fields[match[1]])
+        found = fields.get(match[1])
+        if found is None:
+            rest = "which is null" if match[1] in fields else f"but there is only {', '.join(map(str, fields))}"
+            raise UsageError(f"{where} names {match[0]}, {rest}")
+        return str(found)
 
     return re.sub(r"\{([A-Za-z_]\w*)\}", value, template)
 

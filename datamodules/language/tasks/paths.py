@@ -4,10 +4,11 @@ import itertools
 import math
 import random
 import string
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from datamodules.language.tasks.base import DRAWN, Question, Record, Task
-from datamodules.language.tasks.graph import distances, random_graph
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import stream_seed
 
@@ -17,6 +18,7 @@ LETTERS = string.ascii_lowercase + string.ascii_uppercase
 MOST_DRAWS = 1000
 
 
+@dataclass(eq=False)
 class Paths(Task):
     """Walk from one node of a directed graph to another: ``c>k:`` → ``fak``, every letter a node that is stepped on.
 
@@ -24,76 +26,51 @@ class Paths(Task):
     detours. The optimum is known: the utility of a walk that follows edges and ends at the goal is (length of the
     shortest) / (its length), that of any other is 0. So the task can carry a whole pipeline from demonstrations over
     preferences to reinforcement learning. After trlX's random walks (Havrilla et al. 2023, EMNLP).
-
-    Args:
-        seed: decides the order of questions, the demonstrations and the comparisons; never the graph.
-        graph_seed: decides the graph, so that all stages of a pipeline share it.
-        n_nodes: nodes of the graph, from 4 to 52.
-        out_degree: edges that leave a node, from 2 to ``n_nodes - 1``. One of them belongs to a round trip through all
-            nodes, so every node is reached from every other.
-        min_distance: shortest distance from start to goal that makes a question, at least 1.
-        demonstrations: walks per question in the training records, which are the questions over and over; test records
-            have one each.
-        max_length: longest demonstration, in steps; None: three times the longest of the shortest paths.
-        min_noise: a demonstration takes a random edge instead of a shortest one with a probability that is drawn for
-            every walk between this and 1.
-        preference_scale: κ; of two walks the first is chosen with probability σ(κ (u_1 - u_2)).
-        faults: share of compared walks that are spoiled: a letter changed, dropped or added, or the end cut off.
-        template: the prompt, with fields ``start`` and ``goal``.
-        chat: prompts are user messages.
-
-    Raises:
-        UsageError: a setting out of its range.
     """
 
     name = "paths"
     default_template = "{start}>{goal}:"
     # There are few pairs of nodes, so more of them are held out than of the endless tasks.
     test_fraction = 0.2
+    think_format: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        seed: int = 0,
-        graph_seed: int = 0,
-        n_nodes: int = 20,
-        out_degree: int = 3,
-        min_distance: int = 2,
-        demonstrations: int = 20,
-        max_length: int | None = None,
-        min_noise: float = 0.5,
-        preference_scale: float = 10.0,
-        faults: float = 0.3,
-        template: str | None = None,
-        chat: bool = False,
-    ) -> None:
-        super().__init__(seed, template=template, chat=chat)
-        if not 4 <= n_nodes <= len(LETTERS):
-            raise UsageError(f"n_nodes={n_nodes} must lie between 4 and {len(LETTERS)}, one letter for each")
-        if not 2 <= out_degree < n_nodes:
-            raise UsageError(f"out_degree={out_degree} must lie between 2 and n_nodes-1={n_nodes - 1}")
-        if demonstrations < 1:
-            raise UsageError(f"demonstrations={demonstrations} must be at least 1")
-        for name, share in (("min_noise", min_noise), ("faults", faults)):
-            if not 0 <= share <= 1:
-                raise UsageError(f"{name}={share} must lie between 0 and 1")
-        if not preference_scale > 0:
-            raise UsageError(f"preference_scale={preference_scale} must be positive")
-        self.edges = random_graph(LETTERS[:n_nodes], out_degree, graph_seed)
+    #: Decides the graph, so that all stages of a pipeline share it, and nothing else.
+    graph_seed: int = 0
+    #: Nodes of the graph, one letter for each.
+    n_nodes: int = 20
+    #: Edges that leave a node. One of them belongs to a round trip through all nodes, so every node is reached from
+    #: every other.
+    out_degree: int = 3
+    #: Shortest distance from start to goal that makes a question.
+    min_distance: int = 2
+    #: Walks per question in the training records, which are the questions over and over; test records have one each.
+    demonstrations: int = 20
+    #: Longest demonstration, in steps; None: three times the longest of the shortest paths.
+    max_length: int | None = None
+    #: A demonstration takes a random edge instead of a shortest one with a probability that is drawn for every walk
+    #: between this and 1.
+    min_noise: float = 0.5
+    #: κ; of two walks the first is chosen with probability σ(κ (u_1 - u_2)).
+    preference_scale: float = 10.0
+    #: Share of compared walks that are spoiled: a letter changed, dropped or added, or the end cut off.
+    faults: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("n_nodes", 4, len(LETTERS))
+        self._require("out_degree", 2, self.n_nodes - 1)
+        self._require("demonstrations", 1)
+        self._require("min_noise", 0, 1)
+        self._require("faults", 0, 1)
+        if not self.preference_scale > 0:
+            raise UsageError(f"preference_scale={self.preference_scale} must be positive")
+        self.edges = random_graph(LETTERS[: self.n_nodes], self.out_degree, self.graph_seed)
         #: Steps of the shortest path, by start and goal.
         self.distance = {start: distances(self.edges, start) for start in self.edges}
         farthest = max(max(row.values()) for row in self.distance.values())
-        if not 1 <= min_distance <= farthest:
-            raise UsageError(
-                f"min_distance={min_distance} must lie between 1 and {farthest}, the graph's largest distance"
-            )
-        self.max_length = 3 * farthest if max_length is None else max_length
-        if self.max_length < farthest:
-            raise UsageError(f"max_length={max_length} must be at least {farthest}, the graph's largest distance")
-        self.min_distance = min_distance
-        self.demonstrations = demonstrations
-        self.min_noise = min_noise
-        self.preference_scale = preference_scale
-        self.faults = faults
+        self._require("min_distance", 1, farthest)
+        self.max_length = 3 * farthest if self.max_length is None else self.max_length
+        self._require("max_length", farthest)
         self.size = sum(1 for _ in self.questions())
 
     # ---------------------------------------------------------------- questions and answers
@@ -107,28 +84,18 @@ class Paths(Task):
         """As every task's; the training questions come ``demonstrations`` times, each time with another walk."""
         if split != "train":
             return super().records(split, n)
-        self._check_request(split, n)
-        questions = self._shuffled(split)
-        n = len(questions) * self.demonstrations if n is None else n
-        self._enough(split, n, len(questions) * self.demonstrations)
-        rng = random.Random(stream_seed(self.seed, 0, f"demonstrations/{split}"))
+        questions = self._choose(split, None)
+        exist = len(questions) * self.demonstrations
+        n = exist if n is None else self._enough(split, n, exist)
+        rng = self._generator("demonstrations", split)
         return [self.record(questions[i % len(questions)], rng) for i in range(n)]
-
-    def _shuffled(self, split: str) -> list[Question]:
-        self._check_request(split, None)
-        return self._choose(split, None, random.Random(stream_seed(self.seed, 0, f"questions/{split}")))
 
     def key(self, question: Question) -> str:
         return f"{question['start']}>{question['goal']}"
 
     def solve(self, question: Question, rng: random.Random) -> Record:
         start, goal = question["start"], question["goal"]
-        return {
-            "answer": self.shortest(start, goal),
-            "completion": self.walk(start, goal, rng),
-            "start": start,
-            "goal": goal,
-        }
+        return {"answer": self.shortest(start, goal), "completion": self.walk(start, goal, rng), **question}
 
     def is_correct(self, answer: str, record: Record) -> bool:
         """Returns whether the walk is a shortest path; there may be several."""
@@ -139,13 +106,7 @@ class Paths(Task):
         return self.optimality(completion.strip(), record["start"], record["goal"])
 
     def optimality(self, walk: str, start: str, goal: str) -> float:
-        """Returns the utility of a walk, in [0, 1].
-
-        Args:
-            walk: the nodes stepped on after ``start``.
-            start: where it begins.
-            goal: where it should end.
-        """
+        """Returns the utility of a walk, the nodes stepped on after ``start``, in [0, 1]."""
         if not walk or walk[-1] != goal:
             return 0.0
         if any(there not in self.edges.get(here, "") for here, there in itertools.pairwise(start + walk)):
@@ -164,10 +125,11 @@ class Paths(Task):
 
     def walk(self, start: str, goal: str, rng: random.Random) -> str:
         """Returns a noisy walk from start to goal, of at most ``max_length`` steps; longer ones are drawn again."""
+        longest = self.max_length or 0
         while True:
             noise = rng.uniform(self.min_noise, 1)
             path, here = "", start
-            while here != goal and len(path) < self.max_length:
+            while here != goal and len(path) < longest:
                 steps = self.edges[here]
                 if rng.random() >= noise:
                     steps = "".join(node for node in steps if self._is_nearer(node, here, goal))
@@ -183,14 +145,8 @@ class Paths(Task):
         """Returns a walk with one fault: a letter changed, dropped or added, or the end cut off."""
         place = rng.randrange(len(walk))
         letter = rng.choice(list(self.edges))
-        return rng.choice(
-            [
-                walk[:place] + letter + walk[place + 1 :],
-                walk[:place] + walk[place + 1 :],
-                walk[:place] + letter + walk[place:],
-                walk[:place],
-            ]
-        )
+        before, after = walk[:place], walk[place + 1 :]
+        return rng.choice([before + letter + after, before + after, before + letter + walk[place:], before])
 
     # ---------------------------------------------------------------- preferences
 
@@ -208,8 +164,7 @@ class Paths(Task):
         Raises:
             UsageError: an unknown split, or a question with one answer only.
         """
-        questions = self._shuffled(split)
-        rng = random.Random(stream_seed(self.seed, 0, f"preferences/{split}"))
+        questions, rng = self._choose(split, None), self._generator("preferences", split)
         compared = []
         for question in itertools.islice(itertools.cycle(questions), DRAWN if n is None else n):
             record = self.record(question, rng)
@@ -256,3 +211,34 @@ class Paths(Task):
     def _candidate(self, record: Record, rng: random.Random) -> str:
         walk = self.walk(record["start"], record["goal"], rng)
         return self.spoil(walk, rng) if rng.random() < self.faults else walk
+
+
+def random_graph(nodes: str, out_degree: int, seed: int) -> dict[str, str]:
+    """The successors of each node, in alphabetical order, of a graph in which every node is reached from every other.
+
+    Args:
+        nodes: their letters.
+        out_degree: edges that leave each.
+        seed: of the graph.
+    """
+    rng = random.Random(stream_seed(seed, 0, "graph"))
+    trip = rng.sample(nodes, len(nodes))
+    following = dict(zip(trip, trip[1:] + trip[:1], strict=True))
+    edges = {}
+    for node in nodes:
+        others = [other for other in nodes if other not in (node, following[node])]
+        edges[node] = "".join(sorted([following[node], *rng.sample(others, out_degree - 1)]))
+    return edges
+
+
+def distances(edges: dict[str, str], start: str) -> dict[str, int]:
+    """Steps of the shortest path from ``start`` to every node, by breadth-first search."""
+    reached = {start: 0}
+    queue = deque([start])
+    while queue:
+        here = queue.popleft()
+        for node in edges[here]:
+            if node not in reached:
+                reached[node] = reached[here] + 1
+                queue.append(node)
+    return reached

@@ -47,22 +47,14 @@ class ReasoningGym(Task):
         template: the prompt, with the field ``question``.
         chat: prompts are user messages.
         **config: the dataset's own settings.
-
-    Raises:
-        UsageError: an unknown dataset, or settings that it refuses.
     """
 
     name = "reasoning_gym"
 
     def __init__(
-        self,
-        seed: int = 0,
-        dataset: str = "chain_sum",
-        think_format: bool = False,
-        template: str | None = None,
-        chat: bool = False,
-        **config: Any,
-    ) -> None:
+        self, seed: int = 0, dataset: str = "chain_sum", think_format: bool = False, template: str | None = None,
+        chat: bool = False, **config: Any,
+    ) -> None:  # fmt: skip
         super().__init__(seed, think_format, template, chat)
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
@@ -111,15 +103,9 @@ class ReasoningGym(Task):
 
 
 def secure_scorer(dataset: Any) -> bool:
-    """Keeps a dataset's scorer, and those of datasets that it is composed of, from running an answer as code.
-
-    Where a scorer calls ``eval`` to read lists, its module gets ``ast.literal_eval`` by that name.
-
-    Returns:
-        Whether a scorer hands answers to SymPy's parser, so that they must be checked beforehand.
-
-    Raises:
-        UsageError: a scorer that runs text as code in another way, which nothing here can make safe.
+    """Keeps a dataset's scorer, and those of datasets that it is composed of, from running an answer as code: where one
+    calls ``eval`` to read lists, its module gets ``ast.literal_eval`` by that name. Returns whether one hands answers
+    to SymPy's parser, so that they must be checked beforehand.
     """
     parts = getattr(dataset, "datasets", None)
     if isinstance(parts, dict):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from datamodules.language.tasks import make_task
-from datamodules.language.tasks.expression import ParseError, evaluate
+from datamodules.language.tasks.countdown import ParseError, evaluate
 from rl_modules.common.errors import UsageError
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
