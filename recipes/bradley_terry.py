@@ -78,18 +78,6 @@ def maximum_likelihood_strengths(players: list[str], wins: Wins, tolerance: floa
 
     with W_i the games that i won and n_ij those that i and j played.
 
-    Args:
-        players: their names.
-        wins: games won, by (winner, loser).
-        tolerance: largest change of a strength in the last round.
-
-    Returns:
-        s, [players] float64.
-
-    Raises:
-        UsageError: a group of players won (or lost) every game against the others, so that the likelihood has no
-            maximum at finite strengths.
-
     Source: Zermelo 1929; Hunter 2004, "MM algorithms for generalized Bradley-Terry models", eq. 3, and its
         assumption 1 for the error.
     """

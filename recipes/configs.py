@@ -28,11 +28,7 @@ def short_name(argument: str) -> str:
 
 
 def find(name: str) -> Path:
-    """Returns the file that ``--config name`` means: a path, or an installed config.
-
-    Raises:
-        UsageError: neither exists; offers the nearest names.
-    """
+    """Returns the file that ``--config name`` means: a path, or an installed config."""
     if Path(name).is_file():
         return Path(name)
     for candidate in (name, f"{name}.yaml"):
@@ -77,11 +73,7 @@ def header(name: str) -> list[str]:
 
 
 def copy(name: str, target: str) -> Path:
-    """Copies an installed config to ``target``, a file or an existing folder.
-
-    Raises:
-        UsageError: no such config, or the target exists already.
-    """
+    """Copies an installed config to ``target``, a file or an existing folder."""
     source, path = find(name), Path(target)
     if path.is_dir():
         path = path / source.name

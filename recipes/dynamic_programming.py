@@ -28,14 +28,7 @@ _MOST_ROWS = 24
 
 
 def main(args: list[str] | None = None) -> None:
-    """Prints V*, the best policy and the best return of an environment.
-
-    Args:
-        args: the command line without the program's name; None: ``sys.argv``.
-
-    Raises:
-        SystemExit: with 1 after an error, in one sentence.
-    """
+    """Prints V*, the best policy and the best return of an environment."""
     parser = Parser("python -m recipes.dynamic_programming", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--env_id", help="environment with a transition table; default: the checkpoint's")
     parser.add_argument("--ckpt_path", help="checkpoint of MonteCarlo, SARSA or QLearning to compare with the solution")
@@ -57,22 +50,7 @@ def solve(
     max_episode_steps: int | None = None,
     picture: str | None = None,
 ) -> Tensor:
-    """Solves an environment by value iteration over its own transition table, and prints the solution.
-
-    Args:
-        env_id: Gymnasium id or ``package.module:callable``; None: the checkpoint's.
-        ckpt_path: checkpoint of a tabular agent; its table is printed after the solution.
-        gamma: discount γ, in [0, 1]; None: the checkpoint's, or 0.99.
-        max_episode_steps: time limit that returns are computed for; None: the environment's own.
-        picture: PNG file for the value map of a grid world.
-
-    Returns:
-        Q*, [states, A] float64.
-
-    Raises:
-        UsageError: no environment is named, it has no transition table, the checkpoint is of another environment, or γ
-            is out of range; or the checkpoint names code of another package, which only a user may choose to run.
-    """
+    """Solves an environment by value iteration over its own transition table, and prints the solution."""
     agent, saved = (None, {}) if ckpt_path is None else _load(ckpt_path)
     if env_id is None:
         if agent is None:

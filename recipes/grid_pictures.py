@@ -16,16 +16,7 @@ _OVERSAMPLING = 2
 
 
 def draw_values(q: Tensor, model: TransitionModel, title: tuple[str, ...] = ()) -> np.ndarray:
-    """Draws a heat map of max_a Q(s, a) with an arrow for every best action.
-
-    Args:
-        q: [S, A], in units of return.
-        model: of a grid world; ``cells`` must not be None.
-        title: lines above the picture.
-
-    Returns:
-        Pixels [H, W, 3], uint8.
-    """
+    """Draws a heat map of max_a Q(s, a) with an arrow for every best action."""
     assert model.cells is not None
     rows, columns = len(model.cells), len(model.cells[0])
     scale = _CELL * _OVERSAMPLING

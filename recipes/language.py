@@ -20,11 +20,7 @@ SHOWN = ("eval/pass@1", "train/reward", "eval/accuracy", "train/accuracy", "trai
 
 
 class StepProgressBar(TransitionProgressBar):
-    """Shows the share of optimizer steps done, steps per second, the time left, success and loss.
-
-    Args:
-        refresh_s: seconds between two redraws.
-    """
+    """Shows the share of optimizer steps done, steps per second, the time left, success and loss."""
 
     unit = "steps"
     _started = 0.0, 0
@@ -56,12 +52,6 @@ class CompletionWriter(EpisodeWriter):
     """Writes one row per held-out completion: prompt, completion, length, whether it is correct, every reward.
 
     For a reward model it writes one row per held-out pair: prompt, both answers and their rewards.
-
-    Args:
-        path: a file ending in ``.csv`` or ``.jsonl``; an existing one is replaced.
-
-    Raises:
-        UsageError: another ending, or a folder that does not exist.
     """
 
     rows_are = "completions"
@@ -108,17 +98,7 @@ def task_name(settings: Any) -> str | None:
 
 
 def require_room(model: Any, data: Any, fits: bool) -> None:
-    """Refuses a completion length that leaves no room for a prompt, before a run begins.
-
-    Args:
-        model: a language module. Its tokenizer and config are loaded, and compared.
-        data: its datamodule.
-        fits: whether a run begins, rather than an evaluation alone.
-
-    Raises:
-        UsageError: ``max_completion_length`` takes all positions of the model, and it was given or completions are
-            written. A default that is not used is ignored.
-    """
+    """Refuses a completion length that leaves no room for a prompt, before a run begins."""
     longest, wanted = model.max_length, model.hparams.get("max_completion_length")
     if wanted is None or wanted < longest:
         return
@@ -161,20 +141,7 @@ def since_resumed(part: int, whole: int) -> str:
 
 
 def export(ckpt_path: str | None, output: str | None, model: str | None = None) -> Path:
-    """Writes a checkpoint's model as a Hugging Face directory.
-
-    Args:
-        ckpt_path: the checkpoint.
-        output: the directory; created if it does not exist.
-        model: import path of the algorithm's class, if it is not in ``rl_modules``.
-
-    Returns:
-        The directory.
-
-    Raises:
-        UsageError: an argument is missing, the file is not a language model's checkpoint, or the directory is not
-            empty.
-    """
+    """Writes a checkpoint's model as a Hugging Face directory."""
     if ckpt_path is None or output is None:
         raise UsageError("export takes --ckpt_path PATH and --output FOLDER")
     if not Path(ckpt_path).is_file():

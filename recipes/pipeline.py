@@ -102,15 +102,7 @@ class Pipeline:
         return folder
 
     def earlier(self, name: str, after: Path) -> Path | None:
-        """Returns the folder of a stage that an earlier run completed on the same inputs.
-
-        Args:
-            name: the stage's name.
-            after: folder of a stage whose current outputs it must have read.
-
-        Returns:
-            The folder, whose stage is added to ``seconds`` and ``memory``; None if there is no such stage.
-        """
+        """Returns the folder of a stage that an earlier run completed on the same inputs."""
         record = _record(self.folder / name)
         if "done_at" not in record or record["after"].get(after.name) != _record(after).get("done_at"):
             return None
@@ -176,12 +168,7 @@ class Pipeline:
     # ---------------------------------------------------------------- results
 
     def table(self, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> None:
-        """Prints a table and writes it to ``results.md``.
-
-        Args:
-            rows: metrics by the stage's name.
-            columns: which metrics.
-        """
+        """Prints a table and writes it to ``results.md``."""
         lines = [f"| stage | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
         for name, row in rows.items():
             cells = [_number(row[column]) if column in row else "" for column in columns]
@@ -192,12 +179,7 @@ class Pipeline:
         print(f"\n{text}")
 
     def curves(self, stages: Sequence[str], metrics: Sequence[str]) -> Path:
-        """Draws the curves of all stages into ``curves.png``, one stage after the other over the optimizer step.
-
-        Args:
-            stages: names of training stages.
-            metrics: names of curves, one panel each; a stage may lack some.
-        """
+        """Draws the curves of all stages into ``curves.png``, one stage after the other over the optimizer step."""
         points = {stage: scalars(self.folder / stage / "run") for stage in stages}
         path = self.folder / "curves.png"
         draw_curves(points, metrics).save(path)
@@ -208,11 +190,6 @@ class Pipeline:
 def changes(old: Any, new: Any, name: str = "settings") -> list[str]:
     """Returns the settings that differ, as ``model.beta: 0.5 → 1.0``; a text of several lines, such as a config, by
     name only.
-
-    Args:
-        old: plain data.
-        new: plain data.
-        name: of what they are.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         names = dict.fromkeys([*old, *new])

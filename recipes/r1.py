@@ -45,14 +45,7 @@ CURVES = (
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the pipeline; prints a table of each stage's metrics.
-
-    Args:
-        args: the command line; None: ``sys.argv``.
-
-    Raises:
-        SystemExit: with 1 after an error, which is printed in one sentence.
-    """
+    """Runs the pipeline; prints a table of each stage's metrics."""
     run_command(run, parse, args)
 
 
@@ -149,15 +142,6 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
 
     This judge replaces people, who prefer an answer that is right and short. Nine tenths of the prompts go to
     ``train.jsonl``, the others to ``test.jsonl``.
-
-    Args:
-        config: of the policy's training, which says what task and how it is sampled.
-        arguments: options beside it.
-        n_prompts: eight completions are written to each.
-        folder: for the files.
-
-    Raises:
-        UsageError: the data is no task, or hardly any completions differ.
     """
     from rl_modules.common.seeding import stream_seed
 
@@ -184,11 +168,7 @@ def write_preferences(config: str, arguments: dict[str, str], n_prompts: int, fo
 
 
 def require_task(data: Any) -> None:
-    """Raises where there are no training prompts that completions could be written to.
-
-    Raises:
-        UsageError: the data is no task.
-    """
+    """Raises where there are no training prompts that completions could be written to."""
     if data.task is None:
         raise UsageError(f"{data.source} is no task, whose training prompts the preferences are about; run r1 without "
                          "--final")  # fmt: skip

@@ -62,14 +62,7 @@ COLUMNS = {
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the pipeline; prints and draws each stage's metrics.
-
-    Args:
-        args: the command line; None: ``sys.argv``.
-
-    Raises:
-        SystemExit: with 1 after an error, which is printed in one sentence.
-    """
+    """Runs the pipeline; prints and draws each stage's metrics."""
     run_command(run, parse, args)
 
 
@@ -165,16 +158,7 @@ def compared(
     pipeline: Pipeline, given: argparse.Namespace, options: dict[str, dict[str, str]], name: str, model: Path,
     after: Sequence[Path],
 ) -> Path:  # fmt: skip
-    """Runs a stage of comparisons of a policy's samples; returns its folder.
-
-    Args:
-        pipeline: of the stage.
-        given: the command's arguments.
-        options: of each stage.
-        name: of the stage.
-        model: the policy's directory.
-        after: folders of the stages before.
-    """
+    """Runs a stage of comparisons of a policy's samples; returns its folder."""
     # The trained policy: the config's settings of a new model do not apply.
     policy = {"seed_everything": str(given.seed), "model.model_name_or_path": str(model), "model.model_config": "null",
               **writing_options(options["sft"]), **options["preferences"]}  # fmt: skip
@@ -195,19 +179,7 @@ def learn_directly(
     pipeline: Pipeline, given: argparse.Namespace, options: dict[str, dict[str, str]], sft: Path, pairs: Path,
     measure: Callable[[str, Path, list[Path]], None],
 ) -> list[str]:  # fmt: skip
-    """DPO on the comparisons, and further rounds on comparisons of the samples of the last round's policy.
-
-    Args:
-        pipeline: of the stages.
-        given: the command's arguments.
-        options: of each stage.
-        sft: directory of the policy that it starts from.
-        pairs: folder of the comparisons.
-        measure: evaluates a policy, from the row's name, its directory and the stages before.
-
-    Returns:
-        Names of the training stages.
-    """
+    """DPO on the comparisons, and further rounds on comparisons of the samples of the last round's policy."""
     model, done, trained = sft, [sft.parent, pairs], []
     for number in range(1, given.rounds + 1):
         name = "dpo" if number == 1 else f"dpo_{number}"
@@ -223,13 +195,7 @@ def learn_directly(
 
 
 def add_earlier(pipeline: Pipeline, rows: dict[str, dict[str, float]], pairs: Path) -> None:
-    """Adds rows of the other variant, if an earlier command ran it on the same comparisons.
-
-    Args:
-        pipeline: of both.
-        rows: the table so far, by stage.
-        pairs: folder of the comparisons.
-    """
+    """Adds rows of the other variant, if an earlier command ran it on the same comparisons."""
     if found := pipeline.earlier("sft_evaluation", pairs):  # with the score of the reward model
         rows["sft"] = json.loads((found / "metrics.json").read_text("utf-8"))
     stages = ["reward_model", "ppo", "dpo", *sorted(path.name for path in pipeline.folder.glob("dpo_[0-9]*"))]
@@ -239,13 +205,7 @@ def add_earlier(pipeline: Pipeline, rows: dict[str, dict[str, float]], pairs: Pa
 
 
 def summarise(pipeline: Pipeline, rows: dict[str, dict[str, float]], trained: Sequence[str]) -> None:
-    """Prints the table, with the optimizer steps, time and memory of each training, and draws the curves.
-
-    Args:
-        pipeline: of the stages.
-        rows: metrics by stage.
-        trained: the training stages of this command.
-    """
+    """Prints the table, with the optimizer steps, time and memory of each training, and draws the curves."""
     order = ["sft", "reward_model", "ppo"]
     table = {}
     for name in sorted(rows, key=lambda name: (order.index(name) if name in order else len(order), name)):
@@ -275,17 +235,6 @@ def write_preferences(
     therefore have several temperatures, as Stiennon et al. compare samples of several policies. Each completion is
     compared with several others, as Ouyang et al. compare all pairs of a prompt's completions, because completions cost
     more than comparisons.
-
-    Args:
-        config: the ``rl`` config of the policy's training, which says which task.
-        arguments: options beside it.
-        samples: completions of each prompt at each temperature.
-        temperatures: of the samples, which are paired at random, whatever their temperatures.
-        comparisons: number of times that the completions of a prompt are paired.
-        folder: for ``train.jsonl``, about the training prompts, and ``test.jsonl``, about the held-out ones.
-
-    Raises:
-        UsageError: the data is no task that can compare.
     """
     from rl_modules.common.seeding import stream_seed
 
@@ -314,11 +263,7 @@ def write_preferences(
 
 
 def require_comparisons(data: Any) -> None:
-    """Raises an error if the data can't compare completions.
-
-    Raises:
-        UsageError: the data is not a task with comparisons.
-    """
+    """Raises an error if the data can't compare completions."""
     if not hasattr(data.task, "compare"):
         raise UsageError(f"{data.source} can't compare completions, which the preferences come from; task paths can")
 

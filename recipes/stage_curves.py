@@ -15,13 +15,7 @@ _PANEL, _TOP, _LEFT, _RIGHT = 150, 44, 80, 10
 def draw_curves(
     points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], metrics: Sequence[str], width: int = 900
 ) -> Image.Image:
-    """Draws the curves of several stages, one after the other, in one panel per metric.
-
-    Args:
-        points: by stage, by metric: (step, value), the steps of each stage from 0.
-        metrics: one panel each, in this order; metrics that no stage has get no panel.
-        width: of the picture, in pixels.
-    """
+    """Draws the curves of several stages, one after the other, in one panel per metric."""
     shown = [metric for metric in metrics if any(metric in curves for curves in points.values())]
     length = {stage: max((c[-1][0] for c in curves.values() if c), default=1) for stage, curves in points.items()}
     scale = (width - _LEFT - _RIGHT) / (sum(length.values()) or 1)
@@ -68,13 +62,7 @@ def _mark_steps(pen: Any, font: Any, length: Mapping[str, int], scale: float, bo
 
 
 def round_numbers(low: float, high: float, at_most: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from at or below ``low`` to at or above ``high``.
-
-    Args:
-        low: least value.
-        high: largest value; where it equals ``low`` the numbers surround both.
-        at_most: how many steps there are between the numbers.
-    """
+    """Multiples of 1, 2 or 5 times a power of ten, from at or below ``low`` to at or above ``high``."""
     if high <= low:
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / at_most))

@@ -17,16 +17,7 @@ PROCESSES = ("trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 
 def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], args: list[str] | None) -> None:
-    """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages.
-
-    Args:
-        run: the pipeline.
-        parse: converts the words to the pipeline's arguments.
-        args: the words; None: ``sys.argv``'s.
-
-    Raises:
-        SystemExit: with 1 after an error, which is printed in one sentence.
-    """
+    """Runs a pipeline's command, ``run(*parse(args))``, without the libraries' messages."""
     from recipes.cli.terminal import quiet
 
     quiet()
@@ -40,17 +31,7 @@ def run_command(run: Callable[..., None], parse: Callable[[list[str]], tuple], a
 def stage_options(
     words: Sequence[str], stages: Sequence[str], own: Iterable[str], example: str
 ) -> dict[str, dict[str, str]]:
-    """Each stage's options by dotted name, from words such as ``--ppo.model.beta=0.05``.
-
-    Args:
-        words: of the command line.
-        stages: the names that there are.
-        own: names of the pipeline's own options.
-        example: a word that is right, for the message.
-
-    Raises:
-        UsageError: a word that is no option of a stage.
-    """
+    """Each stage's options by dotted name, from words such as ``--ppo.model.beta=0.05``."""
     options: dict[str, dict[str, str]] = {stage: {} for stage in stages}
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -67,15 +48,6 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> di
 
     Each is parsed, and its classes are instantiated: names, types, ranges, and whether the model and the datamodule
     belong together. The models and files that earlier stages will write are not required yet.
-
-    Args:
-        stages: by name the command (``fit`` or ``test``), the config, and options beside it.
-
-    Returns:
-        The datamodule of each.
-
-    Raises:
-        UsageError: names the stage.
     """
     from recipes.cli import config_files
     from recipes.cli.options import refuse_keys
@@ -97,11 +69,7 @@ def check_stages(stages: Mapping[str, tuple[str, str, Mapping[str, str]]]) -> di
 
 
 def world_size(words: Sequence[str]) -> int:
-    """Number of processes that ``rl fit`` trains in.
-
-    Args:
-        words: its arguments.
-    """
+    """Number of processes that ``rl fit`` trains in."""
     return int(checked("fit", words).trainer.world_size)
 
 
@@ -124,14 +92,7 @@ def checked(command: str, words: Sequence[str]) -> Any:
 
 
 def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Returns options for a pipeline's own use of a policy, on one device.
-
-    Args:
-        arguments: options by dotted name.
-
-    Raises:
-        UsageError: several devices are asked for.
-    """
+    """Returns options for a pipeline's own use of a policy, on one device."""
     devices = str(arguments.get("trainer.devices", "1"))
     if devices != "1":
         raise UsageError(f"trainer.devices={devices}: evaluations and comparisons run in the pipeline's own process; "
@@ -140,43 +101,25 @@ def in_one_process(arguments: Mapping[str, str]) -> dict[str, str]:
 
 
 def writing_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Returns the options of a policy's stage that determine its prompts and completions in an evaluation.
-
-    Args:
-        options: of the stage, by dotted name.
-    """
+    """Returns the options of a policy's stage that determine its prompts and completions in an evaluation."""
     names = {f"model.{name}" for name in ("max_completion_length", "top_k", "min_p", "repetition_penalty")}
     return {key: value for key, value in options.items() if key.startswith("data.") or key in names}
 
 
 def check_folder(folder: str) -> None:
-    """Raises where a pipeline's folder can't be made.
-
-    Raises:
-        UsageError: it, or one above it, is a file.
-    """
+    """Raises where a pipeline's folder can't be made."""
     if blocked := next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None):
         raise UsageError(f"folder {folder} is a file" if blocked == Path(folder) else
                          f"folder {folder} lies below {blocked}, which is a file")  # fmt: skip
 
 
 def rl_words(config: str, arguments: Mapping[str, str]) -> list[str]:
-    """Returns the arguments of an ``rl`` command.
-
-    Args:
-        config: a YAML file, or the name of an installed config.
-        arguments: options beside it, by dotted name.
-    """
+    """Returns the arguments of an ``rl`` command."""
     return ["--config", str(configs.find(config)), *(f"--{key}={value}" for key, value in arguments.items())]
 
 
 def evaluate(config: str, arguments: dict[str, str]) -> dict[str, float]:
-    """Returns the metrics of ``rl test`` on held-out records, by name, ``eval/…``.
-
-    Args:
-        config: an ``rl`` config.
-        arguments: options beside it.
-    """
+    """Returns the metrics of ``rl test`` on held-out records, by name, ``eval/…``."""
     from recipes.cli.lightning_cli import RLCLI
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -207,17 +150,7 @@ class Policy:
     def write(
         self, records: Sequence[dict[str, Any]], seeds: Sequence[int], num_generations: int, **sampling: Any
     ) -> tuple[list[str], list[list[int]], list[bool]]:
-        """Writes completions of records' prompts, with the chat template and system prompt of the policy's training.
-
-        Args:
-            records: P of them.
-            seeds: one per completion, P · num_generations.
-            num_generations: completions per prompt, which stand next to each other.
-            sampling: settings that differ from the module's own.
-
-        Returns:
-            Texts, token ids, and whether each completion has come to its end.
-        """
+        """Writes completions of records' prompts, with the chat template and system prompt of the policy's training."""
         import torch
 
         prompts = self.data.encode_prompts([record["prompt"] for record in records], list(records))
@@ -246,12 +179,7 @@ class Policy:
 
 
 def load_policy(config: str, arguments: dict[str, str]) -> Policy:
-    """Loads the policy of an ``rl`` config, ready to write completions.
-
-    Args:
-        config: an ``rl`` config.
-        arguments: options beside it.
-    """
+    """Loads the policy of an ``rl`` config, ready to write completions."""
     from rl_modules.language.precision import adopt_precision
 
     cli = instantiate(config, arguments)

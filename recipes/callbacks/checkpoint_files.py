@@ -44,10 +44,6 @@ def rotate(folder: Path, keep_previous: bool) -> None:
 
     A whole ``last.ckpt`` exists at any time; on a filesystem without links, while the names change, a whole
     ``previous.ckpt``.
-
-    Args:
-        folder: of the three files.
-        keep_previous: keep the old ``last.ckpt``; else it is replaced.
     """
     last = folder / "last.ckpt"
     if keep_previous and last.exists():

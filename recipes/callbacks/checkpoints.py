@@ -206,15 +206,7 @@ class Checkpoints(ModelCheckpoint):
     # ---------------------------------------------------------------- safe points
 
     def _safe_point(self, trainer: L.Trainer, ends_epoch: bool = False) -> None:
-        """Saves if a checkpoint is due or a signal came; called after the last batch and before the next.
-
-        Args:
-            trainer: of the run.
-            ends_epoch: whether an optimizer step has just ended, for an epoch's last batch makes one in any case.
-
-        Raises:
-            Stopped: after saving, if a signal came.
-        """
+        """Saves if a checkpoint is due or a signal came; called after the last batch and before the next."""
         for observe in self.observers:
             observe(trainer)
         now_s = time.monotonic()
@@ -233,9 +225,6 @@ class Checkpoints(ModelCheckpoint):
     def _wait(self, trainer: L.Trainer) -> None:
         """Saves and stops if a signal came; called within the warm-up of replay, by all ranks together, and within a
         round of whole episodes, which may never end.
-
-        Raises:
-            Stopped: after saving.
         """
         if self.progress is not None:
             self.progress.tick(trainer, time.monotonic())
@@ -361,11 +350,7 @@ def _position(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def require_metric(monitor: str, module: Any) -> None:
-    """Refuses a metric that the algorithm never logs; custom classes may log any.
-
-    Raises:
-        UsageError: names the metrics that it evaluates.
-    """
+    """Refuses a metric that the algorithm never logs; custom classes may log any."""
     known = getattr(module, "evaluation_metrics", None)
     own = type(module).__module__.partition(".")[0] == "rl_modules"
     if own and known is not None and monitor not in known:

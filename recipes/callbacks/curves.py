@@ -27,12 +27,7 @@ def lengths(trainer: L.Trainer) -> dict[str, int]:
 
 
 def cut(folder: Path, kept: dict[str, int]) -> None:
-    """Removes what was logged after a checkpoint from a run's event files.
-
-    Args:
-        folder: of the event files.
-        kept: what :func:`lengths` returned when the checkpoint was written. Files that it does not name are deleted.
-    """
+    """Removes what was logged after a checkpoint from a run's event files."""
     for path in folder.glob(PATTERN):
         if path.name not in kept:
             path.unlink()

@@ -88,12 +88,7 @@ def _last_good(trainer: L.Trainer) -> str:
 
 
 def plain_batch(batch: Any, copy: bool = False) -> Any:
-    """Returns a batch as data that ``torch.load(..., weights_only=True)`` accepts; other objects become their repr.
-
-    Args:
-        batch: of a ``training_step``.
-        copy: copy tensors that are on the CPU already.
-    """
+    """Returns a batch as data that ``torch.load(..., weights_only=True)`` accepts; other objects become their repr."""
     if isinstance(batch, Tensor):
         return batch.detach().to("cpu", copy=copy)
     if isinstance(batch, dict):

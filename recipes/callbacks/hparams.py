@@ -12,13 +12,6 @@ def write_hparams(
     """Writes a run's row of the HPARAMS tab, and its metrics as points of their curves.
 
     TensorBoard sorts settings by name, but puts those first that differ between runs, and selects the first five.
-
-    Args:
-        logger: of the run.
-        settings: numbers, strings and booleans by name.
-        chosen: names of the settings to show first.
-        metrics: at least one; the tab reads their values from the curves of these names.
-        step: place on the x-axis.
     """
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams

@@ -64,14 +64,7 @@ _CONTROL = {**_RETURN, "length of episodes": ["rollout/ep_len_mean"], "speed": [
 
 
 def layout_of(module: Any) -> dict[str, dict[str, list[Any]]]:
-    """Returns the layout for ``SummaryWriter.add_custom_scalars``.
-
-    Args:
-        module: the algorithm; a subclass gets its base's charts.
-
-    Returns:
-        Charts of several curves by title, below the algorithm's name.
-    """
+    """Returns the layout for ``SummaryWriter.add_custom_scalars``."""
     names = [cls.__name__ for cls in type(module).__mro__]
     charts = next((CHARTS[name] for name in names if name in CHARTS), _CONTROL)
     # TensorBoard reads tags as regular expressions.

@@ -10,9 +10,6 @@ def log_folder(trainer: L.Trainer) -> Path:
     """Returns the run's own folder, in which its checkpoints are, for the first rank.
 
     ``Trainer.log_dir`` makes all ranks communicate, and with Weights & Biases it is the folder of all runs.
-
-    Args:
-        trainer: of the run.
     """
     if not trainer.loggers:
         return Path(trainer.default_root_dir)

@@ -26,16 +26,7 @@ def settings_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def apply_changes(trainer: L.Trainer, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Applies and prints the settings that differ from those of the checkpoint's run.
-
-    Args:
-        trainer: its optimizers and schedulers have loaded the checkpoint's state.
-        saved: :func:`settings_of` the run that wrote the checkpoint.
-        now: :func:`settings_of` this run.
-
-    Raises:
-        UsageError: the class of an optimizer or scheduler differs, so that its state can't be used.
-    """
+    """Applies and prints the settings that differ from those of the checkpoint's run."""
     for kind in ("optimizers", "lr_schedulers"):
         before, after = ([part["class"] for part in settings[kind]] for settings in (saved, now))
         if before != after:

@@ -12,10 +12,6 @@ class ProgressLines:
 
     It is not a callback, because Lightning calls each callback about ten times per batch. ``Checkpoints`` calls it
     between two batches.
-
-    Args:
-        bar: counts what is done, as the progress bar does.
-        every_s: least seconds between two lines.
     """
 
     def __init__(self, bar: TransitionProgressBar, every_s: float = 30.0) -> None:
@@ -32,12 +28,7 @@ class ProgressLines:
         self._done_before = self.bar.counts(trainer)[0]
 
     def tick(self, trainer: Any, now_s: float) -> None:
-        """Prints a line if one is due.
-
-        Args:
-            trainer: of the run.
-            now_s: ``time.monotonic()``.
-        """
+        """Prints a line if one is due."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + self.every_s

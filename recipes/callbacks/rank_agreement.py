@@ -20,13 +20,7 @@ class RankAgreement:
         self._steps, self._every, self._agreed_s = 0, 1, 0.0
 
     def decide(self, trainer: L.Trainer, stop: int, is_due: bool) -> tuple[int, bool]:
-        """Returns the signal that any rank received and whether rank 0 wants to save; called once per optimizer step.
-
-        Args:
-            trainer: of this rank.
-            stop: the signal that this rank received; 0: none.
-            is_due: whether this rank wants to save.
-        """
+        """Returns the signal that any rank received, and whether rank 0 wants to save; called once per step."""
         if trainer.world_size == 1:
             return stop, is_due
         self._steps += 1

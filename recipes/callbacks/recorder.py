@@ -83,11 +83,7 @@ def record_episodes(
 
 
 def environment_to_film(data: ControlDataModule) -> Any:
-    """Makes an environment of evaluation that renders frames.
-
-    Raises:
-        UsageError: the environment does not take ``render_mode``, or it is a vector.
-    """
+    """Makes an environment of evaluation that renders frames."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display
     try:
         env = make_env(data.env_id, {**data.eval_env_kwargs, "render_mode": "rgb_array"}, data.eval_wrappers)

@@ -9,13 +9,7 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """Training was stopped by a signal after a checkpoint was written.
-
-    Args:
-        signum: the signal.
-        checkpoint: path of the checkpoint.
-        number: of the run's folder, if ``--resume`` alone would take another, newer run.
-    """
+    """Training was stopped by a signal after a checkpoint was written."""
 
     def __init__(self, signum: int, checkpoint: Any, number: int | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}; the run is saved in {checkpoint}")
@@ -31,9 +25,6 @@ def end_at_sigterm(trainer: Any) -> None:
 
     Lightning's handler calls a collective on the signalled rank only, so the run hangs. While a run trains and writes
     checkpoints, :class:`StopRequests` handles the signal instead. SLURM jobs that Lightning requeues are unchanged.
-
-    Args:
-        trainer: of the run, before it registers its handlers.
     """
     from recipes.callbacks.slurm import requeue_signals  # imports Lightning, which `rl --help` does without
 

@@ -26,15 +26,6 @@ def chosen_classes(args: Sequence[str]) -> dict[str, type]:
 
     The parser finds short names (``--model PPO``) among the imported classes. The others are not imported, so that a
     control task imports no language model.
-
-    Args:
-        args: the words after the command; each config is the path of a file.
-
-    Returns:
-        The class of ``model`` and of ``data``, where they are named.
-
-    Raises:
-        UsageError: an unknown class, a module that can't be imported, or a class of another kind.
     """
     found: dict[str, type] = {}
     for group, path in _named(args):
@@ -60,10 +51,6 @@ def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
 def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
     """Returns a command line in which short names of this project's classes are written in full if an imported user
     module has a class of the same name (``my_ppo.PPO``), because the parser could not choose between them.
-
-    Args:
-        args: the words after the command; each config is the path of a file.
-        folder: where copies of the configs that change are written.
     """
     shared = {group: _shared_names(group) for group in PACKAGES}
     if not any(shared.values()):

@@ -19,15 +19,7 @@ from rl_modules.common.errors import UsageError, did_you_mean
 
 
 def main(args: list[str] | None = None, default_config: str | None = None) -> None:
-    """Runs one command.
-
-    Args:
-        args: the command line without the program's name; None: ``sys.argv``.
-        default_config: installed config to use if the arguments name none.
-
-    Raises:
-        SystemExit: with 0 after help, 1 after an error, 128 + n after stopping at signal n (130: Ctrl-C, 143: SIGTERM).
-    """
+    """Runs one command."""
     args = sys.argv[1:] if args is None else args
     end_with_starter()
     try:

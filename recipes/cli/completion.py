@@ -28,14 +28,7 @@ complete -o default -F _rl rl
 
 
 def script(words: list[str]) -> str:
-    """Returns the completion script of a shell.
-
-    Args:
-        words: the shell's name.
-
-    Raises:
-        UsageError: none, or one for which there is no script.
-    """
+    """Returns the completion script of a shell."""
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f"completion takes the name of a shell, bash or zsh, as in `eval \"$(rl completion bash)\"`; "
                          f"got {' '.join(map(repr, words)) or 'none'}")  # fmt: skip

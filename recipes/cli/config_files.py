@@ -15,17 +15,7 @@ _KINDS = {yaml.SequenceNode: "a list", yaml.ScalarNode: "a single value", yaml.M
 
 
 def check(path: Path) -> set[str]:
-    """Checks that a file is a YAML mapping without duplicate keys.
-
-    Args:
-        path: an existing file.
-
-    Returns:
-        The keys of its first level.
-
-    Raises:
-        UsageError: names the file, the line and what is wrong there.
-    """
+    """Checks that a file is a YAML mapping without duplicate keys."""
     root = _tree(path)
     if root is None:
         raise UsageError(f"{path} is empty; a config has model, data and perhaps trainer (`rl copy ppo/cartpole.yaml "
@@ -41,14 +31,7 @@ def check(path: Path) -> set[str]:
 
 
 def check_order(paths: Sequence[Path]) -> None:
-    """Refuses a file with arguments of a class that a later file names: the parser would not know of which class.
-
-    Args:
-        paths: of the configs, in the order of the command line.
-
-    Raises:
-        UsageError: names both files.
-    """
+    """Refuses a file with arguments of a class that a later file names: the parser would not know of which class."""
     for group in ("model", "data"):
         places = [_place_of_class(path, group) for path in paths]
         if "class" in places and "arguments" in places[: (first := places.index("class"))]:
@@ -69,10 +52,6 @@ def for_evaluation(args: Sequence[str], folder: Path) -> list[str]:
     """Returns a command line whose config files have no keys that only ``fit`` reads.
 
     A training run records its whole config (``config.yaml`` in its folder), and evaluations of it take that file.
-
-    Args:
-        args: the words after the command; each config is the path of a file.
-        folder: where copies of files without the keys are written.
     """
     found: list[str] = []
     pending = iter(args)

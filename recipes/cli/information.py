@@ -26,11 +26,7 @@ OPTIONAL = {
 
 
 def listing(words: list[str]) -> str:
-    """Every installed config with its one-line description; with a word, those that hold it.
-
-    Raises:
-        UsageError: no config has the word in its name or description.
-    """
+    """Every installed config with its one-line description; with a word, those that hold it."""
     if len(words) > 1:
         raise UsageError(f"list takes at most one word, as in `rl list cartpole`; got {' '.join(words)}")
     rows = {name: configs.describe(name) for name in (*configs.names(), *configs.sweeps())}

@@ -35,13 +35,7 @@ from rl_modules.common.pairing import check_pairing
 
 
 class RLCLI(LightningCLI):
-    """One subcommand of ``rl``.
-
-    Args:
-        command: ``fit``, ``validate``, ``test``, ``predict`` or ``record``. Only its parser is built, which halves the
-            time to start.
-        args: the words after the command.
-    """
+    """One subcommand of ``rl``."""
 
     def __init__(self, command: str, args: list[str]) -> None:
         # Lightning's subcommands are methods of the Trainer; `record` takes the arguments of `predict`.

@@ -58,12 +58,7 @@ def refuse_word(word: str) -> str:
 
 
 def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
-    """Returns the sentence for an option that does not exist.
-
-    Args:
-        name: as given, without dashes: ``lr``, ``model.gama``.
-        chosen: the classes of the run by group, where they are known.
-    """
+    """Returns the sentence for an option that does not exist."""
     group, _, rest = name.partition(".")
     rest = rest.removeprefix("init_args.")
     if not rest or group not in GROUPS:
@@ -153,11 +148,7 @@ def arguments_of(cls: type) -> set[str]:
 
 
 def refuse_keys(path: Path, keys: set[str]) -> None:
-    """Refuses unknown keys at the first level of a config file.
-
-    Raises:
-        UsageError: names the file, the key, and where it belongs.
-    """
+    """Refuses unknown keys at the first level of a config file."""
     for key in sorted(keys - {*GROUPS, *ALONE}):
         if near := did_you_mean(key, GROUPS):
             raise UsageError(f"{path}: the key {key!r} means nothing{near}")

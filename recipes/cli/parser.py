@@ -50,13 +50,7 @@ class RLParser(LightningArgumentParser):
 
 
 def add_arguments(parser: LightningArgumentParser, command: str, records: bool) -> None:
-    """Adds the arguments of ``rl`` to those of Lightning's CLI.
-
-    Args:
-        parser: of the command.
-        command: ``fit``, ``validate``, ``test`` or ``predict``.
-        records: whether the command is ``record``, which is parsed as ``predict``.
-    """
+    """Adds the arguments of ``rl`` to those of Lightning's CLI."""
     if records:
         parser.add_argument("--output", type=str, default="videos", help="Folder of the videos.")
         parser.add_argument("--episodes", type=int, default=1, help="Number of episodes to record.")

@@ -66,9 +66,6 @@ def checkpoints_of(run: Path) -> list[Saved]:
     """Returns a run's checkpoints in the order of the run; files of one moment once.
 
     ``best.ckpt`` is left out: it is written within an evaluation, not between two batches.
-
-    Raises:
-        UsageError: the folder is no run, or a checkpoint is damaged.
     """
     if not (run / "config.yaml").exists():
         raise UsageError(f"{run} has no config.yaml; give the folder of a run, as logs/PPO-CartPole-v1/version_0")
@@ -83,13 +80,7 @@ def checkpoints_of(run: Path) -> list[Saved]:
 
 
 class Recomputation(RLCLI):
-    """``rl fit`` of a recorded config in another folder, without a summary.
-
-    Args:
-        args: the words after ``fit``.
-        callbacks: more of them, for the Trainer.
-        observe: called between any two batches, see :attr:`recipes.callbacks.Checkpoints.observers`.
-    """
+    """``rl fit`` of a recorded config in another folder, without a summary."""
 
     def __init__(self, args: list[str], callbacks: Sequence[L.Callback], observe: Any) -> None:
         self.own_callbacks, self.observe = list(callbacks), observe
@@ -112,11 +103,7 @@ class Recomputation(RLCLI):
 
 @contextmanager
 def settings(run: Path, start: Saved | None) -> Iterator[tuple[Path, list[str]]]:
-    """Yields a temporary folder, and the arguments that run ``run`` again in it from ``start`` (None: its beginning).
-
-    Raises:
-        UsageError: the run had several ranks.
-    """
+    """Yields a temporary folder, and the arguments that run ``run`` again in it from ``start`` or its beginning."""
     config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
     trainer = config["trainer"]
     if trainer.get("num_nodes", 1) != 1 or trainer.get("devices") not in ("auto", 1, "1", [0]):

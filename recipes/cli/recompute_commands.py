@@ -27,11 +27,7 @@ def replay_command(args: list[str]) -> None:
 
 
 def verify_command(args: list[str]) -> None:
-    """``rl verify RUN``.
-
-    Raises:
-        SystemExit: 1 where the recomputed run differs.
-    """
+    """``rl verify RUN``."""
     parser = Parser("rl verify", description="Recompute a run from one checkpoint to its last and compare bit for bit.")
     parser.add_argument("run", type=Path, help="folder of the run, for example logs/PPO-CartPole-v1/version_0")
     parser.add_argument("--from", dest="start", default=None,

@@ -14,12 +14,7 @@ from rl_modules.common.errors import UsageError
 
 
 class UpdateRecorder(L.Callback):
-    """Records the batches, losses and gradient norms of one update, then ends the run.
-
-    Args:
-        step: number of the optimizer step, ≥ 1.
-        interactive: open a Python console after the update, with the weights from before it.
-    """
+    """Records the batches, losses and gradient norms of one update, then ends the run."""
 
     def __init__(self, step: int, interactive: bool = False) -> None:
         self.step, self.interactive = step, interactive
@@ -89,20 +84,7 @@ class UpdateRecorder(L.Callback):
 
 
 def replay(run: Path, step: int, output: Path, interactive: bool = False) -> dict[str, Any]:
-    """Rebuilds one update of a run and writes it to a file.
-
-    Args:
-        run: folder of the run.
-        step: number of the update, from 1, as ``global_step`` counts optimizer steps.
-        output: file for ``torch.load(..., weights_only=True)``.
-        interactive: open a Python console with the update, the model and the datamodule.
-
-    Returns:
-        What was written.
-
-    Raises:
-        UsageError: no such run or update.
-    """
+    """Rebuilds one update of a run and writes it to a file."""
     if step < 1:
         raise UsageError(f"step={step} must be at least 1: updates are counted from 1")
     saved = checkpoints_of(run)

@@ -60,12 +60,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Verifies a checkpoint's checksums and loads it; its tensors stay on the disk until they are used.
-
-    Raises:
-        UsageError: the file is damaged, no checkpoint, or holds code. Names the checkpoint before it if that one is
-            whole.
-    """
+    """Verifies a checkpoint's checksums and loads it; its tensors stay on the disk until they are used."""
     try:
         checkpoint = read_checkpoint(path, None, RESUMABLE)
     except DamagedCheckpoint as error:
@@ -79,11 +74,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_newest_whole(path: Path) -> tuple[dict[str, Any], Path]:
-    """Loads a run's last checkpoint, or the newest whole one before it if that one is damaged, with a warning.
-
-    Raises:
-        UsageError: none of them is whole, or the first that is whole is no checkpoint.
-    """
+    """Loads a run's last checkpoint, or the newest whole one before it if that one is damaged, with a warning."""
     try:
         return read(path), path
     except DamagedCheckpoint as error:

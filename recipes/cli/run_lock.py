@@ -15,12 +15,6 @@ def held(folder: Path) -> Iterator[None]:
 
     The lock is a POSIX lock, which forked processes do not inherit, so environments' processes that outlive a killed
     run do not keep it. If the platform or the file system does not support such locks, nothing is locked.
-
-    Args:
-        folder: of the run; made where it is missing.
-
-    Raises:
-        UsageError: another process holds it.
     """
     try:
         import fcntl

@@ -78,11 +78,7 @@ def run_name(algorithm: str, data: Any) -> str:
 
 
 def drawn_seed() -> int:
-    """Draws a random seed, the same on all ranks: ranks that the Trainer starts read it from ``PL_GLOBAL_SEED``.
-
-    Raises:
-        UsageError: other ranks, which torchrun or SLURM started, would draw another.
-    """
+    """Draws a random seed, the same on all ranks: ranks that the Trainer starts read it from ``PL_GLOBAL_SEED``."""
     in_job = SLURMEnvironment.detect()
     if "PL_GLOBAL_SEED" in os.environ and (in_job or "LOCAL_RANK" in os.environ):
         return int(os.environ["PL_GLOBAL_SEED"])
@@ -96,20 +92,7 @@ def drawn_seed() -> int:
 def find_checkpoint(
     config: Any, command: str, arguments: list[str], lock: Callable[[Path], Any]
 ) -> tuple[dict[str, Any] | None, resume.Run | None]:
-    """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written.
-
-    Args:
-        config: of the command; ``ckpt_path`` is replaced by the path.
-        command: of ``rl``.
-        arguments: words after the command, which identify the run of a requeued SLURM job.
-        lock: called with the folder of a run that is resumed, before its checkpoint is read.
-
-    Returns:
-        The checkpoint, and the run that is resumed in its own folder; None where there is none.
-
-    Raises:
-        UsageError: no such checkpoint, a damaged one, or arguments that contradict each other.
-    """
+    """Resolves ``--resume`` and names such as ``last`` to a path; reads the checkpoint before anything is written."""
     given = config.get("ckpt_path")
     if command == "fit" and given is None:
         _take_requeued_folder(config, arguments)
@@ -153,15 +136,7 @@ def is_found_again(config: Any) -> bool:
 
 
 def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
-    """Refuses a new run in the folder of another run, which a user's logger may use for all runs.
-
-    Args:
-        trainer: of the new run.
-        ckpt_path: the checkpoint that it starts from, which may be of the same folder.
-
-    Raises:
-        UsageError: names the folder.
-    """
+    """Refuses a new run in the folder of another run, which a user's logger may use for all runs."""
     checkpoints = Checkpoints.of(trainer)
     known = (TensorBoardLogger, CSVLogger, WandbLogger)
     if not trainer.is_global_zero or not trainer.loggers or isinstance(trainer.loggers[0], known):
@@ -177,11 +152,7 @@ def require_own_folder(trainer: Any, ckpt_path: str | None) -> None:
 
 
 def _require_free_folder(config: Any) -> None:
-    """Refuses a new run in a folder that is named by its version and holds a run's checkpoints or curves already.
-
-    Raises:
-        UsageError: names the folder.
-    """
+    """Refuses a new run in a folder that is named by its version and holds a run's checkpoints or curves already."""
     logger = _logger(config)
     if not str(getattr(logger, "class_path", "")).endswith(("TensorBoardLogger", "CSVLogger")):
         return
@@ -324,15 +295,6 @@ def remove_unused(folder: Path) -> None:
 def place_without_logger(trainer: Any, name: str, run: resume.Run | None = None) -> Path | None:
     """Gives a run without a logger a folder of its own, numbered as a logger does: runs that share one would overwrite
     each other's checkpoints.
-
-    Args:
-        trainer: of the run; its ``default_root_dir`` becomes the folder.
-        name: what :func:`run_name` returns.
-        run: that is resumed; None: a new one.
-
-    Returns:
-        The folder; None where the run has a logger, writes no checkpoints, or Lightning requeues it by files in
-        ``default_root_dir``. Other ranks than the first get theirs from it.
     """
     checkpoints = Checkpoints.of(trainer)
     writes = checkpoints is not None and checkpoints.writes and not trainer.fast_dev_run

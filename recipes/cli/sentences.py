@@ -23,12 +23,7 @@ _WORDS = {
 
 
 def unknown_monitor(message: str, known: Iterable[str]) -> str | None:
-    """Returns the sentence for a callback whose metric a run does not log; None: the message is about something else.
-
-    Args:
-        message: Lightning's.
-        known: the run's metrics.
-    """
+    """Returns the sentence for a callback whose metric a run does not log; None: it is about something else."""
     found = re.search(r"conditioned on metric `([^`]+)`", message) or re.search(r"monitor='([^']+)'\) could not find",
                                                                               message)  # fmt: skip
     if found is None:
@@ -43,14 +38,7 @@ def unknown_monitor(message: str, known: Iterable[str]) -> str | None:
 def one_sentence(
     message: str, chosen: Mapping[str, type] | None = None, group: str = "", checkpoint: str | None = None
 ) -> str:
-    """Returns a parser's message as one sentence that names the argument, its value and what would be right.
-
-    Args:
-        message: the parser's.
-        chosen: the run's classes by group.
-        group: ``model``, ``data`` or ``trainer``, where the message is about an argument of a class.
-        checkpoint: the path that ``--ckpt_path`` gives.
-    """
+    """Returns a parser's message as one sentence that names the argument, its value and what would be right."""
     text = " ".join(message.split())
     chosen = dict(chosen or {})
     if missing := re.search(r"arguments are required: (?:\w+\.)?(model|data)\b", text):
@@ -87,12 +75,7 @@ def one_sentence(
 
 
 def which_class(what: str, checkpoint: str | None = None) -> str:
-    """Returns the sentence for a command line that names no model, or no data.
-
-    Args:
-        what: ``model`` or ``data``.
-        checkpoint: its path, if one is given: the run's own config may be there.
-    """
+    """Returns the sentence for a command line that names no model, or no data."""
     # The config is only named, not loaded: it names classes to import, and an untrusted checkpoint must not import
     # code.
     own = None if checkpoint is None else Path(checkpoint).parent.parent / "config.yaml"

@@ -18,12 +18,6 @@ def serve(args: Sequence[str]) -> None:
 
     The run sends the model's description and weights, so the server needs no path. It answers only runs that know its
     token, which is written to a file that only this user can read.
-
-    Args:
-        args: the words after ``rl serve``.
-
-    Raises:
-        UsageError: an unknown option, a port that is taken, or an engine that is not installed.
     """
     options = parse(args)
     from rl_modules.language.sampling.engine import NativeEngine
@@ -57,11 +51,7 @@ def serve(args: Sequence[str]) -> None:
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:
-    """Returns the options of ``rl serve``.
-
-    Raises:
-        UsageError: one that is unknown, or a value that is not of its kind.
-    """
+    """Returns the options of ``rl serve``."""
     kinds: dict[str, Callable[[str], Any]] = {
         "engine": str, "host": str, "port": int, "token_file": str, "gpu_memory_utilization": float,
         "max_rows_in_flight": int,
@@ -86,11 +76,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
 
 
 def require_vllm() -> None:
-    """Refuses to start without vLLM.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Refuses to start without vLLM."""
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:

@@ -19,12 +19,7 @@ _TRAINER = {
 
 
 def short_help(command: str, chosen: Mapping[str, type]) -> str:
-    """Returns the arguments of the run's classes, one line each, and the most used ones of the Trainer.
-
-    Args:
-        command: of ``rl``.
-        chosen: the classes of ``model`` and ``data``.
-    """
+    """Returns the arguments of the run's classes, one line each, and the most used ones of the Trainer."""
     head = [
         f"usage: rl {command} --config NAME [--model.X VALUE] [--data.X VALUE] [--trainer.X VALUE]",
         f"       rl {command} --help all lists every option, with all of Lightning's",

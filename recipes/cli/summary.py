@@ -23,17 +23,7 @@ from rl_modules.loggers import flat_settings
 
 
 def finish(trainer: Trainer, model: Any, data: Any, seconds: float) -> bool:
-    """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary.
-
-    Args:
-        trainer: of the run.
-        model: the algorithm.
-        data: its datamodule.
-        seconds: that the run took.
-
-    Returns:
-        Whether Ctrl-C stopped the evaluation.
-    """
+    """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
     controls = isinstance(data, ControlDataModule)
     step, measured = reached(trainer, model, data)
     final, interrupted = evaluate(trainer, model, data, controls)
@@ -84,15 +74,7 @@ def evaluate_policy(trainer: Trainer, model: Any, data: Any) -> dict[str, float]
 
 
 def control_rows(trainer: Trainer, model: Any, data: Any, final: dict[str, float], time: dict[str, float]) -> dict:
-    """Returns the summary of a control run, one row per name.
-
-    Args:
-        trainer: of the run.
-        model: the algorithm.
-        data: its datamodule.
-        final: what :func:`evaluate_policy` returned; empty if the evaluation was interrupted.
-        time: the datamodule's ``metrics()`` at the end of training.
-    """
+    """Returns the summary of a control run, one row per name."""
     ranks = trainer.world_size
     episodes = data.hparams.n_test_episodes * ranks
     result = "not evaluated"
@@ -162,17 +144,7 @@ def record_final(trainer: Trainer, model: Any, data: Any, final: dict[str, float
 
 
 def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: bool) -> str:
-    """Prints the results of the run and the locations of its checkpoints and curves.
-
-    Args:
-        trainer: of the run.
-        model: the algorithm.
-        rows: the run's own rows.
-        exports: whether ``rl export`` writes the model.
-
-    Returns:
-        Path of the last checkpoint.
-    """
+    """Prints the results of the run and the locations of its checkpoints and curves."""
     checkpoints = Checkpoints.of(trainer)
     assert checkpoints is not None
     best = checkpoints.best_model_path
@@ -199,12 +171,7 @@ def print_summary(trainer: Trainer, model: Any, rows: dict[str, str], exports: b
 
 
 def export_of(model: Any, path: str) -> str:
-    """Returns the command that exports a checkpoint; for a class that no command can import, the line of Python.
-
-    Args:
-        model: the algorithm.
-        path: of the checkpoint.
-    """
+    """Returns the command that exports a checkpoint; for a class that no command can import, the line of Python."""
     kind = type(model)
     if kind.__name__ in rl_modules.__all__:
         return f"rl export --ckpt_path {path} --output model"
@@ -238,12 +205,7 @@ def _relative(path: str) -> str:
 
 
 def changed_settings(settings: dict[str, Any], owners: list[Any]) -> list[str]:
-    """Returns the names of the settings that differ from their defaults.
-
-    Args:
-        settings: by dotted name, as :func:`rl_modules.loggers.flat_settings` makes them.
-        owners: the objects that have them as arguments.
-    """
+    """Returns the names of the settings that differ from their defaults."""
     defaults: dict[str, Any] = {}
     for owner in owners:
         for cls in type(owner).__mro__:

@@ -20,11 +20,7 @@ MOST_FAILURES = 3
 
 
 def sweep_command(words: list[str]) -> None:
-    """Runs or resumes the sweep that ``words`` name: its file, and arguments for all runs.
-
-    Raises:
-        UsageError: no file, a wrong key, or trials that all fail.
-    """
+    """Runs or resumes the sweep that ``words`` name: its file, and arguments for all runs."""
     if not words or words[0].startswith("-"):
         raise UsageError("sweep takes a file, as in `rl sweep sweeps/trpo/lunarlander.yaml --n_trials 50`; got "
                          f"{' '.join(words) or 'none'}")  # fmt: skip
@@ -58,11 +54,7 @@ def sweep_command(words: list[str]) -> None:
 
 
 def check(sweep: Sweep) -> None:
-    """Checks the settings that all trials share, and the names of those that are searched, before the first trial.
-
-    Raises:
-        UsageError: a trial could not start.
-    """
+    """Checks the settings that all trials share, and the names of those that are searched, before the first trial."""
     words = [word for name in sweep.config for word in ("--config", str(configs.find(name)))]
     run = checked("fit", [*words, *sweep.arguments])
     chosen = {"model": type(run.model), "data": type(run.datamodule)}
@@ -77,14 +69,7 @@ def _finished(study: Any) -> int:
 
 
 def resume_trials(sweep: Sweep, study: Any, folder: Path, wait: bool = False) -> None:
-    """Resumes the trials that no process runs any more.
-
-    Args:
-        sweep: the settings.
-        study: the sweep's ``optuna.Study``.
-        folder: of the sweep.
-        wait: for the trials that other processes run.
-    """
+    """Resumes the trials that no process runs any more."""
     import optuna
 
     for unfinished in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
@@ -99,9 +84,6 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
     """Runs the seeds of a trial that have no result yet, and tells the study the mean.
 
     A trial with the settings of an earlier complete trial takes its result and its evaluations.
-
-    Raises:
-        UsageError: several trials failed and none has a result.
     """
     from optuna.trial import TrialState
 
@@ -133,12 +115,7 @@ def run_trial(sweep: Sweep, study: Any, trial: Any, folder: Path) -> None:
 
 
 def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, index: int) -> float:
-    """Runs or resumes one seed of a trial; returns its result, which the storage keeps.
-
-    Raises:
-        Pruned: the trial is not worth its other seeds.
-        UsageError: the run fails, or has no such curve.
-    """
+    """Runs or resumes one seed of a trial; returns its result, which the storage keeps."""
     attributes = trial.user_attrs
     seed = sweep.first_seed + index
     if f"seed_{seed}" in attributes:
@@ -151,14 +128,7 @@ def run_seed(sweep: Sweep, trial: Any, chosen: dict[str, str], folder: Path, ind
 
 
 def _report(sweep: Sweep, study: Any, folder: Path, finals: dict[int, float]) -> list[str]:
-    """Returns the lines that end a sweep: the best trials, and the command that trains with the best settings.
-
-    Args:
-        sweep: the settings.
-        study: the sweep's ``optuna.Study``.
-        folder: of the sweep.
-        finals: result of each finalist in the second round, the best first.
-    """
+    """Returns the lines that end a sweep: the best trials, and the command that trains with the best settings."""
     where = f"HParams view: tensorboard --logdir {folder / 'hparams'}; curves: --logdir {folder / 'runs'}"
     best = best_trials(sweep, study, max(5, sweep.finalists))  # the winner may be the last of the finalists
     lines = []

@@ -29,23 +29,13 @@ CHANGEABLE = ("n_trials", "keep_checkpoints", "finalists", "final_seeds")
 
 @dataclass(frozen=True)
 class Range:
-    """Values that an argument may take.
-
-    Args:
-        kind: one of :data:`KINDS`.
-        bounds: both ends, which belong to the range; or the values.
-    """
+    """Values that an argument may take."""
 
     kind: str
     bounds: list[Any]
 
     def choose(self, trial: Any, name: str) -> str:
-        """Draws a value, and returns it as a word of the command line.
-
-        Args:
-            trial: ``optuna.trial.Trial``.
-            name: of the argument.
-        """
+        """Draws a value, and returns it as a word of the command line."""
         if self.kind == "values":
             return str(trial.suggest_categorical(name, [as_word(value) for value in self.bounds]))
         if "int" in self.kind:
@@ -95,15 +85,7 @@ class Sweep:
 
 
 def read(name: str, words: list[str]) -> Sweep:
-    """Reads a sweep's file.
-
-    Args:
-        name: a path, or an installed sweep such as ``sweeps/trpo/lunarlander.yaml``.
-        words: arguments for all runs; ``--n_trials N`` replaces the file's.
-
-    Raises:
-        UsageError: names the file, the key and what would be right.
-    """
+    """Reads a sweep's file."""
     path = configs.find(name)
     config_files.check(path)
     content = yaml.safe_load(path.read_text("utf-8"))

@@ -14,16 +14,7 @@ from recipes.cli.sweep_storage import best_trials, locked, write_hparams
 
 
 def run_finals(sweep: Sweep, study: Any, folder: Path) -> dict[int, float]:
-    """Runs the rest of the second round, together with other processes of the same sweep.
-
-    Args:
-        sweep: the settings.
-        study: the sweep's ``optuna.Study``, whose attributes keep the results.
-        folder: of the sweep.
-
-    Returns:
-        Mean objective over the seeds by the trial's number, the best first; without finalists that failed.
-    """
+    """Runs the rest of the second round, together with other processes of the same sweep."""
     finalists = best_trials(sweep, study, sweep.finalists)
     seeds = range(sweep.final_seed, sweep.final_seed + sweep.final_seeds)
     for wait in (False, True):  # what other processes run is waited for in the end

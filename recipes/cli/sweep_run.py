@@ -26,13 +26,7 @@ class Pruned(Exception):
 
 
 class Judge(Stateful, L.Callback):
-    """Reports every new value of the monitored curve, and ends a run that is to be pruned.
-
-    Args:
-        sweep: the settings.
-        trial: ``optuna.trial.Trial``.
-        before: the curves of the seeds that the trial has finished.
-    """
+    """Reports every new value of the monitored curve, and ends a run that is to be pruned."""
 
     #: Distance between the steps of two seeds, more than a run has evaluations.
     STRIDE = 100_000
@@ -61,12 +55,7 @@ class Judge(Stateful, L.Callback):
 
 
 class TrialRun(RLCLI):
-    """``rl fit`` of one seed, without its printed summary.
-
-    Args:
-        args: the words after ``fit``.
-        judge: the callback of a trial; None: the run is never pruned.
-    """
+    """``rl fit`` of one seed, without its printed summary."""
 
     def __init__(self, args: list[str], judge: Judge | None) -> None:
         self.judge = judge
@@ -93,19 +82,7 @@ class TrialRun(RLCLI):
 
 
 def run_once(sweep: Sweep, chosen: dict[str, str], seed: int, folder: Path, judge: Judge | None = None) -> float:
-    """Runs or resumes one seed of some settings in ``folder/seed_<seed>``; returns the objective's last value.
-
-    Args:
-        sweep: the sweep's own settings.
-        chosen: value of each searched argument, as a word of the command line.
-        seed: of the run.
-        folder: of the runs with these settings.
-        judge: the callback of a trial; None: the run is never pruned.
-
-    Raises:
-        Pruned: the trial is not worth its other seeds.
-        UsageError: the run fails, or has no such curve.
-    """
+    """Runs or resumes one seed of some settings in ``folder/seed_<seed>``; returns the objective's last value."""
     run = folder / f"seed_{seed}"
     words = [word for name in sweep.config for word in ("--config", str(configs.find(name)))]
     words += [*sweep.arguments, *(f"--{name}={value}" for name, value in chosen.items())]

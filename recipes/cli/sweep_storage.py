@@ -23,12 +23,7 @@ except ModuleNotFoundError as missing:
 
 
 class SeededSampler(BaseSampler):
-    """TPE whose randomness depends on the seed and the trial's number, so that a resumed sweep draws as a whole one.
-
-    Args:
-        seed: of the sweep.
-        n_startup_trials: trials that are drawn at random.
-    """
+    """TPE whose randomness depends on the seed and the trial's number, so that a resumed sweep draws as a whole one."""
 
     def __init__(self, seed: int, n_startup_trials: int) -> None:
         self.seed, self.n_startup_trials = seed, n_startup_trials
@@ -53,11 +48,7 @@ class SeededSampler(BaseSampler):
 
 
 def open_study(sweep: Sweep, folder: Path) -> Any:
-    """Opens the study of a sweep, or creates it.
-
-    Raises:
-        UsageError: the folder has a sweep with other settings.
-    """
+    """Opens the study of a sweep, or creates it."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     pruner = optuna.pruners.MedianPruner(sweep.startup_trials, sweep.warmup_evaluations)
@@ -81,12 +72,7 @@ def open_study(sweep: Sweep, folder: Path) -> Any:
 
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Holds a file's lock, which ends with the process; yields whether it is held.
-
-    Args:
-        path: the file.
-        wait: for a process that holds it; else False is yielded then.
-    """
+    """Holds a file's lock, which ends with the process; yields whether it is held."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,15 +109,7 @@ def copy_evaluations(study: Any, source: FrozenTrial, trial: Any) -> None:
 def write_hparams(
     folder: Path, sweep: Sweep, trial: FrozenTrial, chosen: dict[str, str], final: float | None = None
 ) -> None:
-    """Writes a finished trial as one row of the HParams view: its settings, result and curve.
-
-    Args:
-        folder: of the sweep.
-        sweep: its settings.
-        trial: the finished one.
-        chosen: value of each searched argument, as a word of the command line.
-        final: its result in the second round, if it was in it.
-    """
+    """Writes a finished trial as one row of the HParams view: its settings, result and curve."""
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 

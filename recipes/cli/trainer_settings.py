@@ -26,16 +26,7 @@ LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMP
 
 
 def settings_for_fit(trainer: Any, record_every: int, is_control: bool) -> list:
-    """Sets the progress bar of ``fit``; returns the callbacks to add.
-
-    Args:
-        trainer: the Trainer's part of the config, which is changed.
-        record_every: transitions between two recorded episodes; 0: none.
-        is_control: whether the run acts in environments.
-
-    Raises:
-        UsageError: recording is asked of a language model.
-    """
+    """Sets the progress bar of ``fit``; returns the callbacks to add."""
     if record_every and not is_control:
         raise UsageError("record_every films episodes of an environment; leave it out for a language model")
     # Lightning calls every callback about ten times per batch, so only useful ones are added.
@@ -57,14 +48,7 @@ def settings_for_evaluation(trainer: Any) -> None:
 
 
 def stop_writing(trainer: Any) -> None:
-    """Makes the run write no checkpoint.
-
-    Args:
-        trainer: of the run.
-
-    Raises:
-        UsageError: the user's own callbacks would write one.
-    """
+    """Makes the run write no checkpoint."""
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, Checkpoints):
             raise UsageError(f"trainer.enable_checkpointing=false contradicts the callback {type(callback).__name__}; "
@@ -80,14 +64,7 @@ def prediction_writer(output: str | None, is_control: bool) -> Any:
 
 
 def check(trainer: Any) -> None:
-    """Refuses values of the Trainer's arguments that Lightning would answer with a traceback, or not at all.
-
-    Args:
-        trainer: the Trainer's part of the config.
-
-    Raises:
-        UsageError: names the argument.
-    """
+    """Refuses values of the Trainer's arguments that Lightning would answer with a traceback, or not at all."""
     if not hasattr(trainer, "get"):
         raise UsageError(
             f"trainer={trainer!r} must be a mapping of the Trainer's arguments, such as {{max_steps: 100}}"
@@ -115,14 +92,7 @@ def check(trainer: Any) -> None:
 
 
 def require_writable(trainer: Any) -> None:
-    """Refuses folders of a training run in which nothing can be written: it would end in a traceback.
-
-    Args:
-        trainer: the Trainer's part of the config.
-
-    Raises:
-        UsageError: names the folder.
-    """
+    """Refuses folders of a training run in which nothing can be written: it would end in a traceback."""
     given = trainer.get("logger")
     loggers = given if isinstance(given, list) else [given]
     saves = [getattr(getattr(logger, "init_args", None), "save_dir", None) for logger in loggers]

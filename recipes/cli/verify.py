@@ -125,16 +125,7 @@ class _Comparer:
 
 
 def verify(run: Path, start: str | None = None) -> Verdict:
-    """Recomputes a run up to its last checkpoint.
-
-    Args:
-        run: folder of the run.
-        start: name of the checkpoint to recompute from, without ``.ckpt``; ``start`` for the run's beginning; None: the
-            checkpoint before the last, or the beginning where there is only one.
-
-    Raises:
-        UsageError: no such run or checkpoint, or one that the recomputation does not reach.
-    """
+    """Recomputes a run up to its last checkpoint."""
     saved = checkpoints_of(run)
     if not saved:
         raise UsageError(f"{run} has no checkpoint in {run / 'checkpoints'}, so there is nothing to compare with")

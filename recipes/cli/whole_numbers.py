@@ -11,15 +11,7 @@ from lightning import Trainer
 
 
 def accept_whole_floats(args: Sequence[str], classes: Iterable[type]) -> list[str]:
-    """Makes ``1e6`` and ``1000.0`` valid ints, on the command line and in configs, for arguments that are ints.
-
-    Args:
-        args: the words after the command.
-        classes: of the model and the data.
-
-    Returns:
-        The words, with such numbers written out.
-    """
+    """Makes ``1e6`` and ``1000.0`` valid ints, on the command line and in configs, for arguments that are ints."""
     names = _integer_arguments([*classes, Trainer])
 
     def load(text: str) -> Any:
