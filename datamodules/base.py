@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from datamodules.collector import Collector
 from datamodules.environments import Environments
 from datamodules.envs.given_vector import check_vector
-from datamodules.envs.tensors import AsArrays, returns_tensors
+from datamodules.envs.tensors import AsArrays, returns_tensors, torch_env
 from datamodules.envs.trusted import require_gymnasiums, require_registered
 from datamodules.envs.vector import AUTORESET, VECTORIZATION, EnvId
 from datamodules.evaluation import has_time_limit, run_episodes, sampling_from
@@ -289,7 +289,9 @@ class ControlDataModule(Experience):
                 part.track_own()
         envs = self.environments.for_training(self.n_envs)
         kind: type[Collector] = Collector
-        if self.environments.makes_vector and returns_tensors(envs, self.seed):
+        if (vector := torch_env(envs)) is not None and self.kind == "rollouts" and self.trainer is not None:
+            vector.to(self.trainer.strategy.root_device)
+        if vector is not None or (self.environments.makes_vector and returns_tensors(envs, self.seed)):
             if self.kind == "replay":
                 envs = AsArrays(envs)
             else:

@@ -59,7 +59,10 @@ class Environments:
     ) -> None:
         self.env_id = as_vector(env_id)
         environment_name(self.env_id)  # a mistake is reported at once
-        self.vectorization_mode, self.autoreset_mode = vectorization_mode, autoreset_mode
+        # Environments in torch step together in training, and are Gymnasium's in evaluation.
+        is_torch = isinstance(env_id, str) and env_id.startswith("torch/")
+        self.vectorization_mode = "vector_entry_point" if is_torch else vectorization_mode
+        self.autoreset_mode = autoreset_mode
         self.action_masks = action_masks
         self.seed = seed
         # As given here or assigned later; the settings that evaluation inherits are derived when they are needed.

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from datamodules.collector import Collector
 from datamodules.envs.guard import require_finite
-from datamodules.envs.tensors import action_tensors, observation_tensors
+from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
 from datamodules.fields import require_acted
 from datamodules.tensor_normalization import TensorNormalizers
 from rl_modules.common.contract import Act, Rollout
 from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.core.state import Stateful
 
 
 class TensorCollector(Collector):
@@ -137,6 +138,20 @@ class TensorCollector(Collector):
         unseen = tree_map(lambda x, y: torch.cat([x[-1], y[rows, columns]]), observations, rollout["next_observation"])
         ends = list(zip(rows.tolist(), columns.tolist(), strict=True))
         return self._next_value(act, device, unseen, rollout["value"], ends)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        state, vector = super().state_dict(), torch_env(self.envs)
+        return state if vector is None else {**state, "vector": vector.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
+        if (vector := torch_env(self.envs)) is None:
+            super().load_state_dict(state, device)
+            return
+        self.begun_anew[:] = False
+        Stateful.load_state_dict(self, state, device)
+        vector.load_state_dict(state["vector"])
 
     def _arrays(self, raw: Any) -> Any:
         return observation_tensors(self.space, raw, self.double)

@@ -1,5 +1,6 @@
 """Vectors of environments that take and return torch tensors, on the device where they step."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ def returns_tensors(envs: VectorEnv, seed: int) -> bool:
     while isinstance(observation, dict | tuple):
         observation = next(iter(observation.values() if isinstance(observation, dict) else observation))
     return isinstance(observation, Tensor)
+
+
+def torch_env(envs: VectorEnv) -> Any:
+    """Returns a vector of :mod:`datamodules.envs.torch`, and None for any other; does not import that."""
+    module = sys.modules.get("datamodules.envs.torch.base")
+    return envs if module is not None and isinstance(envs, module.TorchEnv) else None
 
 
 def observation_tensors(space: spaces.Space, observation: Any, double: bool = False) -> Any:
