@@ -22,12 +22,7 @@ Decode = Callable[[Prompts, NextToken, Tensor, Record], None]
 
 
 def decodes(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
-    """Returns whether token-by-token decoding through a :class:`RowCache` agrees with one forward pass per text.
-
-    Args:
-        model: causal language model.
-        make_cache: an empty cache for rows of that many tokens, or None.
-    """
+    """Returns whether token-by-token decoding through a :class:`RowCache` agrees with one forward pass per text."""
     made = make_cache(max(_PROMPTS) + max(_NEW))
     if made is None:
         return False
@@ -42,12 +37,7 @@ def decodes(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
 
 
 def refills(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
-    """Returns whether rows that begin while others are decoded have the log-probabilities of one forward pass per text.
-
-    Args:
-        model: causal language model for which :func:`decodes` is true.
-        make_cache: an empty cache for rows of that many tokens, or None.
-    """
+    """Whether rows that begin while others are decoded have the log-probabilities of one forward pass per text."""
     made = make_cache(max(_LATER_PROMPTS) + max(_LATER_NEW))
     if made is None:
         return False
@@ -89,14 +79,7 @@ def _compare(
 
 
 def _last_log_probs(model: Any, tokens: Tensor, lengths: list[int], new: list[int]) -> Tensor:
-    """Returns log π of the last tokens of each row, concatenated.
-
-    Args:
-        model: causal language model.
-        tokens: padded on the right, [b, T].
-        lengths: of the rows.
-        new: how many tokens of each row.
-    """
+    """Returns log π of the last tokens of each row, concatenated."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     values = F.token_log_probs(logits, tokens[:, 1:])
     return torch.cat([row[n - 1 - k : n - 1] for row, n, k in zip(values, lengths, new, strict=True)])

@@ -14,9 +14,7 @@ _NAME = "importance_sampling_correction"
 
 
 def filters_of(policy: Any) -> list[str]:
-    """Returns the policy's arguments with which it samples from another distribution than it trains, as
-    ``name=value``.
-    """
+    """The policy's arguments with which it samples from another distribution than it trains, as ``name=value``."""
     idle: dict[str, tuple] = {"top_k": (None, 0), "top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,)}
     return [f"{name}={value}" for name, off in idle.items() if (value := getattr(policy, name)) not in off]
 
@@ -26,9 +24,6 @@ def correction_of(policy: Any) -> str:
 
     The default is TRL's, except for filtered sampling: there the weight of a completion is the product of the masses
     that the filter keeps of each token, which falls exponentially with the length.
-
-    Args:
-        policy: GRPO or a subclass.
     """
     given: str | None = policy.hparams[_NAME]
     if given is not None:
@@ -54,13 +49,7 @@ def warn_of_filters(policy: Any) -> None:
 
 
 def sampling_metrics(fields: dict[str, Tensor], mode: str, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Returns metrics of the difference between the sampler's and training's log-probabilities, over all ranks.
-
-    Args:
-        fields: log_prob, sampling_log_prob, importance_weight and mask, [B, L] each.
-        mode: of the weights. Those of a sequence are counted once.
-        gathered: the rows of all ranks.
-    """
+    """Returns metrics of the difference between the sampler's and training's log-probabilities, over all ranks."""
     mask, weight = fields["mask"], fields["importance_weight"]
     difference = (fields["log_prob"] - fields["sampling_log_prob"]).abs()
     known = mask & ~difference.isnan()

@@ -103,10 +103,6 @@ class _Decoding:
     def _begin(self, rows: list[int], further: bool) -> tuple[_Live, Tensor]:
         """Runs the prompts of some rows and adds these rows to the cache; returns the rows and the logits after the
         prompts.
-
-        Args:
-            rows: which begin.
-            further: whether more rows of the last one's prompt wait.
         """
         part = self.prompts.part(rows)
         known = 0 if self._kept is None else 1  # the first prompt has been run for rows before these
@@ -150,16 +146,6 @@ def decode(
     """Runs each distinct prompt once, then draws token by token for the rows that have not ended.
 
     If not all rows may be decoded together, waiting rows take the places of those that have ended.
-
-    Args:
-        model: in eval mode.
-        cache: empty.
-        prompts: what to continue.
-        rule: how logits become a token.
-        draws: uniform numbers, (steps, B).
-        record: where the completions go.
-        synced_gpus: keep calling the model until no rank needs it any more.
-        at_once: rows that are decoded together at most; None: all.
     """
     decoding = _Decoding(model, cache, prompts, rule, draws, record, synced_gpus)
     with cache.attention(transformers_model(model)):
@@ -169,10 +155,7 @@ def decode(
 
 
 def generate(model: Any, prompts: Prompts, rule: NextToken, draws: Tensor, record: Record, synced_gpus: bool) -> None:
-    """Makes the same draws within the model's ``generate``, which creates the cache that the model needs.
-
-    Args: those of :func:`decode`.
-    """
+    """Makes the same draws within the model's ``generate``, which creates the cache that the model needs."""
     tokens, mask = prompts.tokens[prompts.source], prompts.mask[prompts.source]
     done = torch.zeros_like(prompts.source, dtype=torch.bool)
     seen: Tensor | None = None

@@ -15,19 +15,7 @@ from rl_modules.common.errors import UsageError
 
 @dataclass(frozen=True)
 class NextToken:
-    """Processing of logits before a token is drawn, in transformers' order and with its meaning.
-
-    Args:
-        temperature: T, what logits are divided by; 0: always the likeliest token.
-        top_k: keep the k likeliest tokens and those as likely as the k-th; None or 0: all.
-        top_p: keep the likeliest tokens until their probability reaches this, in (0, 1]; None: all.
-        min_p: keep tokens with at least this fraction of the likeliest one's probability, in [0, 1]; None: all.
-        repetition_penalty: r > 0; a token that the row already has, prompt included, gets z / r for a logit z > 0 and
-            z · r for z < 0 (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
-
-    Raises:
-        UsageError: a number out of its range.
-    """
+    """Processing of logits before a token is drawn, in transformers' order and with its meaning."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -48,17 +36,7 @@ class NextToken:
         return self.repetition_penalty != 1.0
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One token per row, by inverting the cumulative distribution.
-
-        Args:
-            logits: as the model gave them, shape (B, V), any floating dtype.
-            uniform: one number in [0, 1) per row, shape (B,); equal numbers and logits draw equal tokens.
-            seen: true for tokens that the row already has, shape (B, V); only read if :attr:`penalizes`.
-
-        Returns:
-            Tokens (B,) int64 and the logarithm of the probability that each had in the draw, (B,) float32. The
-            likeliest token was certain at temperature 0, so its logarithm is 0.
-        """
+        """One token per row, by inverting the cumulative distribution."""
         scores = self.scores(logits, seen)
         if self.temperature == 0:
             token = scores.argmax(-1)
@@ -104,13 +82,6 @@ def uniforms(seeds: Sequence[int] | Tensor, steps: int) -> Tensor:
 
     A counter goes through a hash (Steele et al. 2014, "Fast splittable pseudorandom number generators", OOPSLA, with
     Stafford's mixing constants 13): no generator has to be set up or kept per row.
-
-    Args:
-        seeds: one integer per row, taken modulo 2⁶⁴; rows with equal seeds draw equal numbers.
-        steps: numbers per row.
-
-    Returns:
-        Shape (steps, B), float64 with 52 random bits: times any total it stays below that total.
     """
     listed = seeds.tolist() if isinstance(seeds, Tensor) else seeds
     start = _mix(np.array([int(seed) % 2**64 for seed in listed], dtype=np.uint64) + _GOLDEN)

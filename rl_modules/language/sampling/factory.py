@@ -20,17 +20,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 def check_sampler(
     kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "dynamic"
 ) -> None:
-    """Refuses arguments that :func:`make_sampler` would not understand.
-
-    Args:
-        kind: the sampler's name.
-        options: its own settings.
-        max_rows_in_flight: see :func:`rl_modules.language.sampling.sample`.
-        cache_implementation: likewise.
-
-    Raises:
-        UsageError: an unknown name or option, or a number out of range.
-    """
+    """Refuses arguments that :func:`make_sampler` would not understand."""
     if kind not in OPTIONS:
         raise UsageError(f"sampler={kind!r} must be one of {', '.join(OPTIONS)}{did_you_mean(kind, OPTIONS)}")
     for name in options:
@@ -64,22 +54,7 @@ def make_sampler(
     local_rank: int | None = None,
     run: str | None = None,
 ) -> Sampler:
-    """Returns a sampler for a model; separate engines have no weights yet.
-
-    Args:
-        kind: the sampler's name.
-        options: its own settings.
-        max_rows_in_flight: see :func:`rl_modules.language.sampling.sample`.
-        model: causal language model.
-        rank: of this process.
-        world_size: processes.
-        cache_implementation: see :func:`rl_modules.language.sampling.sample`.
-        local_rank: of this process among those of its machine; None: there is one machine.
-        run: name of the run, one for all ranks, see :class:`~rl_modules.language.sampling.remote.ServerSampler`.
-
-    Raises:
-        UsageError: see :func:`check_sampler`; also vLLM in this process where weights are split over ranks.
-    """
+    """Returns a sampler for a model; separate engines have no weights yet."""
     check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
         return NativeSampler(model, max_rows_in_flight, cache_implementation)
@@ -91,7 +66,7 @@ def make_sampler(
     if world_size > 1 and is_sharded(model):
         raise UsageError("sampler=vllm has whole weights on each rank, and the strategy splits them; start `rl serve` "
                          "and take sampler=vllm_server, or strategy=ddp")  # fmt: skip
-    from rl_modules.language.sampling.engine_sampler import EngineSampler
+    from rl_modules.language.sampling.engine import EngineSampler
     from rl_modules.language.sampling.vllm import VLLMEngine, unties
     from rl_modules.language.sampling.weights import EngineSpec
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.modes import evaluation_mode
 from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.check import decodes, generates, refills
 from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms
-from rl_modules.language.sampling.memory import rows_in_flight
 from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
@@ -26,6 +26,9 @@ from rl_modules.language.sampling.static import StaticRowCache, seconds_of
 from rl_modules.language.sharding import gathered_once, is_sharded
 
 log = logging.getLogger(__name__)
+
+#: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
+_SHARE = 0.4
 
 
 def sample(
@@ -121,7 +124,7 @@ def sample(
             decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
         return _completions(record)
 
-    with torch.no_grad(), eval_mode(model), without_router_logits(model):
+    with torch.no_grad(), evaluation_mode(model.modules()), without_router_logits(model):
         if at_once >= rows:
             return write(0, rows, None)
         if _refills(model, cache_for(model, longest, synced_gpus, at_once), synced_gpus):
@@ -132,13 +135,7 @@ def sample(
 
 
 class NativeSampler:
-    """The :class:`~rl_modules.language.sampling.Sampler` that decodes with the model in training itself.
-
-    Args:
-        model: causal language model.
-        max_rows_in_flight: see :func:`sample`.
-        cache_implementation: likewise.
-    """
+    """The :class:`~rl_modules.language.sampling.Sampler` that decodes with the model in training itself."""
 
     exact_log_probs = True
     reproducible = True
@@ -205,18 +202,7 @@ def _completions(record: Record) -> Completions:
 
 
 def _cache_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
-    """Returns the fastest cache that is exact for this model; None: the model's own ``generate``.
-
-    Args:
-        implementation: see :func:`sample`.
-        model: causal language model.
-        longest: tokens of the longest row to come.
-        synced_gpus: see :func:`sample`.
-        slots: rows that will be decoded together.
-
-    Raises:
-        UsageError: ``generate`` is not exact either for prompts of different lengths.
-    """
+    """Returns the fastest cache that is exact for this model; None: the model's own ``generate``."""
     device = next(model.parameters()).device
     shares = can_share_prompts(transformers_model(model), device)
     kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
@@ -262,15 +248,7 @@ def _static_for(implementation: str, model: Any, longest: int, synced_gpus: bool
 def is_faster(
     model: Any, make: Callable[[int], RowCache | None], than: type[RowCache], slots: int, longest: int
 ) -> bool:
-    """Returns whether a step of decoding is faster with one cache than with another; measured once per model and size.
-
-    Args:
-        model: causal language model.
-        make: an empty cache of the first kind.
-        than: the other kind.
-        slots: rows.
-        longest: tokens per row, at least 2.
-    """
+    """Whether a step of decoding is faster with one cache than with another; measured once per model and size."""
     found = _measured.setdefault(model, {})
     if (slots, longest) not in found:
         device = next(model.parameters()).device
@@ -306,20 +284,6 @@ def check_cache_implementation(value: str) -> None:
 
 
 @contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Sets eval mode within the context, and then restores each submodule's mode (a frozen part may be in eval
-    mode).
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
 def without_router_logits(model: Any) -> Iterator[None]:
     """Turns off the balance loss of a mixture of experts, which fails if a mask is longer than the tokens."""
     config = text_config(model.config)
@@ -347,48 +311,68 @@ def check_request(
     longest: int,
     words: int,
 ) -> None:
-    """Refuses requests that no sampler can fulfil.
-
-    Args:
-        prompts: P lists of token ids.
-        num_generations: completions per prompt.
-        max_completion_length: tokens per completion at most.
-        stops: tokens that end a completion.
-        seeds: P · num_generations.
-        longest: tokens that the model can take.
-        words: of the vocabulary.
-
-    Raises:
-        UsageError: see :func:`sample`.
-    """
-    _check_counts(len(prompts), num_generations, max_completion_length, stops, seeds)
-    _check_prompts(prompts, longest, words)
-
-
-def _check_counts(
-    prompts: int, num_generations: int, max_completion_length: int, stops: list[int], seeds: Sequence[int] | Tensor
-) -> None:
-    if prompts == 0:
-        raise UsageError("prompts is empty; give at least one list of token ids")
-    if num_generations < 1:
-        raise UsageError(f"num_generations={num_generations} must be 1 or more")
-    if max_completion_length < 1:
-        raise UsageError(f"max_completion_length={max_completion_length} must be 1 or more")
-    if not stops:
-        raise UsageError("eos_token_id is empty; give at least one token that ends a completion")
-    if len(seeds) != prompts * num_generations:
-        rows = prompts * num_generations
-        raise UsageError(f"seeds has {len(seeds)} numbers, but {prompts} prompts and num_generations={num_generations} "
-                         f"make {rows} rows; give one seed per row")  # fmt: skip
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], longest: int, words: int) -> None:
+    """Refuses requests that no sampler can fulfil: ``longest`` tokens fit into the model, of ``words`` words."""
+    rows = len(prompts) * num_generations
+    mistakes = {
+        "prompts is empty; give at least one list of token ids": len(prompts) == 0,
+        f"num_generations={num_generations} must be 1 or more": num_generations < 1,
+        f"max_completion_length={max_completion_length} must be 1 or more": max_completion_length < 1,
+        "eos_token_id is empty; give at least one token that ends a completion": not stops,
+        f"seeds has {len(seeds)} numbers, but {len(prompts)} prompts and num_generations={num_generations} make {rows} "
+        "rows; give one seed per row": len(seeds) != rows,
+    }
     for i, prompt in enumerate(prompts):
         if not len(prompt):
-            raise UsageError(f"prompt {i} is empty; give it at least one token, such as the tokenizer's BOS")
-        if len(prompt) >= longest:
-            raise UsageError(f"prompt {i} has {len(prompt)} tokens, the model takes {longest} with at least one of "
-                             "them new; shorten the prompt, or leave it out")  # fmt: skip
-        if not 0 <= min(prompt) <= max(prompt) < words:
-            raise UsageError(f"prompt {i} has a token id outside of [0, {words}), the model's vocabulary; "
-                             "use the tokenizer that the model was trained with")  # fmt: skip
+            mistakes[f"prompt {i} is empty; give it at least one token, such as the tokenizer's BOS"] = True
+        elif len(prompt) >= longest:
+            mistakes[f"prompt {i} has {len(prompt)} tokens, the model takes {longest} with at least one of them new; "
+                     "shorten the prompt, or leave it out"] = True  # fmt: skip
+        elif not 0 <= min(prompt) <= max(prompt) < words:
+            mistakes[f"prompt {i} has a token id outside of [0, {words}), the model's vocabulary; use the tokenizer "
+                     "that the model was trained with"] = True  # fmt: skip
+    for sentence, is_made in mistakes.items():
+        if is_made:
+            raise UsageError(sentence)
+
+
+def rows_in_flight(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    max_completion_length: int,
+    cap: int | None,
+    synced_gpus: bool,
+) -> int:
+    """Rows to decode together, at least 1."""
+    if cap is not None and cap < 1:
+        raise UsageError(f"max_rows_in_flight={cap} must be at least 1, or null for as many as fit")
+    rows = len(prompts) * num_generations
+    device = next(model.parameters()).device
+    if cap is None and device.type == "cuda":
+        longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))
+        cap = max(1, int(_SHARE * free_memory(device)) // row_bytes(model, longest))
+        if synced_gpus:
+            least = torch.tensor(cap, dtype=torch.int64, device=device)
+            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+            cap = int(least)
+    return rows if cap is None else min(rows, cap)
+
+
+def row_bytes(model: Any, length: int) -> int:
+    """Memory that one row takes while it is decoded: keys and values of its tokens in all layers, and its logits."""
+    config = text_config(model.config)
+    heads = getattr(config, "num_attention_heads", None)
+    cache = 0  # of a model without attention, whose state does not grow with the text
+    if heads is not None:
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        item = next(model.parameters()).element_size()
+        cache = 2 * config.num_hidden_layers * key_heads * size * length * item
+    # The draw holds the logits in float32, their softmax in float64 and its running sum.
+    return cache + config.vocab_size * (4 + 8 + 8)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still get on a CUDA device, its own unused reserve included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -28,8 +28,8 @@ _current: ContextVar[SharedPromptCache] = ContextVar("cache of the decoding unde
 class SharedPromptCache(RowCache):
     """Keys and values of each prompt once, and of each row's new tokens.
 
-    The model gets the new tokens' from :meth:`update` and hands them to :func:`_attention`, which knows the prompts'.
-    A model that changes keys or values after the cache (as multi-head latent attention does) can't share them. This is
+    The model gets the new tokens' from :meth:`update` and hands them to :func:`_attention`, which knows the prompts'. A
+    model that changes keys or values after the cache (as multi-head latent attention does) can't share them. This is
     detected while the first prompts run; the cache then works as a :class:`RowCache`.
     """
 
@@ -105,12 +105,7 @@ class SharedPromptCache(RowCache):
         return shared + super().get_seq_length(layer_idx)
 
     def _add_prompts(self, mask: Tensor, all_whole: bool) -> None:
-        """Appends prompts that have been read to the existing ones.
-
-        Args:
-            mask: false in their padding, [u, S].
-            all_whole: no prompt has padding.
-        """
+        """Appends prompts that have been read to the existing ones."""
         # The model stores them by token, but every step reads them by head.
         read = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in self._rows]
         mask = mask[:, mask.shape[1] - read[0][0].shape[-2] :]
@@ -187,20 +182,7 @@ def _attend(
     value: Tensor,
     scaling: float | None,
 ) -> Tensor:
-    """One new token per row attends to its prompt and to its row: one softmax, and for each part its products.
-
-    Args:
-        cache: says which row belongs to which prompt.
-        prompt_key: (U, key heads, S, head size).
-        prompt_value: likewise.
-        query: (n, heads, 1, head size).
-        key: of the row's own tokens so far, (n, key heads, t, head size).
-        value: likewise.
-        scaling: what products are multiplied by; None: 1/√(head size).
-
-    Returns:
-        (n, 1, heads, head size).
-    """
+    """One new token per row attends to its prompt and to its row: one softmax, and for each part its products."""
     rows, heads, _, size = query.shape
     prompts, key_heads, length, _ = prompt_key.shape
     per_key = heads // key_heads

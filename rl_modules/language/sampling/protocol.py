@@ -112,12 +112,7 @@ class Sampler(Protocol):
 
 
 def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
-    """Returns the rows of several completions as one, as wide as the longest of them.
-
-    Args:
-        parts: at least one, on one device.
-        pad_token_id: what fills up the narrower ones.
-    """
+    """Returns the rows of several completions as one, as wide as the longest of them."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.tokens.shape[1] for part in parts)
@@ -136,14 +131,7 @@ def joined(parts: Sequence[Completions], pad_token_id: int) -> Completions:
 
 
 def replaced(written: Completions, rows: Sequence[int], by: Completions, pad_token_id: int) -> Completions:
-    """Completions with some rows replaced.
-
-    Args:
-        written: all rows.
-        rows: numbers of those to replace.
-        by: their replacements, in that order.
-        pad_token_id: what fills up the narrower one.
-    """
+    """Completions with some rows replaced."""
     count = len(written.length)
     both = joined([written, by], pad_token_id)
     order = torch.arange(count, device=written.length.device)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from rl_modules.common.errors import UsageError
 from rl_modules.language.sampling import wire
-from rl_modules.language.sampling.engine import Row, completions_of
-from rl_modules.language.sampling.engine_sampler import check_engine
+from rl_modules.language.sampling.engine import Row, check_engine, completions_of
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings
 from rl_modules.language.sampling.server import PROTOCOL
 from rl_modules.language.sampling.weights import EngineSpec, Fingerprint, computing_dtype, fingerprint, named_weights
@@ -36,13 +35,7 @@ _UNREACHABLE = (OSError, http.client.HTTPException)
 
 
 class Server:
-    """The client's view of one server. What it answers is checked before it is used.
-
-    Args:
-        address: ``host:port``, with or without ``http://``.
-        timeout_s: longest wait for an answer.
-        token_file: the file with the server's token; see :func:`~rl_modules.language.sampling.wire.read_token`.
-    """
+    """The client's view of one server. What it answers is checked before it is used."""
 
     def __init__(self, address: str, timeout_s: float, token_file: str | None = None) -> None:
         self.address, self.timeout_s, self.token_file = address, timeout_s, token_file
@@ -66,20 +59,7 @@ class Server:
         self, path: str, shape: Any, body: bytes | None = None, kind: str = wire.JSON, timeout_s: float | None = None,
         most: int = 2**24,
     ) -> Any:  # fmt: skip
-        """One request.
-
-        Args:
-            path: what is asked.
-            shape: of the answer, see :func:`~rl_modules.language.sampling.wire.parsed`.
-            body: of a POST; None: a GET.
-            kind: the body's content type.
-            timeout_s: longest wait for the whole answer; None: the server's.
-            most: bytes of the answer.
-
-        Raises:
-            UsageError: the server refuses it, or answers something else.
-            OSError: the server does not answer.
-        """
+        """One request."""
         wait_s = timeout_s or self.timeout_s
         connection = http.client.HTTPConnection(self.host, self.port, timeout=wait_s)
         connection.connect()
@@ -131,11 +111,7 @@ class Server:
         return f"{self.address} does not answer ({self.failure})"
 
     def health(self) -> dict[str, Any]:
-        """Returns the server's description; it answers while it writes completions.
-
-        Raises:
-            UsageError: it speaks another protocol.
-        """
+        """Returns the server's description; it answers while it writes completions."""
         answer: dict[str, Any] = self.ask("/health", wire.HEALTH, timeout_s=min(10.0, self.timeout_s))
         if answer["protocol"] != PROTOCOL:
             raise UsageError(f"addresses: {self.address} speaks protocol {answer['protocol']}, this run {PROTOCOL}; "
@@ -143,14 +119,7 @@ class Server:
         return answer
 
     def load(self, spec_of: Callable[[bool], EngineSpec], version: int, parts: list[bytes], run: str) -> None:
-        """Gives the server the model, unless it has it, and its weights.
-
-        Args:
-            spec_of: the model's description, by whether the engine unties its output layer.
-            version: of the weights.
-            parts: of the weights, safetensors.
-            run: whose weights they are.
-        """
+        """Gives the server the model, unless it has it, and its weights."""
         self.spec = spec_of(self.health()["untied"])
         # Another thread may be waiting for completions, which may be written with these weights already.
         self.versions = wire.Within(self.versions.least, version)
@@ -167,11 +136,7 @@ class Server:
     def generate_versioned(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], settings: SamplingSettings
     ) -> list[tuple[Row, int]]:
-        """One completion per prompt, each with the version of the weights that wrote it.
-
-        Raises:
-            UsageError: an answer that no sampler with these weights and settings gives.
-        """
+        """One completion per prompt, each with the version of the weights that wrote it."""
         body: dict[str, Any] = {"prompts": [list(p) for p in prompts], "seeds": [int(s) for s in seeds],
                                 "settings": asdict(settings), "run": self.run}  # fmt: skip
         most = 2**16 + len(prompts) * (1000 + 60 * settings.max_completion_length)
@@ -213,20 +178,6 @@ class ServerSampler:
 
     A server that does not answer is left out, and its prompts are asked again of the others; it comes back with the
     next weights. Completions carry the version of the weights that wrote them.
-
-    Args:
-        addresses: of the servers, ``host:port``.
-        device: of the completions' tensors.
-        timeout_s: longest wait for an answer, the writing of a generation included.
-        retries: further rounds over all servers before the run gives up.
-        retry_wait_s: wait before such a round.
-        pushes: whether this process sends the weights; of several ranks the first does.
-        run: name of the run, one for all its ranks; None: a new one, which a rank that sends no weights does not know.
-        token_file: the file with the servers' token, which `rl serve` writes; None: the environment variable
-            ``RL_SERVE_TOKEN``, or the file of this user's server on this machine.
-
-    Raises:
-        UsageError: no address, or one that is none; no token; an answer that no server gives.
     """
 
     exact_log_probs = False
@@ -369,11 +320,7 @@ class ServerSampler:
             log.warning("%s", server.leave_out(error))
 
     def _bring_back(self) -> bool:
-        """Sends the latest weights to the servers that lack them and that answer.
-
-        Returns:
-            Whether a server answers that waits for another rank's weights.
-        """
+        """Sends the latest weights to the servers that lack them and that answer."""
         expects_weights = False
         with self._lock:
             for server in self.servers:

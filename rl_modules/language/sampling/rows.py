@@ -76,14 +76,7 @@ class Prompts:
 
 
 class Record:
-    """The completions of all rows while they grow.
-
-    Args:
-        limit: of each row's length, (B,).
-        stops: ids that end a completion.
-        pad_token_id: fills places without a drawn token.
-        on_ended: called with each row that has ended.
-    """
+    """The completions of all rows while they grow."""
 
     def __init__(self, limit: Tensor, stops: Tensor, pad_token_id: int, on_ended: RowListener | None = None) -> None:
         self.on_ended = on_ended
@@ -95,14 +88,7 @@ class Record:
         self.finished = torch.zeros_like(limit, dtype=torch.bool)
 
     def add(self, step: Tensor | int, row: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
-        """Writes one token to each of these rows; returns which of them have now had their last one.
-
-        Args:
-            step: tokens that each row has so far, (n,) or one number for all.
-            row: (n,) in [0, B).
-            token: (n,).
-            log_prob: (n,).
-        """
+        """Writes one token to each of these rows; returns which of them have now had their last one."""
         ended = torch.isin(token, self.stops)
         self.tokens[row, step] = token
         self.log_prob[row, step] = log_prob
@@ -120,12 +106,7 @@ class Record:
 
 
 class Waiting:
-    """Rows that are not decoded yet. Rows of one prompt follow each other, so that its forward pass serves them all.
-
-    Args:
-        prompts: of all rows.
-        at_once: rows that may be decoded together; None: all.
-    """
+    """Rows that are not decoded yet. Rows of one prompt follow each other, so that its forward pass serves them all."""
 
     def __init__(self, prompts: Prompts, at_once: int | None) -> None:
         self._rows = sorted(range(len(prompts.sources)), key=prompts.sources.__getitem__)
@@ -138,11 +119,7 @@ class Waiting:
         return len(self._rows) - self._taken
 
     def take(self, live: int) -> list[int]:
-        """Returns the rows to begin now, none while too few places are free.
-
-        Args:
-            live: rows that are being decoded.
-        """
+        """Returns the rows to begin now, none while too few places are free."""
         free = self._at_once - live
         if live and free < min(self._least, len(self)):
             return []

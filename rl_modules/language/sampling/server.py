@@ -44,18 +44,11 @@ MakeEngine = Callable[[EngineSpec], Engine]
 
 
 class NotReadyError(Exception):
-    """The server lacks the run's model or weights: it has just started, or has another run's. The run sends
-    them again.
-    """
+    """The server lacks the run's model or weights, as after a start; the run sends them again."""
 
 
 class Service:
-    """The server's state: an engine and its weights.
-
-    Args:
-        make_engine: starts an engine for a model.
-        unties: see :class:`EngineSpec`; a run asks before it describes its model.
-    """
+    """The server's state: an engine and its weights."""
 
     def __init__(self, make_engine: MakeEngine, unties: bool) -> None:
         self.make_engine, self.unties = make_engine, unties
@@ -149,17 +142,7 @@ class _RefusedError(Exception):
 
 
 def make_server(service: Service, host: str, port: int, token: str) -> ThreadingHTTPServer:
-    """Returns an HTTP server for a service; ``serve_forever`` runs it.
-
-    Args:
-        service: answers the requests.
-        host: address to listen on.
-        port: 0: any free one.
-        token: that every request must bring.
-
-    Raises:
-        UsageError: the port is taken.
-    """
+    """Returns an HTTP server for a service; ``serve_forever`` runs it."""
     # Only a name can be made to mean this machine by someone else's DNS server, an address can't.
     names = {"localhost", host, socket.gethostname()} - {""}
 

@@ -36,13 +36,7 @@ _steps: WeakKeyDictionary[nn.Module, Forward | None] = WeakKeyDictionary()
 
 
 class StaticRowCache(RowCache):
-    """Keys and values of ``slots`` rows of at most ``columns`` tokens, allocated at once.
-
-    Args:
-        layers: of the model.
-        slots: rows.
-        columns: tokens of the longest row, prompt included.
-    """
+    """Keys and values of ``slots`` rows of at most ``columns`` tokens, allocated at once."""
 
     def __init__(self, layers: int, slots: int, columns: int) -> None:
         super().__init__(layers, [StaticRowLayer(slots, columns) for _ in range(layers)])
@@ -157,12 +151,7 @@ class StaticRowLayer(RowLayer):
 
 
 def step_of(model: Any, forward: Forward) -> Forward:
-    """Returns a step of decoding, compiled on devices on which this works.
-
-    Args:
-        model: on CUDA its steps are compiled; elsewhere ``forward`` is returned.
-        forward: from the cache, tokens, positions and mask to the logits after the last token.
-    """
+    """Returns a step of decoding, compiled on devices on which this works."""
     if next(model.parameters()).device.type != "cuda":
         return forward
     if model not in _steps:

@@ -29,18 +29,7 @@ def unties(kind: str) -> bool:
 
 
 class VLLMEngine:
-    """An engine on vLLM, in this process.
-
-    Args:
-        spec: of the model.
-        gpu_memory_utilization: share of the card that weights and cache may take.
-        enforce_eager: run without CUDA graphs and compilation; None: on a CPU.
-        max_rows_in_flight: rows that are decoded together at most; None: vLLM's own number.
-        ranks: this process's rank, their number, and its rank on this machine; each has an engine of its own.
-
-    Raises:
-        UsageError: vLLM is not installed.
-    """
+    """An engine on vLLM, in this process."""
 
     def __init__(
         self,
@@ -87,15 +76,7 @@ class VLLMEngine:
 
 
 def start_engine(spec: EngineSpec, **options: Any) -> Any:
-    """VLLM's ``LLM`` for an architecture, without weights yet.
-
-    Args:
-        spec: of the model.
-        options: further arguments of ``LLM``.
-
-    Raises:
-        UsageError: vLLM is not installed.
-    """
+    """VLLM's ``LLM`` for an architecture, without weights yet."""
     # The engine runs in this process, because it could not receive an iterator over weights in another one. On a CPU it
     # must not bind the process's threads, which training uses too.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -116,13 +97,7 @@ def start_engine(spec: EngineSpec, **options: Any) -> Any:
 
 
 def among_ranks(rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
-    """Arguments of ``LLM`` with which each of several ranks has an engine of its own, in the ranks' process group.
-
-    Args:
-        rank: of this process.
-        world_size: processes.
-        local_rank: of this process among those of its machine, which is the number of its GPU.
-    """
+    """Arguments of ``LLM`` with which each of several ranks has an engine of its own, in the ranks' process group."""
     if world_size == 1:
         return {}
     # As torchrun sets them; Lightning's own launcher leaves RANK out, and SLURM's environment LOCAL_RANK.
@@ -132,16 +107,7 @@ def among_ranks(rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
 
 
 def sampling_params(settings: SamplingSettings, seed: int, max_tokens: int) -> Any:
-    """Our settings as vLLM's ``SamplingParams``, for one row.
-
-    Args:
-        settings: how tokens are drawn.
-        seed: of the row.
-        max_tokens: of the row.
-
-    Raises:
-        UsageError: filters that vLLM applies in another order.
-    """
+    """Our settings as vLLM's ``SamplingParams``, for one row."""
     from vllm import SamplingParams
 
     if settings.min_p and (settings.top_p or 1) < 1:

@@ -33,11 +33,6 @@ def named_weights(model: Any, untied: bool) -> Weights:
     Only one weight at a time is gathered (or one layer, for an architecture that transformers stores in another form),
     never a whole sharded model. All ranks of a sharded model iterate together. Buffers that a checkpoint holds, such as
     the routing biases of DeepSeek-V3, are included.
-
-    Args:
-        model: causal language model, with LoRA or without.
-        untied: also yield an output layer that is tied to the embedding. One that adapters make differ from it is
-            always yielded.
     """
     network = transformers_model(model)
     tied = is_tied(network)
@@ -72,13 +67,7 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: Any, untied: bool, dtype: torch.dtype | None = None) -> EngineSpec:
-        """Describes a causal language model, with LoRA or without.
-
-        Args:
-            model: the model.
-            untied: see :attr:`untied`; adapters of a tied layer untie the engine's in any case.
-            dtype: that the engine computes in; None: see :func:`computing_dtype`.
-        """
+        """Describes a causal language model, with LoRA or without."""
         network = transformers_model(model)
         ties = bool(network.config.tie_word_embeddings)
         untied = untied or (ties and not is_tied(network))
@@ -98,12 +87,7 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
 
 
 def fingerprint(model: nn.Module, version: int) -> Fingerprint:
-    """Returns a value that changes whenever weights change.
-
-    Args:
-        model: whose tensors count their writes, such as the loading of a checkpoint; fused optimizers do not count.
-        version: optimizer steps so far.
-    """
+    """Returns a value that changes whenever weights change."""
     return model, version, sum(parameter._version for parameter in model.parameters())
 
 

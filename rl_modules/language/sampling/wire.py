@@ -55,17 +55,7 @@ ROWS = {"rows": [ROW], "version": COUNT}
 
 
 def parsed(data: bytes, shape: Any, what: str) -> Any:
-    """Parses JSON and checks its shape.
-
-    Args:
-        data: UTF-8.
-        shape: a type; a :class:`Within`; a list of one shape; a dictionary of exactly these keys; or a tuple of None
-            and a shape.
-        what: the message's name, for errors.
-
-    Raises:
-        InvalidMessage: it is of another shape.
-    """
+    """Parses JSON and checks its shape."""
     try:
         value = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -106,21 +96,13 @@ def printable(text: Any) -> str:
 
 
 def make_token() -> str:
-    """Returns the token of the environment variable, or a new one.
-
-    Raises:
-        UsageError: the variable's value is none.
-    """
+    """Returns the token of the environment variable, or a new one."""
     given = os.environ.get(TOKEN_VARIABLE)
     return secrets.token_urlsafe(32) if given is None else _checked(given, TOKEN_VARIABLE)
 
 
 def write_token(path: Path, token: str) -> None:
-    """Writes a token to a file that only its owner can read; replaces another.
-
-    Raises:
-        UsageError: the file can't be written.
-    """
+    """Writes a token to a file that only its owner can read; replaces another."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,15 +116,7 @@ def write_token(path: Path, token: str) -> None:
 
 
 def read_token(path: str | None, port: int) -> str:
-    """Returns the token for a server: that of a file, of the environment variable, or of this user's server here.
-
-    Args:
-        path: the file; None: the variable, or the default file of the port.
-        port: of the server.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Returns the token for a server: that of a file, of the environment variable, or of this user's server here."""
     if path is None and (given := os.environ.get(TOKEN_VARIABLE)) is not None:
         return _checked(given, TOKEN_VARIABLE)
     file = default_token_file(port) if path is None else Path(path).expanduser()
