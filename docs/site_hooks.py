@@ -1,6 +1,8 @@
-"""Builds what the site derives from the repository: pages of quoted source files, configs and errors."""
+"""Builds what the site derives from the repository: pages of quoted files, notebooks, configs and errors."""
 
 import ast
+import base64
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,11 @@ def on_files(files: Any, config: Any) -> Any:
     pages["reference/configs.md"] = config_page()
     pages["reference/errors.md"] = error_page()
     pages["reference/functional.md"] = functional_page()
+    for notebook in sorted((DOCS / "ladder").glob("*.ipynb")):
+        page, pictures = notebook_page(notebook)
+        pages[f"ladder/{notebook.stem}.md"] = page
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"ladder/{name}", content=picture))
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -56,6 +63,51 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
         return match[0] if target is None else f"{match[1]}{up}{source_page(target)}{match[4]}"
 
     return LINK.sub(replace, markdown)
+
+
+#: A page's scripts, by the mark that they look for. They are part of the site: nothing is fetched from elsewhere.
+SCRIPTS = {
+    'class="arithmatex"': ("katex.min.js", "equations.js"),
+    'class="mermaid"': ("mermaid.min.js",),
+}
+
+
+def on_post_page(output: str, page: Any, **others: Any) -> str:
+    """Adds the scripts for equations and diagrams to the pages that have some."""
+    up = "../" * page.url.count("/")
+    scripts = "".join(
+        f'<script src="{up}javascripts/{name}"></script>\n'
+        for mark, names in SCRIPTS.items()
+        if mark in output
+        for name in names
+    )
+    # Before the theme's own script, which would fetch what it misses.
+    head, foot, tail = output.partition("</head>")
+    return head + scripts + foot + tail if scripts else output
+
+
+def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """Returns a notebook as a page, and its pictures by name."""
+    parts, pictures = [], {}
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    title = "".join(cells[0]["source"]).lstrip("# ").partition("\n")[0]
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace(".ipynb)", ".md)"))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}_{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![{title}: plot {len(pictures)}]({name})")
+            else:
+                text = "".join(output.get("text", data.get("text/plain", "")))
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    parts.append(f"[This page as a notebook]({path.name})")
+    return "\n\n".join(parts) + "\n", pictures
 
 
 def show(target: Path) -> str:

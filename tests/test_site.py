@@ -1,6 +1,7 @@
-"""The pages that the site generates, and the ladder's notebooks."""
+"""The pages that the site generates."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -76,21 +77,35 @@ def test_links_to_source_files_become_pages():
     assert site_hooks.outside("index.md", "../../elsewhere") is None
 
 
-def test_every_rung_of_the_ladder_has_its_page_and_pictures():
-    for script in (ROOT / "docs/ladder").glob("[0-9]*.py"):
-        page = script.with_suffix(".md").read_text("utf-8")
-        assert f"{script.stem}_files/" in page
-        for cell in script.read_text("utf-8").split("# %%"):
-            code = [line for line in cell.splitlines()[1:] if line and "[markdown]" not in cell.splitlines()[0]]
-            assert [line for line in code if line not in page] == [], script.name
+def test_a_notebook_becomes_a_page_with_its_pictures(tmp_path):
+    import json
+
+    cells = [
+        {"cell_type": "markdown", "source": ["# A title\n", "\n", "[next](two.ipynb)"]},
+        {"cell_type": "code", "source": "1 + 1", "outputs": [
+            {"output_type": "execute_result", "data": {"text/plain": ["2"]}},
+            {"output_type": "stream", "text": ["three\n"]},
+            {"output_type": "display_data", "data": {"image/png": "aGVsbG8=", "text/plain": ["<Figure>"]}},
+        ]},
+    ]  # fmt: skip
+    (tmp_path / "one.ipynb").write_text(json.dumps({"cells": cells}))
+    page, pictures = site_hooks.notebook_page(tmp_path / "one.ipynb")
+    assert pictures == {"one_1.png": b"hello"}
+    assert page.startswith(
+        "# A title\n\n[next](two.md)\n\n```python\n1 + 1\n```\n\n```text\n2\n```\n\n```text\nthree\n```"
+    )
+    assert page.endswith("![A title: plot 1](one_1.png)\n\n[This page as a notebook](one.ipynb)\n")
 
 
-@pytest.mark.slow
-def test_a_rung_is_executed(tmp_path):
-    pytest.importorskip("jupytext")
-    sys.path.insert(0, str(ROOT / "docs/ladder"))
-    import build
+def test_a_page_has_the_scripts_that_it_needs():
+    class Page:
+        url = "a/b/"
 
-    page = build.write(build.execute(ROOT / "docs/ladder/01_dynamic_programming.py"), "rung", tmp_path)
-    assert "V of the best policy  [8.1, 9.0, 10.0, 7.29, 0.0, 0.0]" in page.read_text("utf-8")
-    assert len(list((tmp_path / "rung_files").glob("*.png"))) == 1
+    def scripts(body):
+        return re.findall(r'src="(.*?)"', site_hooks.on_post_page(f"<head></head>{body}", Page))
+
+    assert scripts("text") == []
+    assert scripts('<span class="arithmatex">') == ["../../javascripts/katex.min.js", "../../javascripts/equations.js"]
+    assert scripts('<pre class="mermaid">') == ["../../javascripts/mermaid.min.js"]
+    for names in site_hooks.SCRIPTS.values():
+        assert all((ROOT / "docs/javascripts" / name).is_file() for name in names)
