@@ -21,6 +21,7 @@ from rl_modules.core.resume import copy_for_averages
 from rl_modules.core.settings import Declared, setting
 from rl_modules.core.state import forget_state
 from rl_modules.language.checkpoints import LanguageCheckpoints
+from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.frozen_weights import (
     Sources,
     check_sources,
@@ -47,7 +48,6 @@ from rl_modules.language.models import (
 from rl_modules.language.precision import adopt_precision, convert_frozen, float32_by_default, require_float32_masters
 from rl_modules.language.router_loss import check_router_loss
 from rl_modules.language.sampling.decode import transformers_model
-from rl_modules.language.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.sharding import (
     Splitter,
     adopt,

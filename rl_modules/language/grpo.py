@@ -12,20 +12,26 @@ from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
 from rl_modules.language.advantages import IN_GROUPS, imported_at_use, load_advantages, path_of, require_advantages
-from rl_modules.language.completion_metrics import moments
-from rl_modules.language.contract import CompletionLearner
-from rl_modules.language.group_metrics import (
+from rl_modules.language.completion_metrics import (
     clip_metrics,
     generation_metrics,
     importance_ratio,
+    moments,
     quantile,
     terminated_lengths,
+)
+from rl_modules.language.contract import CompletionLearner
+from rl_modules.language.fast.shared_scoring import (
+    WORTHWHILE,
+    can_share,
+    grouped_log_probs,
+    layout_width,
+    repeated_share,
 )
 from rl_modules.language.policy import with_logged_columns
 from rl_modules.language.policy_with_reference import PolicyWithReference, Rollout, require_room
 from rl_modules.language.sampling.correction import MODES, correction_of, filters_of, sampling_metrics, warn_of_filters
 from rl_modules.language.scoring import completion_log_probs, completion_mask, extent_in
-from rl_modules.language.shared_scoring import WORTHWHILE, can_share, grouped_log_probs, layout_width, repeated_share
 from rl_modules.loggers import adapters
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.core.settings import changed, setting
-from rl_modules.language.pair_log_probs import pair_log_probs
+from rl_modules.language.pairs import pair_log_probs
 from rl_modules.language.preference_policy import PreferencePolicy
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from rl_modules.common.errors import UsageError
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.language.contract import PairLearner, WritingLearner
-from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
+from rl_modules.language.fast.packing import can_pack_pairs
+from rl_modules.language.pairs import pair_log_probs
 from rl_modules.language.policy_with_reference import PolicyWithReference
 
 
@@ -85,7 +86,7 @@ class PreferencePolicy(PolicyWithReference):
         """Σ_t log π_ref(y_t) of both answers of each pair, [b] float32 each, without gradient.
 
         Args:
-            batch: see :func:`~rl_modules.language.pair_log_probs.pair_log_probs`, and ``index`` [b], the pairs'
+            batch: see :func:`~rl_modules.language.pairs.pair_log_probs`, and ``index`` [b], the pairs'
                 numbers in their data; without it nothing is kept.
             data: ``train`` or ``eval``.
         """

@@ -19,10 +19,10 @@ from rl_modules.core.settings import changed, setting
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.contract import PairLearner
 from rl_modules.language.critics import check_same_tokens
+from rl_modules.language.fast.packing import can_pack_scores
 from rl_modules.language.models import add_lora, export_model, make_config, make_model, text_config
-from rl_modules.language.pair_scores import can_pack, pair_scores
-from rl_modules.language.preference_metrics import PreferenceMetrics
-from rl_modules.language.reliability import reliability_diagram
+from rl_modules.language.pairs import pair_scores
+from rl_modules.language.preference_metrics import PreferenceMetrics, reliability_diagram
 from rl_modules.language.rereading import right_padded
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import load_tokenizer
@@ -88,13 +88,13 @@ class RewardModel(LanguageModule):
     @property
     def can_pack(self) -> bool:
         """Whether batches may pack several texts into a row."""
-        return can_pack(self.model)
+        return can_pack_scores(self.model)
 
     def pair_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Returns raw scores of the chosen and the rejected answers from one forward pass, [b] each.
 
         Args:
-            batch: see :func:`rl_modules.language.pair_scores.pair_scores`.
+            batch: see :func:`rl_modules.language.pairs.pair_scores`.
         """
         return pair_scores(self.model, batch)
 

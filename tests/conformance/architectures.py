@@ -21,16 +21,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_modules import GRPO, SFT
 from rl_modules.common.errors import UsageError
-from rl_modules.language.logits import _can_tile, _last_mlp
+from rl_modules.language.fast.chosen_places import last_mlp
+from rl_modules.language.fast.packing import can_pack_scores, can_pack_texts
+from rl_modules.language.fast.self_check import require_left_to_right
+from rl_modules.language.fast.shared_scoring import can_share
+from rl_modules.language.fast.tiled_head import can_tile
 from rl_modules.language.models import add_lora, checkpoint_activations, export_model, make_config, make_model
-from rl_modules.language.packing import can_pack_texts
-from rl_modules.language.pair_scores import can_pack
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampler_check import decodes
 from rl_modules.language.sampling import Completions, sample
-from rl_modules.language.self_check import require_left_to_right
-from rl_modules.language.shared_prompts import SharedPromptCache, can_share_prompts
-from rl_modules.language.shared_scoring import can_share
+from rl_modules.language.sampling.check import decodes
+from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from rl_modules.language.tokenizer import character_tokenizer
 
 #: Fields that most configs share; 2 layers of 32 hidden units.
@@ -332,11 +332,11 @@ def fast_paths(name: str) -> list[str]:
     cache = next((kind for kind in kinds if decodes(model, lambda n, kind=kind: kind.for_model(config, n))), None)
     decoding = {SharedPromptCache: "shared prompts", RowCache: "rows", None: "generate"}[cache]
     try:
-        pairs = can_pack(network(name, "score"))
+        pairs = can_pack_scores(network(name, "score"))
         reward = "packed" if pairs else "padded"
     except UsageError:
         reward = "refused"
-    able = [can_share(model, 8), can_pack_texts(model), _last_mlp(model) is not None, _can_tile(model)]
+    able = [can_share(model, 8), can_pack_texts(model), last_mlp(model) is not None, can_tile(model)]
     return [decoding, *("yes" if yes else "no" for yes in able), reward]
 
 

@@ -1,4 +1,4 @@
-"""Checks that decoding gives a model's own log-probabilities, see :mod:`rl_modules.language.self_check`."""
+"""Checks that decoding gives a model's own log-probabilities, see :mod:`rl_modules.language.fast.self_check`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
 from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.rows import Prompts, Record
-from rl_modules.language.self_check import agrees, probe_texts, side_by_side
 
 #: Lengths of the self-check's prompts, and tokens that each is continued by.
 _PROMPTS, _NEW = (4, 2, 1), (3, 3, 3)

@@ -62,7 +62,7 @@ def texts(batch):
 
 def seen_from_the_ends(batch):
     """(chosen, rejected) of a packed batch: what each last token sees, in the order of positions."""
-    from rl_modules.language.pair_scores import visible
+    from rl_modules.language.pairs import visible
 
     width = batch["tokens"].shape[1]
     sees = visible(batch["segment"], batch["prompt_segment"])

@@ -15,7 +15,8 @@ from datamodules.language.preference import PreferenceDataModule
 from rl_modules import DPO
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import dpo_loss
-from rl_modules.language.pair_log_probs import can_pack_pairs, pair_log_probs
+from rl_modules.language.fast.packing import can_pack_pairs
+from rl_modules.language.pairs import pair_log_probs
 from tests.conformance.architectures import ARCHITECTURES
 from tests.training import assert_equal_checkpoints
 

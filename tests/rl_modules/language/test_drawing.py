@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rl_modules.language.drawing import NextToken, uniforms
+from rl_modules.language.sampling.draw import NextToken, uniforms
 
 
 def logits_of(seed: int, *shape: int, spread: float = 2.0) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.language.prompt import PromptDataModule
 from rl_modules.common.errors import UsageError
-from rl_modules.language.group_metrics import quantile
+from rl_modules.language.completion_metrics import quantile
 from rl_modules.language.grpo import GRPO
 from rl_modules.language.reward_model import RewardModel
 from rl_modules.language.rlhf_ppo import RLHFPPO

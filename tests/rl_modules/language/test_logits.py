@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_modules.language.logits import _last_mlp, logits_at
+from rl_modules.language.fast.chosen_places import last_mlp
+from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model
 from rl_modules.language.tokenizer import character_tokenizer
 
@@ -38,7 +39,7 @@ def both(model):
 @pytest.mark.parametrize("kind", PLAIN)
 def test_chosen_places_have_the_logits_and_gradients_of_the_whole(kind):
     model = build(kind)
-    assert _last_mlp(model) is not None
+    assert last_mlp(model) is not None
     whole, chosen = both(model)
     torch.testing.assert_close(chosen[0], whole[0], atol=2e-6, rtol=1e-5)
     assert chosen[1].keys() == whole[1].keys()
@@ -60,7 +61,7 @@ def test_other_models_too(kind, options, chosen_mlp):
     FIELDS.setdefault("opt", {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
                               "word_embed_proj_dim": 32})  # fmt: skip
     model = build(kind, **options)
-    assert (_last_mlp(model) is not None) == chosen_mlp
+    assert (last_mlp(model) is not None) == chosen_mlp
     whole, chosen = both(model)
     torch.testing.assert_close(chosen[0], whole[0], atol=2e-6, rtol=1e-5)
     for name, gradient in whole[1].items():
@@ -69,7 +70,7 @@ def test_other_models_too(kind, options, chosen_mlp):
 
 def test_the_last_block_sees_chosen_places_only():
     model = build("llama")
-    assert _last_mlp(model) is not None  # the self-check's own passes are over
+    assert last_mlp(model) is not None  # the self-check's own passes are over
     widths = []
     for block in model.model.layers:
         block.mlp.gate_proj.register_forward_pre_hook(lambda layer, arguments: widths.append(arguments[0].shape[:-1]))

@@ -20,9 +20,9 @@ from transformers import (
 from datamodules.language.pairs import Pairs
 from datamodules.language.preference import PreferenceDataModule
 from rl_modules.common.errors import UsageError
-from rl_modules.language.pair_scores import can_pack, pair_scores
-from rl_modules.language.preference_metrics import PreferenceMetrics, Reliability
-from rl_modules.language.reliability import reliability_diagram
+from rl_modules.language.fast.packing import can_pack_scores
+from rl_modules.language.pairs import pair_scores
+from rl_modules.language.preference_metrics import PreferenceMetrics, Reliability, reliability_diagram
 from rl_modules.language.reward_model import RewardModel, initialize_head, load_reward_model
 from rl_modules.language.scoring import sequence_scores
 from rl_modules.language.tokenizer import character_tokenizer, load_tokenizer
@@ -175,7 +175,7 @@ def test_packed_scores_are_those_of_each_text_alone(family, attention):
     sizes = FAMILIES[family] if family in ("gpt2", "gpt_neox") else {**TINY, "sliding_window": None, "head_dim": 16}
     config = AutoConfig.for_model(**{"model_type": family, **sizes}, vocab_size=40, num_labels=1, pad_token_id=0)
     network = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention).eval()
-    assert can_pack(network)
+    assert can_pack_scores(network)
     prompts, chosen, rejected = [[5, 6, 7], [], [8]], [[9, 1], [10, 11, 1], [1]], [[12, 13, 14, 1], [1], [15, 1]]
     batch = Pairs(prompts, chosen, rejected).batch(torch.arange(3), packing=True)
     assert len(batch["tokens"]) < 3
@@ -194,12 +194,12 @@ def test_windows_and_other_attention_are_not_packed():
                    {"model_type": "qwen2", **TINY, "use_sliding_window": True, "sliding_window": 8,
                     "max_window_layers": 0}):  # fmt: skip
         config = AutoConfig.for_model(**fields, vocab_size=40, num_labels=1, pad_token_id=0)
-        assert not can_pack(AutoModelForSequenceClassification.from_config(config)), fields
+        assert not can_pack_scores(AutoModelForSequenceClassification.from_config(config)), fields
     config = AutoConfig.for_model("llama", **TINY, vocab_size=40, num_labels=1, pad_token_id=0)
     network = AutoModelForSequenceClassification.from_config(config)
-    assert can_pack(network)
+    assert can_pack_scores(network)
     network.config._attn_implementation = "flash_attention_2"
-    assert not can_pack(network)
+    assert not can_pack_scores(network)
 
 
 def test_training_in_bfloat16_packs_too(make_trainer, data):

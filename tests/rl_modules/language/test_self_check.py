@@ -12,12 +12,12 @@ from transformers.masking_utils import sdpa_mask
 
 from rl_modules import GRPO, SFT, RewardModel
 from rl_modules.common.errors import UsageError
-from rl_modules.language import self_check
-from rl_modules.language.packing import can_pack_texts
+from rl_modules.language.fast import self_check
+from rl_modules.language.fast.packing import can_pack_texts
+from rl_modules.language.fast.self_check import agrees, require_left_to_right, shortest_window, warn_of_noise
+from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.sampling import sample
 from rl_modules.language.scoring import completion_log_probs
-from rl_modules.language.self_check import agrees, require_left_to_right, shortest_window, warn_of_noise
-from rl_modules.language.shared_scoring import can_share
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.rl_modules.language.test_sft import assert_same_gradient, demonstrations, gradient
 from tests.training import fit

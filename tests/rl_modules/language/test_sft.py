@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from datamodules import InstructionDataModule
 from rl_modules import SFT
 from rl_modules.common.errors import UsageError
-from rl_modules.language import packing as texts_in_rows
-from rl_modules.language import tiled_head
+from rl_modules.language.fast import packing as texts_in_rows
+from rl_modules.language.fast import tiled_head
 from rl_modules.language.logits import logits_at
 from rl_modules.language.models import make_config, make_model
 from rl_modules.language.tokenizer import character_tokenizer

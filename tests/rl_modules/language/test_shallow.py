@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from rl_modules import GRPO
-from rl_modules.language.packing import can_pack_texts
+from rl_modules.language.fast.packing import can_pack_texts
+from rl_modules.language.fast.self_check import _known, agrees, blocks_of, body_of, first_layers, require_left_to_right
+from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.sampling import sample
-from rl_modules.language.self_check import _known, agrees, require_left_to_right
-from rl_modules.language.shallow import blocks_of, body_of, first_layers
-from rl_modules.language.shared_scoring import can_share
 from tests.conformance.architectures import ARCHITECTURES, BASE, EXPERTS, HEADS, WINDOW, network
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -72,7 +71,7 @@ def test_the_checks_find_the_same_on_few_layers(kind, monkeypatch):
     for whole in (False, True):
         model = build(fields)
         if whole:
-            monkeypatch.setattr("rl_modules.language.shallow._depth", lambda blocks: None)
+            monkeypatch.setattr("rl_modules.language.fast.self_check._depth", lambda blocks: None)
         module = GRPO()
         module.model = model
         module.check_architecture()

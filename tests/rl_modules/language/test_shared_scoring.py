@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rl_modules.language.fast.shared_scoring import can_share, grouped_log_probs, repeated_share
 from rl_modules.language.scoring import completion_log_probs
 from rl_modules.language.sft import SFT
-from rl_modules.language.shared_scoring import can_share, grouped_log_probs, repeated_share
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 4}  # fmt: skip

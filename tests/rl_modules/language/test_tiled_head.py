@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from rl_modules import SFT
-from rl_modules.language import logits as logits_module
-from rl_modules.language import tiled_head
 from rl_modules.language.critics import HeadOnPolicy
-from rl_modules.language.logits import _can_tile, log_probs_at
+from rl_modules.language.fast import tiled_head
+from rl_modules.language.fast.self_check import _known
+from rl_modules.language.fast.shared_scoring import grouped_log_probs
+from rl_modules.language.fast.tiled_head import can_tile
+from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import add_lora, make_config, make_model
 from rl_modules.language.scoring import completion_log_probs
-from rl_modules.language.self_check import _known
 from rl_modules.language.sharding import shard
-from rl_modules.language.shared_scoring import grouped_log_probs
 from rl_modules.language.tokenizer import character_tokenizer
 from tests.conformance.architectures import ARCHITECTURES, BASE, network, strengthen
 from tests.ranks import on_ranks
@@ -91,8 +91,8 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(kind, lora, functi
     extra = (group,) if function is grouped_log_probs else ()
     whole = numbers(model, function, *text, *extra)
     request.getfixturevalue("tiles")
-    assert _can_tile(model)
-    logits_module.prepare_head(model)  # the self-checks' own passes are over
+    assert can_tile(model)
+    tiled_head.prepare_head(model)  # the self-checks' own passes are over
     widths = Widths(model)
     tiled = numbers(model, function, *text, *extra)
     # Sums over tokens in another order.
@@ -111,7 +111,7 @@ def test_sixteen_bits(dtype, request):
         whole = numbers(model, completion_log_probs, *text)
     request.getfixturevalue("tiles")
     with context:
-        assert _can_tile(model)
+        assert can_tile(model)
         tiled = numbers(model, completion_log_probs, *text)
     assert tiled[0].dtype == torch.float32
     assert_same(tiled, whole, atol=2e-2, rtol=5e-2)
@@ -120,8 +120,8 @@ def test_sixteen_bits(dtype, request):
 def test_without_gradient_nothing_is_computed_twice(tiles):
     model = build("plain")
     *text, _ = texts([3, 5], [[2, 4, 1], [5, 5, 3]])
-    assert _can_tile(model)
-    logits_module.prepare_head(model)  # the self-checks' own passes are over
+    assert can_tile(model)
+    tiled_head.prepare_head(model)  # the self-checks' own passes are over
     widths = Widths(model)
     with torch.no_grad():
         completion_log_probs(model, *text)
@@ -169,7 +169,7 @@ def test_a_value_head_reads_the_same_states(request):
 def test_a_model_whose_output_has_weights_of_its_own_behind_it_is_not_tiled(tiles, caplog):
     model = build("plain")
     model.temperature_of_its_own = torch.nn.Parameter(torch.ones(()))
-    assert not _can_tile(model)
+    assert not can_tile(model)
     assert "all logits are computed at once" in caplog.text
 
 
@@ -177,7 +177,7 @@ def test_what_the_config_does_not_explain_is_not_tiled(tiles):
     model = build("plain")
     # A hook on the whole model stands for an architecture that does something else to its logits.
     model.register_forward_hook(lambda layer, inputs, output: setattr(output, "logits", output.logits.sin()))
-    assert not _can_tile(model)
+    assert not can_tile(model)
     place, tokens = torch.tensor([1, 4]), torch.tensor([[5, 6, 7, 8, 9]])
     found = log_probs_at(model, place, torch.tensor([7, 3]), input_ids=tokens)
     expected = model(input_ids=tokens).logits[0, place].log_softmax(-1)[[0, 1], [7, 3]]
@@ -195,10 +195,10 @@ def test_a_training_step_has_the_same_gradient(tmp_path, request):
 
 def test_the_check_of_a_large_vocabulary_runs_at_the_start(monkeypatch):
     model = network("Llama")
-    logits_module.prepare_head(model)
+    tiled_head.prepare_head(model)
     assert not any("tiles" in what for what, _ in _known[model])
     monkeypatch.setattr(tiled_head, "TILED_ABOVE", {"cpu": 2**20})
-    logits_module.prepare_head(model)
+    tiled_head.prepare_head(model)
     assert any("tiles" in what for what, _ in _known[model])
 
 
@@ -211,8 +211,8 @@ def test_a_loss_of_equal_weights_has_its_gradient_from_the_forward_pass(kind, lo
     for tiled in (False, True):
         if tiled:
             request.getfixturevalue("tiles")
-            assert _can_tile(model)
-            logits_module.prepare_head(model)
+            assert can_tile(model)
+            tiled_head.prepare_head(model)
             widths = Widths(model)
         model.zero_grad()
         log_prob = log_probs_at(model, place, target, equal_weights=True, input_ids=tokens).log_prob
@@ -242,8 +242,8 @@ def on_shards(kind: str, is_tiled: bool) -> dict[str, Any]:
     shard(model, partial(fully_shard, mesh=mesh, reshard_after_forward=True))
     if is_tiled:
         tiled_head.TILE, tiled_head.TILED_ABOVE = {"cpu": ROWS * WORDS}, {"cpu": 0}
-        assert _can_tile(model)
-    logits_module.prepare_head(model)
+        assert can_tile(model)
+    tiled_head.prepare_head(model)
     widths: list[int] = []
     head = model.get_output_embeddings()
     forward = head.forward

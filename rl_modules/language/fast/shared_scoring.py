@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rl_modules import functional as F
+from rl_modules.fast import is_fast
+from rl_modules.language.fast.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.logits import log_probs_at
 from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.scoring import completion_log_probs, placed
-from rl_modules.language.self_check import agrees, probe_texts, shortest_window, side_by_side
 from rl_modules.language.sharding import is_sharded
 
 #: Share of repeated prompt tokens in a batch above which two passes without repetitions are faster than one with them.
@@ -37,7 +38,8 @@ def can_share(model: Any, width: int) -> bool:
     # Sharded ranks must call the model equally often, whatever rows each has. Other attention kernels treat masks
     # differently.
     return (
-        not checkpointing
+        is_fast()
+        and not checkpointing
         and not is_sharded(model)
         and model.config._attn_implementation in ("sdpa", "eager")
         and (window is None or window >= max(width, _SMALLEST))

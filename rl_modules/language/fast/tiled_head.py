@@ -8,6 +8,7 @@ arXiv:2410.10989, section 3.2; here with log-probabilities for an output, so tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,50 +17,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_modules import functional as F
+from rl_modules.fast import is_fast
 from rl_modules.functional.tokens import token_log_probs_gradient
+from rl_modules.language.fast.chosen_places import hooked, last_mlp
+from rl_modules.language.fast.self_check import agrees, probe_texts
+from rl_modules.language.logits import TokenStatistics, statistics
 from rl_modules.language.models import text_config
 from rl_modules.language.sharding import is_sharded
 
 #: Elements of a tile's logits, and of all logits from which on they are tiled. CPU: 64 and 128 MB of float32.
 TILE = {"cpu": 2**24, "accelerator": 2**28}
 TILED_ABOVE = {"cpu": 2**25, "accelerator": 2**29}
+#: Tokens of a batch so large that every model with a large vocabulary tiles it.
+_LARGE_BATCH = 2**16
 #: A model's processing of the output layer's result.
 Tail = Callable[[Tensor], Tensor]
 _tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics of m tokens that are kept instead of their logits."""
-
-    #: log π in nats, [1, m] float32.
-    log_prob: Tensor
-    #: H in nats, [1, m] float32; None where not requested. Without gradient under ``equal_weights``.
-    entropy: Tensor | None
-    #: Whether a token is the likeliest, [1, m] bool; None where not requested.
-    is_likeliest: Tensor | None
-
-
 def is_large(tokens: int, model: Any) -> bool:
     """Returns whether the logits of so many tokens are worth tiling."""
-    elements = tokens * text_config(model.config).vocab_size
-    return elements > TILED_ABOVE[_device(model)]
-
-
-def statistics(
-    logits: Tensor, target: Tensor, temperature: float = 1.0, entropy: bool = False, accuracy: bool = False
-) -> TokenStatistics:
-    """Computes statistics of tokens from their logits.
-
-    Args:
-        logits: [1, m, V].
-        target: the tokens, [1, m].
-        temperature: T, the one that the tokens were sampled with.
-        entropy: also the entropies.
-        accuracy: also whether each is the likeliest.
-    """
-    log_prob = F.token_log_probs(logits, target, temperature)
-    spread = F.token_entropy(logits, temperature) if entropy else None
-    return TokenStatistics(log_prob, spread, logits.detach().argmax(-1) == target if accuracy else None)
+    return is_fast() and tokens * text_config(model.config).vocab_size > TILED_ABOVE[_device(model)]
 
 
 def tiled_statistics(
@@ -237,3 +215,82 @@ def _tails_of(config: Any) -> list[Tail]:
 
 def _device(model: Any) -> str:
     return "cpu" if next(model.parameters()).device.type == "cpu" else "accelerator"
+
+
+# ---------------------------------------------------------------- the forward pass
+
+
+def tiled_at(
+    model: Any, place: Tensor, source: Tensor | None, target: Tensor, temperature: float = 1.0, entropy: bool = False,
+    accuracy: bool = False, equal_weights: bool = False, chooses_mlp: bool = True, **inputs: Any,
+) -> TokenStatistics:  # fmt: skip
+    """:func:`~rl_modules.language.logits.log_probs_at` by tiles; ``target`` is [1, m].
+
+    A sharded model gathers the weights of its output layer for its own forward pass, and again for the backward pass
+    once a gradient reaches its output. Therefore its output is made to depend on the result, and the result on the
+    output, by a product with 0. The gradient then reaches the output, and the weights are gathered, before the tiles
+    need them.
+    """
+    within = is_sharded(model)
+    states: list[Tensor] = []
+    found: list[TokenStatistics] = []
+
+    def compute() -> TokenStatistics:
+        chosen = states[0] if source is None else states[0][:, source]
+        return tiled_statistics(model, chosen, target, temperature, entropy, accuracy, equal_weights)
+
+    def keep(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(arguments[0])
+        return (arguments[0][:, :1], *arguments[1:])
+
+    def replace(layer: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        found.append(compute())
+        return torch.zeros_like(output) + (0 * found[0].log_prob.sum()).to(output.dtype)
+
+    with ExitStack() as hooks:
+        hooks.enter_context(hooked(model, place, last_mlp(model) if chooses_mlp else None))  # whose own hook is first
+        head = model.get_output_embeddings()
+        hooks.callback(head.register_forward_pre_hook(keep).remove)
+        if within:
+            hooks.callback(head.register_forward_hook(replace).remove)
+        output = model(**{"use_cache": False, **inputs}).logits
+    if not within:
+        return compute()
+    log_prob, spread, likeliest = found[0]
+    nothing = 0 * output[..., 0].float().sum()
+    return TokenStatistics(log_prob + nothing, None if spread is None else spread + nothing, likeliest)
+
+
+def prepare_head(model: Any) -> None:
+    """Runs the self-checks of this module now, not with the first batch.
+
+    Args:
+        model: causal language model.
+    """
+    if is_fast():
+        last_mlp(model)
+    if is_large(_LARGE_BATCH, model):
+        can_tile(model)
+
+
+def can_tile(model: Any) -> bool:
+    """Returns whether the output layer can be run by itself and the model's processing of its output is known."""
+    return agrees(
+        model, "computing the output layer in tiles", lambda: _compare_tiles(model), "all logits are computed at once"
+    )
+
+
+def _compare_tiles(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    text = probe_texts(model, [6])[0]
+    output: list[Tensor] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda layer, inputs, z: output.append(z))
+    try:
+        logits = model(input_ids=text[None], use_cache=False).logits
+    finally:
+        handle.remove()
+    if not find_tail(model, output[0], logits):
+        raise ValueError("what follows the output layer is not in the config")
+    place, target = torch.arange(5, device=text.device), text[None, 1:]
+    whole = statistics(logits[:, :-1], target).log_prob
+    tiled = tiled_at(model, place, None, target, chooses_mlp=False, input_ids=text[None])
+    return tiled.log_prob, whole, whole

@@ -1,0 +1,82 @@
+"""Log-probabilities and scores of pairs of answers by one forward pass, which in packed rows reads their common prompt
+once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_modules import functional as F
+from rl_modules.language.logits import logits_at
+from rl_modules.language.scoring import scores_at
+
+
+def pair_log_probs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Log π of every token of the chosen and of the rejected answers, from the logits of their places only.
+
+    Args:
+        model: causal language model.
+        batch: see :class:`~rl_modules.language.contract.PairBatch`.
+
+    Returns:
+        log π(y_t) in nats, [2b, L] float32, the chosen answers first, 0 after each answer's end; and where a token
+        counts, [2b, L] bool.
+    """
+    tokens, lengths = batch["tokens"], batch["lengths"]
+    b, packed = len(lengths), "segment" in batch
+    length = torch.cat([lengths[:, 1], lengths[:, 2]])
+    width = int(length.max())
+    columns = torch.arange(width, device=tokens.device)
+    start = batch["last"] - length + 1
+    counts = columns < length.unsqueeze(1)
+    # Clamped where no token counts, because nothing is read there.
+    place = (start.unsqueeze(1) + columns).clamp(max=tokens.numel() - 1)
+    target = tokens.flatten()[place]
+    # In a packed row the end of the prompt predicts the first token of both answers: its logits are computed once.
+    own = counts.clone()
+    if packed:
+        own[b:, 0] = False
+    logits = logits_at(model, place[own] - 1, input_ids=tokens, **packed_inputs(model, batch))
+    values = F.token_log_probs(logits, target[own].unsqueeze(0)).squeeze(0)
+    where = own.flatten().nonzero().squeeze(1)
+    if packed:
+        ends_of_prompts = length[:b].cumsum(0) - length[:b]
+        firsts = F.token_log_probs(logits.index_select(1, ends_of_prompts), target[b:, 0].unsqueeze(0)).squeeze(0)
+        values = torch.cat([values, firsts])
+        where = torch.cat([where, torch.arange(b, 2 * b, device=tokens.device) * width])
+    return values.new_zeros(counts.numel()).index_copy(0, where, values).view(counts.shape), counts
+
+
+def pair_scores(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Raw scores of the chosen and of the rejected answers, [b] float32 each, by a model with a ``score`` head."""
+    chosen, rejected = scores_at(model, batch["tokens"], batch["last"], **packed_inputs(model, batch)).chunk(2)
+    return chosen, rejected
+
+
+def packed_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """``attention_mask`` [rows, 1, width, width] and ``position_ids`` [rows, width] of packed rows, otherwise none."""
+    if "segment" not in batch:
+        return {}
+    mask = visible(batch["segment"], batch["prompt_segment"]).unsqueeze(1)
+    if model.config._attn_implementation == "eager":
+        # It adds the mask to its scores.
+        dtype = next(model.parameters()).dtype
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return {"attention_mask": mask, "position_ids": batch["position_ids"]}
+
+
+def visible(segment: Tensor, prompt_segment: Tensor) -> Tensor:
+    """Returns which tokens each token attends to: itself, and those before it in its own segment and in its prompt's.
+
+    Args:
+        segment: number of the piece of text that a token belongs to, [rows, width]; -1: none.
+        prompt_segment: number of the piece that its own continues, [rows, width].
+
+    Returns:
+        [rows, width, width] bool, from the reader's place to the place that is read.
+    """
+    width = segment.shape[1]
+    keys = segment.unsqueeze(1)
+    sees = (keys == segment.unsqueeze(2)) | (keys == prompt_segment.unsqueeze(2))
+    return sees & torch.ones(width, width, dtype=torch.bool, device=segment.device).tril()
