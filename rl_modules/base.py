@@ -3,8 +3,9 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import lightning as L
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -13,26 +14,44 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rl_modules import ranks
-from rl_modules.checkpoints import CheckpointMixin
-from rl_modules.common.checkpoint_file import LoadsCheckpoints, chosen_by_checkpoint
-from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner
+from rl_modules.algorithm import Algorithm
+from rl_modules.checkpoints import (
+    SPACES,
+    load_initial_weights,
+    load_statistics,
+    require_resumable,
+    require_same_optimizers,
+    statistics_to_tensors,
+)
+from rl_modules.common.arguments import settings_of
+from rl_modules.common.checkpoint_file import chosen_by_checkpoint
+from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Statistics
 from rl_modules.common.errors import UsageError
-from rl_modules.common.factories import build, require_callable, warn_of_missing
-from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.factories import build as made_by
+from rl_modules.common.factories import factory_names, missing_factories, require_callable, warn_of_missing
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.import_path import Custom, require_class, to_plain
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
-from rl_modules.common.pairing import check_source
+from rl_modules.common.pairing import DATAMODULES, check_source
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
-from rl_modules.core.resume import copy_for_averages
-from rl_modules.core.settings import Declared, setting
-from rl_modules.core.state import forget_state
+from rl_modules.core.curves import hand_to_callbacks
+from rl_modules.core.resume import accumulated_gradients, copy_for_averages, draw_over, finish_batch, resume_training
+from rl_modules.core.settings import setting
+from rl_modules.core.state import persistent, transient
 from rl_modules.encoders import extractor_of
 from rl_modules.loggers import log_settings
-from rl_modules.optimizers import FusedAdam, clip_grad_norm
+from rl_modules.metrics import (
+    draw,
+    log_evaluation,
+    log_outside_of_graphs,
+    means_so_far,
+    require_finite_weights,
+    write_metrics,
+)
+from rl_modules.optimizers import FusedAdam, class_names, clip_grad_norm
 from rl_modules.prediction import policy_input
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
@@ -58,7 +77,7 @@ def beside_network(module: Any) -> str | None:
     return "beside network, which is the whole network; give it to that as one of its init_args"
 
 
-class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
+class ControlModule(Algorithm):
     """Base class of the control algorithms; a subclass defines ``build_network``, ``act``, ``prepare`` and
     ``training_step``.
     """
@@ -122,6 +141,17 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
     #: What makes the optimizer and the scheduler; None: the algorithm's.
     optimizer_factory: OptimizerFactory | None
     scheduler_factory: SchedulerFactory | None
+    #: Statistics that normalise observations; the datamodule sets them after every rollout.
+    observation_statistics: Statistics = None
+    #: State of the normalisers that the weights were trained with; None: raw observations and rewards.
+    normalizer_state: dict[str, Any] | None = None
+    #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
+    logs_this_epoch = True
+    # Values that hold once per epoch, objects of torchmetrics, and what this epoch's end writes; None: nothing is due.
+    _latest: dict[str, float] = persistent({})
+    _objects: dict[str, Any] = transient({})
+    _point: tuple[dict[str, float], int] | None = transient()
+    _predict_generator: torch.Generator | None = transient()
 
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(self.own_networks):
@@ -133,8 +163,6 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
         if decays and self.scheduler_factory:
             raise UsageError(f"learning_rate={self.learning_rate!r} and lr_scheduler both change the learning rate; "
                              "give one")  # fmt: skip
-        self._scheduled_at = -1
-        self._predict_generator: torch.Generator | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -163,6 +191,28 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
         return "network" in self._modules
 
     @property
+    def source(self) -> ExperienceSource:
+        """The datamodule of the run.
+
+        Raises:
+            UsageError: the Trainer was given none.
+        """
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if datamodule is None:
+            raise UsageError(f"{type(self).__name__} learns from a datamodule: give the Trainer's fit "
+                             f"datamodule={DATAMODULES[self.experience.kind]}(...)")  # fmt: skip
+        return cast(ExperienceSource, datamodule)
+
+    @property
+    def place(self) -> int:
+        return self.source.num_timesteps
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a resumed run has batches left in the last epoch; a run that reached ``total_timesteps`` has none."""
+        return super().is_cut_off and not self.source.is_complete
+
+    @property
     def discount(self) -> float | None:
         """γ; None if the algorithm has no discount."""
         return getattr(self, "gamma", None)
@@ -174,49 +224,36 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
             UsageError: spaces, strategy or precision that the algorithm does not support, or a datamodule that lacks
                 what it reads.
         """
-        self._check_trainer()
+        check_trainer(self)
         if self._trainer is not None and getattr(self._trainer, "datamodule", None) is not None:
             check_source(self, self.source, self.is_fitting)
-            self._take_spaces(self.source)
+            take_spaces(self)
         if self.is_built and not hasattr(self, "action_space"):
             raise UsageError(f"{type(self).__name__}.network was set before its spaces were known; set it in "
                              "build_network, or give the argument network")  # fmt: skip
         if self.is_fitting:
             self.source  # noqa: B018 - raises where the Trainer was given no datamodule
         if not self.is_built:
-            self._build()
+            build(self)
             if self.is_fitting:
                 copy_for_averages(self)
         if self.is_fitting:
             if self.hparams.get("init_from") and not self.trainer.ckpt_path:
-                self.load_initial_weights(self.hparams["init_from"])  # the target network's among them
+                load_initial_weights(self, self.hparams["init_from"])  # the target network's among them
             else:
                 self.begin_target()
             self.begin_run()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights; builds the network first where the spaces were given as arguments.
-
-        Raises:
-            UsageError: the module knows no spaces.
-        """
+        """Loads weights; builds the network first where the spaces were given as arguments."""
         # What a rank returned brings the spaces.
         if not self.is_built and CHECKPOINT not in state_dict:
             self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
 
     def begin_run(self) -> None:
-        """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded."""
-        forget_state(self)
-        self._sums.clear()
-        self._latest, self._objects = {}, {}
-        self._scheduled_at = -1
-        self._rate_applied = self.learning_rate
-        self._gradients = {}
-        self._generators = GlobalGenerators()
-        self._has_begun = False
-        self._optimizers_saved = None
-        self.grad_norm = None
+        super().begin_run()
+        self.run.rate_applied = self.learning_rate
 
     def followed(self) -> torch.nn.Module:
         """Returns the part of the network that ``target_network`` follows, if the algorithm has a target network."""
@@ -234,47 +271,6 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
             copies, originals = list(ours), list(theirs)
             if copies and [x.shape for x in copies] == [x.shape for x in originals]:
                 torch._foreach_copy_(copies, originals)
-
-    def _take_spaces(self, source: ExperienceSource) -> None:
-        for name in ("observation_space", "action_space"):
-            space = getattr(source, name)
-            if self.hparams.get(name) is None:
-                self.hparams[name] = space_to_dict(space)
-            elif self.is_built or self.is_fitting:
-                check_same_space(name, space_from_dict(self.hparams[name]), space, type(self).__name__, source.env_name)
-
-    def _build(self) -> None:
-        if self.hparams.get("observation_space") is None or self.hparams.get("action_space") is None:
-            raise UsageError(f"{type(self).__name__} knows no spaces: train it with a datamodule, or give "
-                             "observation_space and action_space")  # fmt: skip
-        self.action_space = space_from_dict(self.hparams["action_space"])
-        full = space_from_dict(self.hparams["observation_space"])
-        self.observation_space, self.masks_actions = split_space(full, self.action_space)
-        self.check_spaces()
-        # Weights are drawn on the CPU from the datamodule's seed: they are the same on every device, and the global
-        # generators stay as they were.
-        seed = getattr(getattr(self._trainer, "datamodule", None), "seed", 0)
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            with extractor_of(self.hparams.get("features_extractor")):
-                self.build_network()
-        if self.is_fitting:
-            warn_of_idle(self, self.idle_arguments())
-
-    def _check_trainer(self) -> None:
-        name, trainer = type(self).__name__, self._trainer
-        if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
-            raise UsageError(f"trainer.strategy={type(trainer.strategy).__name__} splits the weights of language "
-                             f"models over ranks, not those of {name}; take ddp")  # fmt: skip
-        if (precision := getattr(trainer, "precision", "32-true")) in ("16-true", "bf16-true"):
-            raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
-                             "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
-
-    def _refuse_loss_scaling(self) -> None:
-        """Raises under a precision that scales the loss, for algorithms that take the gradients of several."""
-        if self._trainer is not None and self._trainer.precision == "16-mixed":
-            raise UsageError(f"trainer.precision=16-mixed scales one loss, {type(self).__name__} has several; take "
-                             "bf16-mixed")  # fmt: skip
 
     def check_spaces(self) -> None:
         """Refuses an action space that the algorithm does not support.
@@ -381,16 +377,56 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
         """Returns additional arguments of ``act`` for n observations; a recurrent policy adds its state."""
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Generators can't be pickled; the next `predict` makes a new one.
-        return {**super().__getstate__(), "_predict_generator": None}
+    # ---------------------------------------------------------------- curves
 
-    # ---------------------------------------------------------------- hooks of a fit
+    def record(self, **metrics: Tensor | float) -> None:
+        """Adds scalars of one minibatch; their mean over the epoch is logged as ``train/<name>``.
+
+        Any number of names, in any subset of the updates. Does nothing in epochs that are not logged, nor in
+        evaluations, which call ``act`` too.
+        """
+        evaluates = self._trainer is not None and self._trainer.evaluating
+        if self.logs_this_epoch and not evaluates:
+            self._means.add({f"train/{name}": value for name, value in metrics.items()})
+
+    def record_now(self, **metrics: float) -> None:
+        """Sets numbers that hold once per epoch, such as a coefficient; the last value is logged."""
+        self._latest.update({name if "/" in name else f"train/{name}": value for name, value in metrics.items()})
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:  # type: ignore[override]
+        """Lightning's ``log``. In training the epoch's mean is drawn over ``total_timesteps``, like every curve; by
+        ``reduce_fx`` its sum, largest or smallest value.
+
+        Args:
+            name: of the curve.
+            value: a number, a scalar tensor, or an object of torchmetrics.
+            prog_bar: show it in Lightning's progress bar.
+            logger: False: known to callbacks, but not drawn.
+            **options: Lightning's others.
+        """
+        if torch.compiler.is_compiling():
+            log_outside_of_graphs(self, name, value, prog_bar, logger, **options)
+            return
+        value = value.item() if isinstance(value, np.generic) else value
+        if draw(self, name, value, options.get("reduce_fx", "mean"), logger):
+            logger, options = False, {**options, "on_step": False, "on_epoch": True}
+        super().log(name, value, prog_bar=prog_bar, logger=logger, **options)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        log_evaluation(self, batch, "eval")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        log_evaluation(self, batch, "test")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return batch
+
+    # ---------------------------------------------------------------- parts of hooks
 
     def _on_fit_start(self) -> None:
         log_settings(self.trainer)
-        warn_of_missing(self, self._missing_factories)
-        self._missing_factories = {}
+        warn_of_missing(self, self.run.missing_factories)
+        self.run.missing_factories = {}
         # A unit that is no longer active leaves moments of 1e-40 in Adam, with which a CPU computes four times slower.
         torch.set_flush_denormal(True)
 
@@ -398,26 +434,102 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
         torch.set_flush_denormal(False)
 
     def _on_train_start(self) -> None:
-        self._check_schedulers()
-        super()._on_train_start()
+        check_schedulers(self)
+        require_same_optimizers(self)
+        resume_training(self)
+        self._means.to(self.device)
+        # Of the epoch that ends there, if one does: Lightning counts it as done.
+        self.logs_this_epoch = self.current_epoch % self.log_every == 0
+        finish_batch(self.trainer)
         # As in Stable-Baselines3, targets come without dropout and from running statistics. Not earlier: Lightning
         # warns of parts in evaluation mode before this.
         if (target := self._modules.get("target_network")) is not None:
             target.eval()
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
         self._on_train_epoch_start()
-        self._scheduled_at = self.source.num_timesteps
+        self.run.scheduled_at = self.source.num_timesteps
         self.update_schedules(self.progress_remaining)
 
     def _on_train_end(self) -> None:
         if (target := self._modules.get("target_network")) is not None:
             target.train()
 
+    def _on_train_epoch_start(self) -> None:
+        self.logs_this_epoch = (self.current_epoch + 1) % self.log_every == 0
+
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         timesteps = self.source.num_timesteps
-        if timesteps != self._scheduled_at:
-            self._scheduled_at = timesteps
+        if timesteps != self.run.scheduled_at:
+            self.run.scheduled_at = timesteps
             self.update_schedules(self.progress_remaining)
+
+    def _on_validation_start(self) -> None:
+        if self.is_fitting:
+            # Lightning draws over this count what a subclass or a callback logs in an evaluation.
+            draw_over(self.trainer, self.place)
+            # An evaluation comes before the epoch's end: its callbacks monitor the means so far, also after a resume.
+            hand_to_callbacks(self.trainer, means_so_far(self))
+
+    def _on_train_epoch_end(self) -> None:
+        self._point = None
+        require_finite_weights(self)
+        # What Lightning and its callbacks log by themselves is drawn over this count: here, over transitions.
+        draw_over(self.trainer, self.place)
+        rollout = self.source.metrics_over_ranks()
+        # For Lightning's bar, EarlyStopping and ModelCheckpoint, which need a value in every epoch, before the first
+        # episode's end too.
+        mean = rollout.get("rollout/ep_rew_mean", self.source.partial_return)
+        self.log("rollout/ep_rew_mean", mean, prog_bar=True, logger=False, sync_dist=self.trainer.world_size > 1)
+        writes = self.logs_this_epoch and not self.is_cut_off
+        hook: Any = type(self).on_train_epoch_end
+        if self.is_cut_off or (writes and hook.framed is not L.LightningModule.on_train_epoch_end):
+            # A cut epoch's point is written at its end, by the run that resumes, and callbacks monitor the means so
+            # far. A subclass's hook may read them.
+            hand_to_callbacks(self.trainer, means_so_far(self))
+        if writes:
+            # Without an optimizer Lightning has one that has no parameters.
+            if self.trainer.optimizers and self.trainer.optimizers[0].param_groups:
+                self.record_now(learning_rate=self.trainer.optimizers[0].param_groups[0]["lr"])
+            if self.grad_norm is not None:
+                self.record_now(grad_norm=float(self.grad_norm))
+            self._point = (rollout, self.place)
+
+    def _after_on_train_epoch_end(self) -> None:
+        if self._point is not None:
+            write_metrics(self, *self._point)
+
+    def gradients_so_far(self) -> dict[str, Tensor]:
+        found = accumulated_gradients(self) if self.is_fitting and self.automatic_optimization else {}
+        return {name: gradient.cpu().clone() for name, gradient in found.items()}
+
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
+        checkpoint["factories"] = factory_names(self)
+        checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
+        checkpoint["observation_statistics"] = statistics_to_tensors(self.observation_statistics)
+        checkpoint["normalizer_state"] = self.normalizer_state
+        checkpoint["optimizer_classes"] = class_names(self.trainer.optimizers) if self.is_fitting else None
+
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._require_own(checkpoint)
+        if self._trainer is not None:
+            require_resumable(self, checkpoint)
+        load_statistics(self, checkpoint)
+        if not self.is_built:
+            self.configure_model()
+        super()._on_load_checkpoint(checkpoint)
+        if self._trainer is None or self.is_fitting:
+            self.run.missing_factories = missing_factories(self, checkpoint)
+        if self.is_fitting:
+            # In the optimizers' state; absent where a subclass sets it by itself.
+            self.run.rate_applied = settings_of(checkpoint).get("learning_rate", self.run.rate_applied)
+            self.run.optimizers_saved = checkpoint.get("optimizer_classes")
+
+    def weights_to_start_from(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns the weights of an earlier run's checkpoint that ``init_from`` loads; an algorithm omits those that a
+        new argument replaces.
+        """
+        return checkpoint["state_dict"]
 
     # ---------------------------------------------------------------- schedules and ranks
 
@@ -436,12 +548,12 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
             return
         schedule = parse_schedule(self.learning_rate, "learning_rate")
         # A constant is set once: afterwards `lr_scheduler` or a callback may change the optimizer's rate.
-        is_new = self.learning_rate != self._rate_applied and self.scheduler_factory is None
+        is_new = self.learning_rate != self.run.rate_applied and self.scheduler_factory is None
         if schedule.decays or is_new:
             for optimizer in self.trainer.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = schedule_value(schedule, progress_remaining)
-        self._rate_applied = self.learning_rate
+        self.run.rate_applied = self.learning_rate
 
     @property
     def _is_alone(self) -> bool:
@@ -469,13 +581,13 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
         return (FusedAdam if fused else torch.optim.Adam)(parameters, lr=lr, eps=eps)
 
     def configure_optimizers(self) -> Any:
-        optimizer = build("optimizer", self.optimizer_factory or self.default_optimizer, self.trainable_parameters())
+        optimizer = made_by("optimizer", self.optimizer_factory or self.default_optimizer, self.trainable_parameters())
         if self.learning_rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = parse_schedule(self.learning_rate, "learning_rate")[0]
         if self.scheduler_factory is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": build("lr_scheduler", self.scheduler_factory, optimizer)}
+        return {"optimizer": optimizer, "lr_scheduler": made_by("lr_scheduler", self.scheduler_factory, optimizer)}
 
     def step_schedulers(self) -> None:
         """Steps the learning-rate schedulers of epochs after one, as Lightning does under automatic optimization: those
@@ -494,23 +606,6 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
             progress: Any = self.trainer.fit_loop.epoch_progress.current
             if config.interval == "epoch" and progress.processed % config.frequency == 0:
                 self.lr_scheduler_step(scheduler, None)
-
-    def step_schedulers_of_updates(self) -> None:
-        """Steps the learning-rate schedulers with ``interval: step`` after an update, as Lightning does under automatic
-        optimization: those whose ``frequency`` divides the number of updates in this epoch.
-        """
-        for config in self.trainer.lr_scheduler_configs:
-            updates = self.trainer.fit_loop.epoch_loop.batch_idx + 1
-            is_due = config.interval == "step" and updates % config.frequency == 0
-            if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):  # `step_schedulers` refuses it
-                self.lr_scheduler_step(config.scheduler, None)
-
-    def _check_schedulers(self) -> None:
-        for config in self.trainer.lr_scheduler_configs:
-            if config.interval not in ("step", "epoch") or config.frequency < 1:
-                raise UsageError(f"{type(self).__name__}.configure_optimizers returns a scheduler with interval="
-                                 f"{config.interval!r} and frequency={config.frequency!r}; give step or epoch, and at "
-                                 "least 1")  # fmt: skip
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         # The optimizer's own method does the same inside a profiler's scope, which takes longer than the work.
@@ -540,6 +635,64 @@ class ControlModule(Declared, LoadsCheckpoints, CheckpointMixin):
             self.grad_norm = clip_grad_norm(parameters, self.max_grad_norm)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+
+# ---------------------------------------------------------------- before a run
+
+
+def take_spaces(module: ControlModule) -> None:
+    """Takes the datamodule's spaces, or refuses others than those of the weights."""
+    source = module.source
+    for name in SPACES:
+        space = getattr(source, name)
+        if module.hparams.get(name) is None:
+            module.hparams[name] = space_to_dict(space)
+        elif module.is_built or module.is_fitting:
+            mine = space_from_dict(module.hparams[name])
+            check_same_space(name, mine, space, type(module).__name__, source.env_name)
+
+
+def build(module: ControlModule) -> None:
+    """Builds the network from the spaces among the hyperparameters."""
+    hp = module.hparams
+    if hp.get("observation_space") is None or hp.get("action_space") is None:
+        raise UsageError(f"{type(module).__name__} knows no spaces: train it with a datamodule, or give "
+                         "observation_space and action_space")  # fmt: skip
+    module.action_space = space_from_dict(hp["action_space"])
+    full = space_from_dict(hp["observation_space"])
+    module.observation_space, module.masks_actions = split_space(full, module.action_space)
+    module.check_spaces()
+    # Weights are drawn on the CPU from the datamodule's seed: they are the same on every device, and the global
+    # generators stay as they were.
+    seed = getattr(getattr(module._trainer, "datamodule", None), "seed", 0)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        with extractor_of(hp.get("features_extractor")):
+            module.build_network()
+    if module.is_fitting:
+        warn_of_idle(module, module.idle_arguments())
+
+
+def check_trainer(module: ControlModule) -> None:
+    """Refuses strategies and precisions under which the algorithm would be wrong."""
+    name, trainer = type(module).__name__, module._trainer
+    if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+        raise UsageError(f"trainer.strategy={type(trainer.strategy).__name__} splits the weights of language "
+                         f"models over ranks, not those of {name}; take ddp")  # fmt: skip
+    if (precision := getattr(trainer, "precision", "32-true")) in ("16-true", "bf16-true"):
+        raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
+                         "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
+    if precision == "16-mixed" and not module.automatic_optimization:
+        raise UsageError(f"trainer.precision=16-mixed scales one loss, {name} has several; take bf16-mixed")
+
+
+def check_schedulers(module: ControlModule) -> None:
+    """Refuses schedulers of no known interval."""
+    for config in module.trainer.lr_scheduler_configs:
+        if config.interval not in ("step", "epoch") or config.frequency < 1:
+            raise UsageError(f"{type(module).__name__}.configure_optimizers returns a scheduler with interval="
+                             f"{config.interval!r} and frequency={config.frequency!r}; give step or epoch, and at "
+                             "least 1")  # fmt: skip
 
 
 if TYPE_CHECKING:

@@ -229,7 +229,7 @@ class DQN(ControlModule):
         self.exploration_rate = exploration_rate(
             progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
         )
-        self._latest["rollout/exploration_rate"] = self.exploration_rate
+        self.record_now(**{"rollout/exploration_rate": self.exploration_rate})
 
     def _on_train_epoch_end(self) -> None:
         self.record_now(n_updates=self.trainer.global_step)

@@ -17,7 +17,7 @@ from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.storable import name_of
-from rl_modules.core.resume import count_step
+from rl_modules.core.resume import count_step, step_schedulers_of_updates
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.critics import ActionBounds, Critics, PolicyAndCritics, tower_widths
@@ -81,10 +81,6 @@ class OffPolicyActorCritic(ControlModule):
         super().begin_run()
         if self.action_noise is not None:
             self.action_noise.reset()
-
-    def _check_trainer(self) -> None:
-        super()._check_trainer()
-        self._refuse_loss_scaling()
 
     def check_spaces(self) -> None:
         """Refuses actions that are no bounded Box of floats.
@@ -280,7 +276,7 @@ class OffPolicyActorCritic(ControlModule):
         """Counts the update as one optimizer step, for ``max_steps`` and checkpoints, and steps the schedulers."""
         self.n_updates += 1
         count_step(self.trainer)
-        self.step_schedulers_of_updates()
+        step_schedulers_of_updates(self)
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:

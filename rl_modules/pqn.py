@@ -153,7 +153,7 @@ class PQN(ControlModule):
         self.exploration_rate = exploration_rate(
             progress_remaining, self.exploration_fraction, self.exploration_initial_eps, self.exploration_final_eps
         )
-        self._latest["rollout/exploration_rate"] = self.exploration_rate
+        self.record_now(**{"rollout/exploration_rate": self.exploration_rate})
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
         """Returns RAdam at 2.5e-4, as the paper and CleanRL take."""

@@ -17,6 +17,7 @@ from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
+from rl_modules.core.curves import write_evaluation
 from rl_modules.core.resume import count_step
 from rl_modules.core.settings import fixed, setting
 from rl_modules.core.state import persistent
@@ -269,7 +270,7 @@ class TabularControl(ControlModule):
 
     def update_schedules(self, progress_remaining: float) -> None:
         self.epsilon = self._exploration_rate(progress_remaining)
-        self._latest["rollout/exploration_rate"] = self.epsilon
+        self.record_now(**{"rollout/exploration_rate": self.epsilon})
         if self.step_schedule is not None:
             if self.step_schedule.decays:
                 self.step_size = schedule_value(self.step_schedule, progress_remaining)
@@ -295,7 +296,7 @@ class TabularControl(ControlModule):
         """
         if self._model is None:
             return
-        self._write_evaluation({
+        write_evaluation(self, {
             f"{prefix}/true_return": self._model.expected_return(self.greedy_policy()),
             f"{prefix}/optimal_return": self._model.optimal_return(),
         })  # fmt: skip

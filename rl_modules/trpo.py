@@ -15,6 +15,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule
 from rl_modules.common.spaces import tree_map
+from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, as_distribution
@@ -90,10 +91,6 @@ class TRPO(ActorCriticModule):
         # Seed of the critic's minibatches; drawn with the weights, so that it depends on the datamodule's seed.
         self._shuffler_seed = 0
 
-    def _check_trainer(self) -> None:
-        super()._check_trainer()
-        self._refuse_loss_scaling()
-
     def build_network(self) -> None:
         hp: Any = self.hparams
         self.network = self.make_network(critic=False)
@@ -123,7 +120,7 @@ class TRPO(ActorCriticModule):
         step = self.update_policy(batch)
         value_loss = self.update_critic(batch)
         self.record(**step, value_loss=value_loss)
-        self.step_schedulers_of_updates()
+        step_schedulers_of_updates(self)
         return value_loss
 
     # ---------------------------------------------------------------- the policy

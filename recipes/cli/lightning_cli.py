@@ -243,7 +243,8 @@ class RLCLI(LightningCLI):
         try:
             self._run(subcommand)
         except Exception as error:
-            if self.made is not None and not getattr(self.model, "_has_begun", True):
+            run = getattr(self.model, "run", None)
+            if self.made is not None and run is not None and not run.has_begun:
                 runs.remove_unused(self.made)
             if type(error).__module__.startswith("wandb."):
                 said = " ".join(str(error).split())

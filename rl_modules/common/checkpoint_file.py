@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from lightning.pytorch.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.calls import refuse_foreign_call
 from rl_modules.common.errors import UsageError
-from rl_modules.common.launched import ReturnsFromRanks
-from rl_modules.core.hooks import HasParts, Parts
 
 #: What Lightning needs of a checkpoint to build a module from it.
 PARTS = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
@@ -226,58 +222,6 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                                      "checkpoint of the same network")  # fmt: skip
                 if name in _MOMENTS:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-class LoadsCheckpoints(HasParts, ReturnsFromRanks):
-    """Base of modules: every way to load a checkpoint checks the file first, and runs no code in it."""
-
-    def _setup(self, stage: str) -> None:
-        CheckedCheckpointIO.install(self._trainer)
-        self._trainer.callbacks = [*self._trainer.callbacks, Parts(self)]
-
-    # As in Lightning: a call on a module would leave that module unchanged.
-    @_restricted_classmethod
-    def load_from_checkpoint(
-        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
-    ) -> Any:
-        """Builds the module of a checkpoint, see ``lightning.LightningModule.load_from_checkpoint``.
-
-        Args:
-            checkpoint_path: the file.
-            *args: ``map_location``, ``hparams_file`` and ``strict`` as Lightning takes them.
-            weights_only: load without running code; on by default.
-            **kwargs: hyperparameters that differ from the checkpoint's.
-
-        Raises:
-            TypeError: called on a module instead of its class.
-            UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
-                for its network, or weights of another network.
-        """
-        taken = ("map_location", "hparams_file", "strict")
-        refuse_foreign_call(cls, (), {name: value for name, value in kwargs.items() if name not in taken})
-        if checkpoint_path is None:
-            raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
-        settings = None
-        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            saved = read_checkpoint(checkpoint_path)
-            settings = settings_of(saved)
-            algorithm = saved.get("algorithm")
-            if algorithm != cls.__name__:
-                raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
-                                 f", not {cls.__name__}; load it with that class")  # fmt: skip
-            for name, given in saved.get("left_out", {}).items():
-                if name not in kwargs:
-                    raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
-                                     f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
-        try:
-            with building(cls, kwargs, settings):
-                return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
-        except RuntimeError as error:
-            if "Error(s) in loading state_dict" not in str(error):
-                raise
-            detail = " ".join(str(error).split())[:300]
-            raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
-                             f"hyperparameters describe: {detail}") from error  # fmt: skip
 
 
 def widen(module: Any, state_dict: dict[str, Any]) -> None:

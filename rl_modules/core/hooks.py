@@ -38,16 +38,21 @@ def _call(part: str, trainer: L.Trainer, module: L.LightningModule, *args: Any) 
     getattr(module, part)(*args)
 
 
+def frame(cls: Any) -> None:
+    """Frames the hooks of a class of modules or datamodules."""
+    for name in (*BEFORE, *AFTER):
+        part = f"_{name}" if name in BEFORE else f"_after_{name}"
+        hook = getattr(cls, name, None)
+        if hook is not None and hasattr(cls, part) and not hasattr(hook, "framed"):
+            setattr(cls, name, _framed(hook, part, name in BEFORE))
+
+
 class HasParts:
-    """Base of modules and datamodules, which frames their hooks."""
+    """Base of datamodules, which frames their hooks."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in (*BEFORE, *AFTER):
-            part = f"_{name}" if name in BEFORE else f"_after_{name}"
-            hook = getattr(cls, name, None)
-            if hook is not None and hasattr(cls, part) and not hasattr(hook, "framed"):
-                setattr(cls, name, _framed(hook, part, name in BEFORE))
+        frame(cls)
 
 
 def _framed(hook: Callable[..., None], part: str, is_first: bool) -> Callable[..., None]:

@@ -8,6 +8,9 @@ from typing import Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rl_modules.common.checkpoint_file import check_optimizers
 
 # ---------------------------------------------------------------- a run
 
@@ -26,6 +29,17 @@ def count_step(trainer: Any) -> None:
     progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     progress.increment_ready()
     progress.increment_completed()
+
+
+def step_schedulers_of_updates(module: Any) -> None:
+    """Steps the learning-rate schedulers with ``interval: step`` after an update, as Lightning does under automatic
+    optimization: those whose ``frequency`` divides the number of updates in this epoch.
+    """
+    for config in module.trainer.lr_scheduler_configs:
+        updates = module.trainer.fit_loop.epoch_loop.batch_idx + 1
+        is_due = config.interval == "step" and updates % config.frequency == 0
+        if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):  # `step_schedulers` refuses it
+            module.lr_scheduler_step(config.scheduler, None)
 
 
 def draw_over(trainer: Any, position: int) -> None:
@@ -113,6 +127,18 @@ def reopen_epoch(trainer: Any, checkpoint: dict[str, Any]) -> None:
 def skip_first_evaluation(trainer: Any) -> None:
     """Lets a run that resumes begin without an evaluation: from the end of an epoch Lightning would evaluate again."""
     trainer.num_sanity_val_steps = 0
+
+
+def resume_training(module: Any) -> None:
+    """Restores what Lightning does not load: gradients of an unfinished step, moments, global generators."""
+    check_optimizers(module.trainer.optimizers)
+    for name, parameter in module.named_parameters():
+        if name in module.run.gradients:
+            parameter.grad = module.run.gradients[name].to(parameter.device, parameter.dtype)
+    module.run.gradients, module.run.has_begun = {}, True
+    begin_next_epoch(module.trainer)
+    # Not earlier, because the preparation of a run may draw from them.
+    module.run.generators.start(module.device)
 
 
 def finish_batch(trainer: Any) -> None:

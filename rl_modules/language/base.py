@@ -11,26 +11,35 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from rl_modules.common.arguments import settings_of
 from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
-from rl_modules.common.generators import GlobalGenerators
 from rl_modules.common.idle import warn_of_idle
 from rl_modules.common.pairing import check_batch
-from rl_modules.core.resume import copy_for_averages
-from rl_modules.core.settings import Declared, setting
-from rl_modules.core.state import forget_state
-from rl_modules.language.checkpoints import LanguageCheckpoints
+from rl_modules.core.curves import hand_to_callbacks
+from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
+from rl_modules.core.settings import setting
 from rl_modules.language.fast.self_check import require_left_to_right, warn_of_noise
 from rl_modules.language.frozen_weights import (
     Sources,
     check_sources,
     describe_sources,
+    frozen_parameters,
+    require_same_weights,
     source_path,
 )
 from rl_modules.language.generation_defaults import without_ignored
 from rl_modules.language.learning_rate import check_schedule, make_schedule
-from rl_modules.language.lora import begins_unchanged, check_lora, refuse_biases_of_16_bits, train_in_float32
+from rl_modules.language.lora import (
+    begins_unchanged,
+    check_lora,
+    refuse_biases_of_16_bits,
+    require_same_adapters,
+    train_in_float32,
+)
+from rl_modules.language.metric_names import monitors
+from rl_modules.language.metrics import LanguageMetrics
 from rl_modules.language.model_objects import (
     check_model_object,
     is_name,
@@ -55,8 +64,10 @@ from rl_modules.language.sharding import (
     of_first_rank,
     scatter,
     shard,
+    share,
     splitter,
     storage_on_first_rank,
+    whole,
     whole_tensors,
 )
 from rl_modules.language.throughput import Throughput
@@ -100,7 +111,7 @@ def without_warmup(module: Any) -> str | None:
     )
 
 
-class LanguageModule(Declared, LanguageCheckpoints):
+class LanguageModule(LanguageMetrics):
     """Base class of the language algorithms; a subclass defines ``training_step``."""
 
     #: ``causal`` or ``score``, see :func:`rl_modules.language.models.make_model`.
@@ -178,6 +189,12 @@ class LanguageModule(Declared, LanguageCheckpoints):
     #: The model that was given as an object, in a tuple, because an attribute would become a part of this module.
     _given_model: Any
     _tokenizer: Any
+    #: The model that is trained.
+    model: Any
+    stores_own_gradients = False  # their mean over ranks is smaller than all of them
+    # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
+    _sources: Sources
+    _left_out: set[str]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +207,7 @@ class LanguageModule(Declared, LanguageCheckpoints):
         # A user's optimizer has its own rate. A checkpoint, which has a description, does not hold the optimizer.
         rate = self.learning_rate if self.optimizer_factory is None and hp.description is None else 1.0
         check_schedule(hp.lr_scheduler_type, hp.lr_scheduler_kwargs, hp.warmup_steps, rate)
-        self.model: Any = None
+        self.model = None
         tokenizer, self._tokenizer = self._tokenizer, None
         if isinstance(tokenizer, tuple):
             self._tokenizer = prepared(tokenizer[0], "tokenizer_name_or_path")
@@ -200,38 +217,8 @@ class LanguageModule(Declared, LanguageCheckpoints):
             check_model_object(self._given_model[0], hp.model_config)
         self._own_names = {"train/learning_rate", "train/num_tokens"}
         self._logged_names: set[str] = set()
-        # Sums of (metric · weight) and of weights since the last point of the curves.
-        self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
-        self._logged_at = 0
-        #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
-        self.num_tokens = 0
-        #: The last point of every training curve.
-        self.latest_metrics: dict[str, float] = {}
-        self.regular_metrics: dict[str, float] = {}
-        self._gradients: dict[str, Tensor] = {}
-        self._generators = GlobalGenerators()
-        self._has_begun = False
         self._throughput = Throughput()
-        # Sources of frozen weights, and those of the loaded checkpoint that it holds only a digest of.
-        self._sources: Sources = {}
-        self._left_out: set[str] = set()
-
-    def reset_run(self) -> None:
-        """Clears the state of a run: counters, curves, unfinished steps.
-
-        Called at the start of each ``fit``, before a checkpoint is loaded, so that a second ``fit`` and a warm start
-        count from 0. Weights are kept, including those of a frozen reference. Algorithms with further run state extend
-        this.
-        """
-        forget_state(self)
-        self._sums, self._weights = {}, {}
-        self._logged_at = 0
-        self.num_tokens, self.began_at = 0, (0, 0)
-        self.latest_metrics, self.regular_metrics = {}, {}
-        self._gradients = {}
-        self._generators = GlobalGenerators()
-        self._has_begun = False
+        self._sources, self._left_out = {}, set()
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this when a property raised AttributeError; torch would report the property itself as missing.
@@ -293,7 +280,7 @@ class LanguageModule(Declared, LanguageCheckpoints):
         convert_frozen(self)
         if self.is_fitting:
             require_float32_masters(self, hp.lora is not None, hp.torch_dtype, hp.learning_rate)
-            self.reset_run()
+            self.begin_run()
         if sharded and not is_sharded(self.model):
             self.shard(splitter(self.trainer.strategy))
             if weights is not None:
@@ -425,6 +412,81 @@ class LanguageModule(Declared, LanguageCheckpoints):
     def _on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         check_batch(self, batch, "predict_step")
 
+    # ---------------------------------------------------------------- checkpoints
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict; frozen weights that the checkpoint does not contain keep the values from their
+        directory.
+        """
+        if missing := self._left_out - state_dict.keys():
+            own = self.state_dict()
+            state_dict = {**state_dict, **{name: own[name] for name in missing}}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Loads a checkpoint's weights into the model built from its description."""
+        sources = self.hparams["description"]["frozen"]
+        self._left_out = {name for prefix in sources for name in frozen_parameters(self, prefix)}
+        self.load_state_dict(state_dict)
+
+    def gradients_so_far(self) -> dict[str, Tensor]:
+        gradients = accumulated_gradients(self) if self.is_fitting else {}
+        if is_sharded(self.model):  # and averaged already
+            return whole(gradients) if gradients else {}
+        # After a fit the module is on the CPU, but the ranks' collectives still use the strategy's device.
+        strategy: Any = self._trainer and self.trainer.strategy
+        there = {name: g.detach().to(strategy.root_device, copy=True) for name, g in gradients.items()}
+        return {name: strategy.reduce(g, reduce_op="mean").cpu() for name, g in there.items()}
+
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super()._on_save_checkpoint(checkpoint)
+        # `WeightAveraging`, whose hook ran before, has stored averages there and the module's weights under another
+        # key.
+        states = [checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint]
+        for prefix in self.hparams["description"]["frozen"]:
+            for name in frozen_parameters(self, prefix):
+                for state in states:
+                    del state[name]
+        checkpoint["num_tokens"] = self.num_tokens
+        watched = {} if self._trainer is None else monitors(self.trainer)
+        checkpoint["monitored"] = {name: value for name, value in self.latest_metrics.items() if name in watched}
+
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._require_own(checkpoint)
+        parameters = settings_of(checkpoint)
+        if "lora" in parameters:
+            require_same_adapters(self.hparams["lora"], parameters["lora"])
+        saved = (parameters.get("description") or {}).get("frozen", {})
+        require_same_weights(self._sources, saved, self.hparams)
+        # The checkpoint's weights may differ from the current ones at the path, so later checkpoints contain them too.
+        own = self.hparams["description"]
+        kept = {prefix: source for prefix, source in own["frozen"].items() if prefix in saved}
+        self.hparams["description"] = {**own, "frozen": kept}
+        self._left_out = {name for prefix in saved for name in frozen_parameters(self, prefix)}
+        if "averaging_state" in checkpoint:
+            # `WeightAveraging` loads them into a copy of this module, without its `load_state_dict`.
+            own_state = self.state_dict()
+            left_out = self._left_out - checkpoint["state_dict"].keys()
+            checkpoint["state_dict"].update({name: own_state[name] for name in left_out})
+        super()._on_load_checkpoint(checkpoint)
+        self.num_tokens = checkpoint["num_tokens"]
+        self.latest_metrics = {**self.regular_metrics, **checkpoint.get("monitored", {})}
+
+    def _on_train_start(self) -> None:
+        self.began_at = (self.trainer.global_step, self.num_tokens)
+        self._throughput.restart(self.num_tokens)
+        if self.latest_metrics:
+            hand_to_callbacks(self.trainer, self.latest_metrics)
+        self._means.to(self.device)  # a checkpoint's are on the CPU
+        if self._means:
+            self.write_due_metrics()  # a ModelCheckpoint saves a step before its point is written
+        parameters = dict(self.named_parameters())
+        for name, gradient in self.run.gradients.items():
+            of = parameters[name]
+            self.run.gradients[name] = share(gradient.to(of.device, of.dtype), of)
+        resume_training(self)
+        finish_batch(self.trainer)
+
     # ---------------------------------------------------------------- optimizer
 
     def default_optimizer(self, parameters: Iterable) -> torch.optim.Optimizer:
@@ -473,8 +535,7 @@ class LanguageModule(Declared, LanguageCheckpoints):
         limit = self.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
-        #: Norm of the last gradient before it was clipped; no checkpoint is written after one that is NaN.
-        self.grad_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.record(grad_norm=self.grad_norm)
 
 

@@ -197,7 +197,7 @@ class GRPO(PolicyWithReference):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Builds the module of a checkpoint, see :meth:`LoadsCheckpoints.load_from_checkpoint`; a path in its
+        """Builds the module of a checkpoint, see :meth:`Algorithm.load_from_checkpoint`; a path in its
         ``advantages`` is imported when the module trains.
         """
         with contextlib.nullcontext() if "advantages" in kwargs else imported_at_use():

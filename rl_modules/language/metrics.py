@@ -1,19 +1,22 @@
 """Metrics of the language algorithms: running means by name, one point of every curve per ``logging_steps``."""
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_modules.algorithm import Algorithm
 from rl_modules.common.errors import UsageError
-from rl_modules.core.curves import Curves
+from rl_modules.core.curves import hand_to_callbacks, write_point
+from rl_modules.core.state import persistent, transient
 from rl_modules.language.metric_names import displayed_name, monitors, refuse_bare_monitor
 from rl_modules.language.throughput import Throughput
 from rl_modules.loggers import adapters
 
 
-class LanguageMetrics(Curves):
+class LanguageMetrics(Algorithm):
     """Records and logs a language algorithm's metrics; the x-axis is the optimizer step."""
 
     #: Optimizer steps between two points of the curves.
@@ -21,20 +24,17 @@ class LanguageMetrics(Curves):
     #: The curve that shows whether training works.
     learning_curve: str
     #: The last point of every curve, by displayed name.
-    latest_metrics: dict[str, float]
+    latest_metrics: dict[str, float] = transient({})
     #: The same without speeds, and without the extra point at the end of a run.
-    regular_metrics: dict[str, float]
-    #: Tokens of training so far, over all ranks.
-    num_tokens: int
-    #: Curves of the module, and those of reward functions, by displayed name.
+    regular_metrics: dict[str, float] = persistent({})
+    #: Tokens that training has seen so far, prompts included and padding not, over all ranks.
+    num_tokens: int = transient(0)
+    # The optimizer step of the last point.
+    _logged_at: int = persistent(0)
+    # Curves of the module, and those of reward functions, by displayed name.
     _own_names: set[str]
     _logged_names: set[str]
-    _sums: dict[str, Tensor]
-    _weights: dict[str, Tensor]
-    _logged_at: int
     _throughput: Throughput
-    # Whether this fit's training has begun.
-    _has_begun: bool
 
     def record(self, weight: Tensor | float = 1.0, /, **metrics: Tensor | float) -> None:
         """Adds scalars to their running means, which are logged every ``logging_steps`` as ``train/<name>``.
@@ -57,28 +57,13 @@ class LanguageMetrics(Curves):
         self._add(weight, metrics)
 
     def record_logged(self, logged: dict[str, tuple[float, float]]) -> None:
-        """Adds the values that reward functions logged.
-
-        Args:
-            logged: mean and weight by name.
-
-        Raises:
-            UsageError: the run has a curve of that name.
-        """
+        """Adds the values that reward functions logged: mean and weight by name."""
         for name, (mean, weight) in logged.items():
             self.claim_logged(name, displayed_name(name))
             self._add(weight, {name: mean})
 
     def claim_logged(self, name: str, curve: str) -> None:
-        """Makes a curve that of a reward function.
-
-        Args:
-            name: the function's name of the metric.
-            curve: displayed name.
-
-        Raises:
-            UsageError: the run has a curve of that name.
-        """
+        """Makes a curve, by its displayed name, that of a reward function, which calls it ``name``."""
         self._logged_names.add(curve)
         if curve in self._own_names:
             raise UsageError(f"log_metric({name!r}, …) of a reward function: the run has a curve of this name; "
@@ -89,19 +74,12 @@ class LanguageMetrics(Curves):
         curves = set(map(displayed_name, names))
         self._own_names |= curves
         for curve in curves & self._logged_names:
-            name = curve.partition("/")[2]
-            self.claim_logged(name, curve)
+            self.claim_logged(curve.partition("/")[2], curve)
 
     def _add(self, weight: Tensor | float, metrics: Mapping[str, Tensor | float]) -> None:
-        if self._trainer is not None and self._trainer.evaluating:
-            return
-        w = self._scalar("weight", weight)
-        for name, value in metrics.items():
-            value = self._scalar(name, value)
-            # The value of a weight of 0 may be NaN, which must not spread.
-            share = torch.where(w > 0, value * w, 0.0)
-            self._sums[name] = self._sums[name] + share if name in self._sums else share
-            self._weights[name] = self._weights[name] + w if name in self._weights else w
+        if metrics and not (self._trainer is not None and self._trainer.evaluating):
+            values = {name: self._scalar(name, value) for name, value in metrics.items()}
+            self._means.add(values, self._scalar("weight", weight))
 
     def _scalar(self, name: str, value: Tensor | float) -> Tensor:
         """Returns a float32 scalar on the module's device, without a wait for either device."""
@@ -122,7 +100,7 @@ class LanguageMetrics(Curves):
         super().optimizer_step(*arguments, **named)
         step = self.trainer.global_step + 1  # Lightning counts this one later
         if step % self.logging_steps == 0 and any(name.startswith("train/") for name in monitors(self.trainer)):
-            self._hand_to_callbacks(self.summarize(self._means_over_ranks()))
+            hand_to_callbacks(self.trainer, self.summarize(self._means_over_ranks()))
 
     def _after_on_train_batch_end(self) -> None:
         self.write_due_metrics()
@@ -138,17 +116,16 @@ class LanguageMetrics(Curves):
 
     def _on_fit_end(self) -> None:
         # A complete run that is resumed does not train; its checkpoint was written before the last point.
-        if not self._has_begun:
+        if not self.run.has_begun:
             self._throughput.restart(self.num_tokens)
             self._write_last_point()
 
     def _write_last_point(self) -> None:
         """Logs the means since the last point, which a run that resumes from here continues."""
-        if not self._sums:
-            return
-        unfinished = self._sums, self._weights, self.regular_metrics
-        self.write_metrics()
-        self._sums, self._weights, self.regular_metrics = unfinished
+        if self._means:
+            unfinished = copy(self._means), self.regular_metrics
+            self.write_metrics()
+            self._means, self.regular_metrics = unfinished
 
     def write_metrics(self) -> None:
         """Logs one point of every training curve: means since the last point, over all ranks."""
@@ -160,38 +137,25 @@ class LanguageMetrics(Curves):
         metrics |= self._throughput.rates(self.num_tokens, self.trainer.strategy, self.trainer.world_size)
         metrics = self.summarize(metrics)
         self.latest_metrics.update(metrics)
-        self._hand_to_callbacks(metrics)
-        self._write_point(metrics, step)
+        hand_to_callbacks(self.trainer, metrics)
+        write_point(self.trainer, metrics, step)
         if self.learning_curve in metrics:
             for adapter in adapters(self.trainer):
                 adapter.write_learning_curve(self.learning_curve, metrics[self.learning_curve], step)
         # Reward functions may read the last point, also after a resume. Speeds differ from run to run.
         latest = {name: float(x) for name, x in metrics.items() if not name.startswith("time/")}
         self.regular_metrics = {**self.regular_metrics, **latest}
-        self._sums, self._weights = {}, {}
+        self._means = type(self._means)()
 
     def _means_over_ranks(self) -> dict[str, float]:
-        """Means of what was recorded since the last point, by displayed name; ranks call this together."""
-        names = self._names_over_ranks(self._sums)
-        if not names:
-            return {}
-        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        table = torch.stack([
-            torch.stack([self._sums.get(name, nothing), self._weights.get(name, nothing)]) for name in names
-        ])  # fmt: skip
-        if self.trainer.world_size > 1:
-            table = self.trainer.strategy.reduce(table.to(self.trainer.strategy.root_device), reduce_op="sum")
-        sums, weights = table.unbind(-1)
-        found = zip(names, *torch.stack([weights, sums / weights]).tolist(), strict=True)
-        # Non-finite means are logged too, because callbacks such as `EarlyStopping` check whether values are finite.
-        return {displayed_name(name): mean for name, weight, mean in found if weight > 0}
+        """Means of what was recorded since the last point, by displayed name; ranks call this together.
+
+        Non-finite means are among them, because callbacks such as ``EarlyStopping`` check whether values are finite.
+        """
+        return {displayed_name(name): mean for name, mean in self._means.means(self.trainer).items()}
 
     def _answer_monitors(self) -> None:
-        """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves.
-
-        Raises:
-            UsageError: a callback monitors a metric of training without the prefix.
-        """
+        """Gives callbacks the running means of the metrics that they monitor, before the first point of the curves."""
         known = self.trainer.callback_metrics
         unknown = {
             name: callback
@@ -203,7 +167,7 @@ class LanguageMetrics(Curves):
         means = self.summarize(self._means_over_ranks())
         for name, callback in unknown.items():
             refuse_bare_monitor(name, callback, {*means, *self.latest_metrics})
-        self._hand_to_callbacks({name: means[name] for name in unknown if name in means})
+        hand_to_callbacks(self.trainer, {name: means[name] for name in unknown if name in means})
 
     def _after_on_train_epoch_end(self) -> None:
         self._answer_monitors()
@@ -249,10 +213,6 @@ class LanguageMetrics(Curves):
             metrics, on_step=False, on_epoch=True, logger=not self.is_fitting, batch_size=weight, sync_dist=True
         )
 
-    @property
-    def _place(self) -> int:
-        return self.trainer.global_step
-
     def _on_validation_epoch_end(self) -> None:
         self._finish_evaluation()
 
@@ -266,4 +226,4 @@ class LanguageMetrics(Curves):
         if derived := {name: value for name, value in metrics.items() if means.get(name) != value}:
             self.log_dict(derived, logger=not self.is_fitting)
         if self.is_fitting:
-            self._write_point(metrics)
+            write_point(self.trainer, metrics, self.place)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_modules import functional as F
 from rl_modules.common.checkpoint_file import read_checkpoint
 from rl_modules.common.errors import UsageError
+from rl_modules.core.curves import write_evaluation
 from rl_modules.core.settings import changed, setting
 from rl_modules.language.base import LanguageModule
 from rl_modules.language.contract import PairLearner
@@ -141,11 +142,11 @@ class RewardModel(LanguageModule):
         self.preference_metrics.reset()
         metrics = {f"eval/{name}": value.float() for name, value in scalars.items()}
         # The numbers are already those of all ranks.
-        self._write_evaluation(metrics)
+        write_evaluation(self, metrics)
         for logger in self.trainer.loggers if self.is_fitting and self.trainer.is_global_zero else ():
             if isinstance(logger, TensorBoardLogger):
                 picture = reliability_diagram(bins, float(scalars["calibration_error"]))
-                logger.experiment.add_image("eval/reliability", picture, self._place, dataformats="HWC")
+                logger.experiment.add_image("eval/reliability", picture, self.place, dataformats="HWC")
 
     # ---------------------------------------------------------------- normalisation, export, checkpoints
 

@@ -101,9 +101,9 @@ class RLHFPPO(PolicyWithReference):
         self.value_model: Any = None
         self.value_head: HeadOnPolicy | None = None
 
-    def reset_run(self) -> None:
+    def begin_run(self) -> None:
         """Clears the state of a run and resets β to its hyperparameter."""
-        super().reset_run()
+        super().begin_run()
         self.beta = self.hparams["beta"]
 
     def _setup(self, stage: str) -> None:

@@ -42,6 +42,4 @@ def test_the_curve_is_the_norm_of_the_epochs_last_gradient(tmp_path):
     trainer = fit(model, data, logger=logger)
     assert [x for x in logged if x is not None] == pytest.approx(norms[1::2], rel=1e-5)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["unlogged"]["grad_norm"] == pytest.approx(
-        norms[-1], rel=1e-5
-    )
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["run"]["grad_norm"] == pytest.approx(norms[-1], rel=1e-5)

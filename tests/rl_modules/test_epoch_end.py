@@ -103,7 +103,7 @@ def test_the_curves_of_a_complete_run_end_with_its_last_transition(case: str, tm
     trainer = fit(make_model(), data, logger=curves)
     assert trainer.fit_loop.epoch_loop.batch_progress.current.completed < trainer.num_training_batches
     assert max(step for name, step, _ in points(curves) if name == "train/loss") == data.total_timesteps
-    assert not data.learner._sums.means()
+    assert not data.learner._means
 
 
 def points(curves: Curves) -> set[tuple[str, int, float]]:

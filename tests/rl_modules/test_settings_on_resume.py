@@ -8,6 +8,7 @@ import torch
 from datamodules import ReplayDataModule
 from rl_modules import C51, DQN, PPO, QRDQN, SAC, TQC, CrossQ
 from rl_modules.common.errors import UsageError
+from rl_modules.metrics import require_finite_weights
 from tests.training import fit, rollouts
 
 
@@ -94,8 +95,8 @@ def test_large_weights_are_numbers(tmp_path):
     fit(model, rollouts("CartPole-v1"), max_epochs=1)
     with torch.no_grad():
         next(model.network.parameters()).fill_(1e30)
-    model.require_finite_weights()
+    require_finite_weights(model)
     with torch.no_grad():
         next(model.network.parameters()).fill_(math.inf)
     with pytest.raises(UsageError, match="the parameter network.* is NaN or infinite"):
-        model.require_finite_weights()
+        require_finite_weights(model)

@@ -352,7 +352,7 @@ def test_clip_ratios_are_shares_of_all_tokens():
         now, _ = completion_log_probs(module.model, *text)
     batch["log_prob"] = now - torch.tensor([0.15, -0.15, 0.5, 0.25, -0.5, -0.15]).unsqueeze(1)
     module.training_step(batch, 0)
-    means = {name: float(total / module._weights[name]) for name, total in module._sums.items()}
+    means = module._means.means()
     # Row 1 (1 token) falls too low with A < 0, row 5 (4 tokens) too; row 3 (2 tokens) rises too far with A > 0.
     assert means["clip_ratio/low_mean"] == pytest.approx(5 / 20)
     assert means["clip_ratio/high_mean"] == pytest.approx(2 / 20)
@@ -366,7 +366,7 @@ def test_groups_that_dynamic_sampling_could_not_replace_are_logged():
     module = grpo(logging_steps=100)
     module.write_metrics = lambda: None  # keeps the sums
     fit(module, addition("blind_half", dynamic_sampling=1, batch_size=32), max_steps=4)
-    missing, silent = (float(module._sums[name] / module._weights[name]) for name in
+    missing, silent = (module._means.means()[name] for name in
                        ("dynamic_sampling/missing", "frac_reward_zero_std"))  # fmt: skip
     assert missing == silent and 0 < missing < 1
 

@@ -129,7 +129,7 @@ class Boundaries(L.Callback):
         self.note("gradients", [p.grad for p in pl_module.parameters() if p.grad is not None])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        self.note("metrics", [*pl_module._sums.values(), *pl_module._weights.values()])
+        self.note("metrics", [row for rows in pl_module._means._rows.values() for row in rows])
 
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
@@ -175,7 +175,7 @@ def test_what_crosses_a_boundary_is_float32_or_an_integer(name: str, precision: 
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
     weights = {k for k, v in saved["state_dict"].items() if v.dtype in (torch.bfloat16, torch.float16)}
     assert bool(weights) == (precision == "bf16-true")
-    assert dtypes([saved["optimizer_states"], saved["unlogged"], saved.get("PromptDataModule", {}),
+    assert dtypes([saved["optimizer_states"], saved["run"], saved.get("PromptDataModule", {}),
                    saved["gradients"]]) <= WIDE | {torch.uint8}  # fmt: skip
 
 

@@ -640,7 +640,7 @@ def test_clip_fraction_counts_where_the_clip_binds(make):
              "advantage": torch.tensor([[1.0, -1.0, -1.0, 1.0]]), "value": torch.zeros(1, 4)}  # fmt: skip
     value = torch.tensor([[0.0, 0.1, 0.3, -0.5]])
     module.record_minibatch(log_prob, value, torch.tensor(0.0), torch.tensor(0.0), batch)
-    means = {name: (module._sums[name] / module._weights[name]).item() for name in module._sums}
+    means = module._means.means()
     assert means["policy/clipfrac_avg"] == 0.5
     assert means["val/clipfrac_avg"] == 0.5
     assert means["policy/approxkl_avg"] == pytest.approx((3 * 0.25 + 0.01) / 8)

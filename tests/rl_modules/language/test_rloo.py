@@ -362,7 +362,7 @@ def test_the_curve_of_rewards_is_that_of_the_task_without_the_price_of_kl(tmp_pa
     module = rloo(beta=5.0, ref_model_name_or_path=str(tmp_path / "reference"), learning_rate=0.0)
     module.write_metrics = lambda: None  # keeps the sums
     fit(module, addition(reward="blind_half"), max_steps=1)
-    means = {name: float(total / module._weights[name]) for name, total in module._sums.items()}
+    means = module._means.means()
     for name in ("reward", "reward_std"):
         of_function = "rewards/blind_half/" + {"reward": "mean", "reward_std": "std"}[name]
         assert means[name] == pytest.approx(means[of_function]), name
@@ -376,4 +376,4 @@ def test_the_curve_of_the_loss_has_the_entropy_bonus():
     with torch.no_grad():
         loss = module.training_step(batch, 0)
         bonus = loss - module.policy_loss(module.log_probs(batch)[0], batch)
-    assert bonus < -0.1 and float(module._sums["loss"]) == pytest.approx(float(loss))
+    assert bonus < -0.1 and module._means.means()["loss"] == pytest.approx(float(loss))

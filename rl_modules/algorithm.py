@@ -1,0 +1,217 @@
+"""The one base of all algorithms, in control and in language: arguments, hooks, checkpoints, ranks and curves."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
+from torch import Tensor
+
+from rl_modules.common.arguments import make_loadable, settings_of
+from rl_modules.common.calls import refuse_foreign_call
+from rl_modules.common.checkpoint_file import CheckedCheckpointIO, building, read_checkpoint, widen
+from rl_modules.common.errors import UsageError
+from rl_modules.common.generators import GlobalGenerators
+from rl_modules.common.launched import CHECKPOINT, is_returning
+from rl_modules.core.curves import Means
+from rl_modules.core.hooks import Parts, frame
+from rl_modules.core.resume import is_cut_off, keep_earlier_checkpoint, reopen_epoch, skip_first_evaluation
+from rl_modules.core.settings import Declared
+from rl_modules.core.state import declared, forget_state, load_state, persistent, state_of, transient
+from rl_modules.ranks import of_other_ranks, of_this_rank
+
+
+@dataclass
+class Run:
+    """What a run knows beside the state that its class declares."""
+
+    #: Gradients of the unfinished step in the loaded checkpoint, until training resumes.
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    generators: GlobalGenerators = field(default_factory=GlobalGenerators)
+    #: Whether this fit's training has begun.
+    has_begun: bool = False
+    #: Classes of the optimizers whose state the loaded checkpoint holds; None: nothing is loaded.
+    optimizers_saved: list[str] | None = None
+    #: Factories of the loaded checkpoint that this module was not given.
+    missing_factories: dict[str, str] = field(default_factory=dict)
+    #: Transitions when scheduled values were last set, and the ``learning_rate`` that the optimizers were set to.
+    scheduled_at: int = -1
+    rate_applied: float | str | None = None
+
+
+class Algorithm(Declared, L.LightningModule):
+    """Base of all algorithms; a subclass defines ``training_step``.
+
+    Parts of hooks, such as ``_on_train_start``, run before a subclass's hook of the same name, see
+    :mod:`rl_modules.core.hooks`.
+    """
+
+    run: Run = transient(lambda m: Run())
+    #: Optimizer steps, and a control datamodule's metrics, at the end of a ``fit`` in ranks that this process started.
+    reached: dict[str, Any] | None = None
+    #: Optimizer steps and tokens of a language run at the start of the process that trains; above 0 if it resumed.
+    began_at: tuple[int, int] = (0, 0)
+    #: Whether each rank's gradients of an unfinished step are stored, instead of their mean.
+    stores_own_gradients = True
+    #: Global norm of the last gradient before it was clipped; None where nothing is clipped.
+    grad_norm: Tensor | None = persistent()
+    # What was recorded since the last point of the curves.
+    _means: Means = persistent(lambda m: Means())
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        frame(cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = set(declared(self, kept=False))
+        return {name: value for name, value in super().__getstate__().items() if name not in passing}
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a ``fit`` is running."""
+        return self._trainer is not None and self._trainer.state.fn == "fit"
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a run that resumes has batches left in the last epoch."""
+        return is_cut_off(self.trainer)
+
+    @property
+    def place(self) -> int:
+        """The place on the curves' x-axis: transitions in control, optimizer steps in language."""
+        return self.trainer.global_step
+
+    def begin_run(self) -> None:
+        """Resets the state of a run; called at the start of each ``fit``, before a checkpoint is loaded. Weights are
+        kept, those of a frozen reference too.
+        """
+        run = self.run
+        forget_state(self)
+        self.run.missing_factories = run.missing_factories
+
+    def gradients_so_far(self) -> dict[str, Tensor]:
+        """Returns the gradients of an unfinished optimizer step by parameter, on the CPU; empty between steps."""
+        return {}
+
+    # ---------------------------------------------------------------- parts of hooks
+
+    def _setup(self, stage: str) -> None:
+        CheckedCheckpointIO.install(self._trainer)
+        trainer: Any = self._trainer
+        trainer.callbacks = [*trainer.callbacks, Parts(self)]
+
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        keep_earlier_checkpoint(self._trainer, self.run.has_begun)
+        make_loadable(checkpoint, self, getattr(self._trainer, "datamodule", None))
+        checkpoint["algorithm"] = type(self).__name__
+        if self.is_fitting and self.is_cut_off:
+            reopen_epoch(self.trainer, checkpoint)
+        own: dict[str, Any] = {"run": state_of(self, complete=self.is_fitting),
+                               "generators": self.run.generators.state(self.device)}  # fmt: skip
+        checkpoint["gradients"] = self.gradients_so_far()
+        if self.stores_own_gradients:
+            own["gradients"] = checkpoint["gradients"]
+        # Lightning saves what the first rank has.
+        checkpoint.update(own, other_ranks=of_other_ranks(own, self._trainer))
+
+    def _on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        widen(self, checkpoint.get("state_dict", {}))
+        own = of_this_rank(checkpoint, checkpoint.get("other_ranks", []), self._trainer)
+        load_state(self, own.get("run", {}), settings=settings_of(checkpoint))
+        self.run.generators.load(own.get("generators"))
+        self.run.gradients = (own if self.stores_own_gradients else checkpoint).get("gradients", {})
+        if self.is_fitting:
+            skip_first_evaluation(self.trainer)
+
+    def _require_own(self, checkpoint: dict[str, Any]) -> None:
+        saved, here = checkpoint.get("algorithm"), type(self).__name__
+        if saved != here:
+            raise UsageError(f"the checkpoint holds {saved or 'no algorithm of this project'}, not {here}; load it "
+                             "with that class")  # fmt: skip
+
+    # ---------------------------------------------------------------- ranks that this process started
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the weights by name; to the process that started this rank, all that a checkpoint holds.
+
+        Lightning loads it there. That process has built no network, and would otherwise evaluate new weights.
+        """
+        weights = super().state_dict(*args, **kwargs)
+        if args or kwargs or "_has_returned" in self.__dict__ or not is_returning(self._trainer):
+            return weights
+        self.__dict__["_has_returned"] = True
+        checkpoint = {"state_dict": dict(weights), "hyper_parameters": dict(self.hparams)}
+        self.on_save_checkpoint(checkpoint)
+        source: Any = getattr(self._trainer, "datamodule", None)
+        metrics = source.metrics() if hasattr(source, "num_timesteps") else {}
+        checkpoint["reached"] = {"global_step": self.trainer.global_step, "metrics": metrics,
+                                 "began_at": self.began_at}  # fmt: skip
+        return {CHECKPOINT: checkpoint}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights, or what a rank has returned."""
+        if CHECKPOINT not in state_dict:
+            return super().load_state_dict(state_dict, strict, assign)
+        checkpoint = state_dict[CHECKPOINT]
+        self.reached = checkpoint["reached"]
+        self.began_at = checkpoint["reached"]["began_at"]
+        # Custom networks are those given here: a file of weights, which may have this key, must not select one.
+        kept = getattr(self, "own_networks", ())
+        for name, value in checkpoint["hyper_parameters"].items():
+            if self.hparams.get(name) is None and name not in kept:  # spaces, or a language model's description
+                self.hparams[name] = value
+        # Without a Trainer, as in `load_from_checkpoint`, because this process runs no `fit`.
+        trainer, self._trainer = self._trainer, None
+        try:
+            self.configure_model()
+            self.on_load_checkpoint(checkpoint)
+            return self.load_state_dict(checkpoint["state_dict"])
+        finally:
+            self._trainer = trainer
+
+    # ---------------------------------------------------------------- loading
+
+    # As in Lightning: a call on a module would leave that module unchanged.
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
+    ) -> Any:
+        """Builds the module of a checkpoint, see ``lightning.LightningModule.load_from_checkpoint``.
+
+        Args:
+            checkpoint_path: the file.
+            *args: ``map_location``, ``hparams_file`` and ``strict`` as Lightning takes them.
+            weights_only: load without running code; on by default.
+            **kwargs: hyperparameters that differ from the checkpoint's.
+
+        Raises:
+            TypeError: called on a module instead of its class.
+            UsageError: an unknown hyperparameter, a file that is no checkpoint of this class, one that names a function
+                for its network, or weights of another network.
+        """
+        taken = ("map_location", "hparams_file", "strict")
+        refuse_foreign_call(cls, (), {name: value for name, value in kwargs.items() if name not in taken})
+        if checkpoint_path is None:
+            raise UsageError("checkpoint_path=None is no file; give the path of a .ckpt file")
+        settings = None
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            saved = read_checkpoint(checkpoint_path)
+            settings = settings_of(saved)
+            algorithm = saved.get("algorithm")
+            if algorithm != cls.__name__:
+                raise UsageError(f"the checkpoint {checkpoint_path} holds {algorithm or 'no algorithm of this project'}"
+                                 f", not {cls.__name__}; load it with that class")  # fmt: skip
+            for name, given in saved.get("left_out", {}).items():
+                if name not in kwargs:
+                    raise UsageError(f"{cls.__name__} was trained with {name}={given}, an object that no checkpoint "
+                                     f"can hold; give it again: load_from_checkpoint(…, {name}=…)")  # fmt: skip
+        try:
+            with building(cls, kwargs, settings):
+                return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            detail = " ".join(str(error).split())[:300]
+            raise UsageError(f"checkpoint_path={str(checkpoint_path)!r} holds weights of another network than its "
+                             f"hyperparameters describe: {detail}") from error  # fmt: skip
