@@ -63,8 +63,8 @@ def resumed_position(position: int, saved: dict[str, int], layout: dict[str, int
     if saved == layout:
         return position
     if position % saved["length"] or begun:
-        changed = ", ".join(f"{name}={value} (it has {saved[name]})" for name, value in layout.items()
-                            if value != saved[name] and name != "length")  # fmt: skip
+        changed = ", ".join(f"{name}={value} (it has {saved.get(name)})" for name, value in layout.items()
+                            if value != saved.get(name) and name != "length")  # fmt: skip
         why = "holds experience of the next epoch" if begun else "is from the middle of an epoch"
         raise UsageError(f"{changed}: the checkpoint {why}, whose minibatches can't change; resume with the old "
                          "settings, or from a finished run")  # fmt: skip

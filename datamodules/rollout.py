@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from gymnasium.vector import AutoresetMode
@@ -22,7 +22,7 @@ from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
 from rl_modules.core.settings import setting
-from rl_modules.core.state import persistent
+from rl_modules.core.state import persistent, transient
 
 #: Estimated times of an environment step and of an update, in ms, and the shortest time of an epoch, chosen so that
 #: Lightning's two or three ms per epoch are a few per cent of it.
@@ -68,6 +68,7 @@ class RolloutDataModule(ControlDataModule):
     _fields: Batch | None = persistent()
     _order: Tensor | None = persistent()
     _shuffler: torch.Generator = persistent(lambda self: generator_of(self.seed, self._rank, "minibatches"))
+    _recorded: Any = transient()
     _ahead: CollectedAhead = persistent(lambda self: CollectedAhead(self._collect))
 
     def __post_init__(self) -> None:
@@ -178,7 +179,40 @@ class RolloutDataModule(ControlDataModule):
 
     def train_dataloader(self) -> LazyLoader:
         self._check_batch_size(self.batch_size, self.n_envs * self.n_steps)  # a callback may have set it
+        if self._is_recorded:
+            return LazyLoader(self.rollouts_per_epoch, self._iterations)
         return LazyLoader(self.rollouts_per_epoch * self._batches_per_rollout, self._minibatches)
+
+    # Under the algorithm's ``graph``.
+    @property
+    def _is_recorded(self) -> bool:
+        return self.has_learner and getattr(self.learner, "graph", False)
+
+    def recorded_iteration(self) -> Any:
+        """Returns a rollout and the updates on it as one step of training."""
+        from datamodules.recorded_iteration import RecordedIteration
+
+        self._recorded = RecordedIteration(self)
+        return self._recorded
+
+    def _iterations(self) -> Iterator[Batch]:
+        """One epoch's iterations, as :meth:`_minibatches` yields their minibatches; the step collects by itself."""
+        per_rollout, position = self._batches_per_rollout, self._position
+        length = self.rollouts_per_epoch * per_rollout
+        for _ in range(self.rollouts_per_epoch):
+            position = (0 if position >= length else position) + per_rollout
+            batch = cast(Any, self._recorded).begin()
+            self.num_timesteps += self.n_envs * self.n_steps
+            self._position = position
+            if self.num_timesteps >= self.total_timesteps:
+                self.learner_trainer.should_stop = True
+                self._position = length
+            yield batch
+
+    def metrics(self) -> dict[str, float]:
+        if self._recorded is not None:
+            self._recorded.read_episodes()
+        return super().metrics()
 
     @property
     def rollout(self) -> Batch:
@@ -263,7 +297,8 @@ class RolloutDataModule(ControlDataModule):
         # With one minibatch per pass, the order of transitions does not matter.
         if self.batch_size == self.n_envs * self.n_steps:
             return None
-        return torch.randperm(len(tree_leaves(self.rollout)[0]), generator=self._shuffler)
+        rows = self.n_envs * self.n_steps if self._is_recorded else len(tree_leaves(self.rollout)[0])
+        return torch.randperm(rows, generator=self._shuffler)
 
     def _split(self, n_minibatches: int) -> list[Batch]:
         """The rollout in its current order, cut into minibatches (of nearly one size where rows are not valid)."""
@@ -282,11 +317,14 @@ class RolloutDataModule(ControlDataModule):
     @property
     def _layout(self) -> dict[str, int]:
         names = ("n_envs", "n_steps", "batch_size", "n_epochs", "rollouts_per_epoch")
-        return {**{name: getattr(self, name) for name in names},
-                "length": self.rollouts_per_epoch * self._batches_per_rollout}  # fmt: skip
+        layout = {**{name: getattr(self, name) for name in names},
+                  "length": self.rollouts_per_epoch * self._batches_per_rollout}  # fmt: skip
+        return {**layout, "graph": True} if self._is_recorded else layout
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of the collector and the partly used rollout."""
+        if self._recorded is not None:
+            self._recorded.read_episodes()
         prepared = preparation(self.learner) if self.has_learner else {}
         state = {**super().rank_state(), "layout": self._layout, "preparation": prepared}
         return {**state, "fields": None, "order": None} if self.rollout_is_used_up else state

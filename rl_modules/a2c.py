@@ -81,6 +81,9 @@ class A2C(ActorCriticModule):
         weight = self.rank_weight(len(value))
         return loss if weight == 1.0 else loss * weight
 
+    def recording_key(self) -> tuple[Any, ...]:
+        return (*super().recording_key(), self.trainer.is_last_batch)
+
     # ---------------------------------------------------------------- pieces to override
 
     def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:

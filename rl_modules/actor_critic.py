@@ -143,8 +143,9 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         arguments [T, N].
         """
         if self.logs_this_epoch:
-            explained = ranks.explained_variance(value[valid], returns[valid], self._is_alone)
-            self.record_now(explained_variance=float(explained))
+            if self.source.ranks_differ_in_size:  # some rows are resets
+                value, returns = value[valid], returns[valid]
+            self.record_now(explained_variance=ranks.explained_variance(value, returns, self._is_alone))
 
 
 def sample_or_mode(policy: Distribution, generator: torch.Generator | None, deterministic: bool) -> Tensor:

@@ -25,7 +25,7 @@ from rl_modules.checkpoints import (
 )
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
-from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner, Statistics
+from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner, RolloutSource, Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build as made_by
 from rl_modules.common.factories import factory_names, missing_factories, require_callable, warn_of_missing
@@ -42,6 +42,8 @@ from rl_modules.core.resume import accumulated_gradients, copy_for_averages, dra
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.encoders import extractor_of
+from rl_modules.fast.graphs import is_recording
+from rl_modules.fast.updates import MeansInPlace, RecordedUpdate
 from rl_modules.loggers import log_settings
 from rl_modules.metrics import (
     draw,
@@ -138,6 +140,11 @@ class ControlModule(Algorithm):
         None, "likewise, for the part that turns an observation into ``features_dim`` numbers; None: by the space",
         kind=Custom | None, attribute="", check=to_plain)  # fmt: skip
 
+    graph: bool = setting(
+        False, "record the computation once as a CUDA graph and replay it: with environments in torch (``torch/…``) "
+        "rollout, advantages and updates, with a replay buffer the update. Without CUDA the same function is "
+        "called")  # fmt: skip
+
     #: What makes the optimizer and the scheduler; None: the algorithm's.
     optimizer_factory: OptimizerFactory | None
     scheduler_factory: SchedulerFactory | None
@@ -148,7 +155,7 @@ class ControlModule(Algorithm):
     #: Whether this epoch's diagnostics are written. They cost kernels, so others are not computed.
     logs_this_epoch = True
     # Values that hold once per epoch, objects of torchmetrics, and what this epoch's end writes; None: nothing is due.
-    _latest: dict[str, float] = persistent({})
+    _latest: dict[str, Tensor | float] = persistent({})
     _objects: dict[str, Any] = transient({})
     _point: tuple[dict[str, float], int] | None = transient()
     _predict_generator: torch.Generator | None = transient()
@@ -163,6 +170,8 @@ class ControlModule(Algorithm):
         if decays and self.scheduler_factory:
             raise UsageError(f"learning_rate={self.learning_rate!r} and lr_scheduler both change the learning rate; "
                              "give one")  # fmt: skip
+        if self.graph:
+            self.automatic_optimization = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -254,6 +263,9 @@ class ControlModule(Algorithm):
     def begin_run(self) -> None:
         super().begin_run()
         self.run.rate_applied = self.learning_rate
+        self.__dict__.pop("training_step", None)
+        if self.graph:
+            self._means = MeansInPlace()
 
     def followed(self) -> torch.nn.Module:
         """Returns the part of the network that ``target_network`` follows, if the algorithm has a target network."""
@@ -389,7 +401,7 @@ class ControlModule(Algorithm):
         if self.logs_this_epoch and not evaluates:
             self._means.add({f"train/{name}": value for name, value in metrics.items()})
 
-    def record_now(self, **metrics: float) -> None:
+    def record_now(self, **metrics: Tensor | float) -> None:
         """Sets numbers that hold once per epoch, such as a coefficient; the last value is logged."""
         self._latest.update({name if "/" in name else f"train/{name}": value for name, value in metrics.items()})
 
@@ -409,6 +421,8 @@ class ControlModule(Algorithm):
             return
         value = value.item() if isinstance(value, np.generic) else value
         if draw(self, name, value, options.get("reduce_fx", "mean"), logger):
+            if is_recording():
+                return  # a replay would not call Lightning's part
             logger, options = False, {**options, "on_step": False, "on_epoch": True}
         super().log(name, value, prog_bar=prog_bar, logger=logger, **options)
 
@@ -445,12 +459,25 @@ class ControlModule(Algorithm):
         # warns of parts in evaluation mode before this.
         if (target := self._modules.get("target_network")) is not None:
             target.eval()
+        if self.graph:
+            self.__dict__["training_step"] = self.recorded_step()
         # A run that resumes in the middle of an epoch begins no epoch and, within a rollout, brings no new experience.
         self._on_train_epoch_start()
         self.run.scheduled_at = self.source.num_timesteps
         self.update_schedules(self.progress_remaining)
 
+    def recorded_step(self) -> Callable[[Any, int], None]:
+        """Returns what replaces ``training_step`` under ``graph=True``."""
+        if self.experience.kind == "replay":
+            return RecordedUpdate(self)
+        return cast(RolloutSource, self.source).recorded_iteration()
+
+    def recording_key(self) -> tuple[Any, ...]:
+        """Returns what Python branches of the update depend on besides settings: each value has its own recording."""
+        return (self.logs_this_epoch,)
+
     def _on_train_end(self) -> None:
+        self.__dict__.pop("training_step", None)
         if (target := self._modules.get("target_network")) is not None:
             target.train()
 

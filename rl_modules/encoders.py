@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 
 from rl_modules.common.import_path import Custom
 from rl_modules.common.spaces import image_channels, pixel_scale
@@ -72,8 +71,10 @@ class VectorEncoder(nn.Module):
         if not self.options:
             flat = flat if flat.is_floating_point() else flat.float()
             return flat if self.scale == 1.0 else flat / self.scale
-        choices = flat.long().unbind(1)
-        return torch.cat([nnf.one_hot(c, n) for c, n in zip(choices, self.options, strict=True)], dim=1).float()
+        # On a CPU torch's `one_hot` reads the choices back to check them; `scatter_` checks them too.
+        zeros = (torch.zeros((len(flat), n), dtype=torch.float32, device=flat.device) for n in self.options)
+        choices = flat.long().split(1, 1)
+        return torch.cat([x.scatter_(1, c, 1.0) for x, c in zip(zeros, choices, strict=True)], dim=1)
 
 
 class CombinedEncoder(nn.Module):

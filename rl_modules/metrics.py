@@ -54,10 +54,11 @@ def means_so_far(module: Any) -> dict[str, float]:
 
 def write_metrics(module: Any, rollout: dict[str, float], step: int) -> None:
     """Writes one point of every training curve, with the datamodule's metrics, and begins the next."""
-    metrics = {**rollout, **module._latest, **means_so_far(module)}
+    latest = {name: float(value) for name, value in module._latest.items()}
+    metrics = {**rollout, **latest, **means_so_far(module)}
     write_point(module.trainer, metrics, step)
     hand_to_callbacks(module.trainer, {name: x for name, x in metrics.items() if not name.startswith("time/")})
-    module._means, module._latest, module._objects = type(module._means)(), {}, {}
+    module._means, module._latest, module._objects = module._means.begun_anew(), {}, {}
 
 
 def log_evaluation(module: Any, batch: dict[str, Tensor], prefix: str) -> None:

@@ -272,6 +272,11 @@ class OffPolicyActorCritic(ControlModule):
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(x, reduce_op="mean")
 
+    def recording_key(self) -> tuple[Any, ...]:
+        """Adds whether this update moves policy and targets, in algorithms that do not in each."""
+        intervals = (getattr(self, name, 1) for name in ("policy_delay", "target_update_interval"))
+        return (*super().recording_key(), *((self.n_updates + 1) % interval == 0 for interval in intervals))
+
     def finish_update(self) -> None:
         """Counts the update as one optimizer step, for ``max_steps`` and checkpoints, and steps the schedulers."""
         self.n_updates += 1

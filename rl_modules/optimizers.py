@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as base
 
 from rl_modules.common.errors import UsageError
+from rl_modules.fast.graphs import is_recording
 
 
 def _scope_where_watched(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +178,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
         return None
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     # On a CPU the norm is known here, and most gradients need no second pass. On a GPU the check would synchronise.
-    if norm.is_cpu and float(norm) + 1e-6 <= max_norm:
+    if norm.is_cpu and not is_recording() and float(norm) + 1e-6 <= max_norm:
         return norm
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -220,5 +220,8 @@ class RolloutSource(ExperienceSource, Protocol):
     def rollout_is_used_up(self) -> bool:
         """True from the last minibatch of a rollout on, until the next is collected."""
 
+    def recorded_iteration(self) -> Callable[[Any, int], None]:
+        """Returns rollout, advantages and updates as one step of training, under ``graph=True``."""
+
 
 Act = Callable[[Any, torch.Generator], dict[str, Tensor]]

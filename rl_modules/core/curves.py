@@ -84,6 +84,10 @@ class Means:
         means = {name: total / count for name, (total, count) in sums.items() if count > 0}
         return {**means, **{name: float(value) for name, (_, value) in reduced.items()}}
 
+    def begun_anew(self) -> "Means":
+        """Returns empty ones, for the next point."""
+        return type(self)()
+
     def to(self, device: torch.device) -> None:
         """Moves the sums to the device of the next values."""
         self._rows = {key: [row.to(device) for row in rows] for key, rows in self._rows.items()}

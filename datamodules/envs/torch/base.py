@@ -60,8 +60,8 @@ class TorchEnv(VectorEnv):
         raise NotImplementedError
 
     def observe(self, state: Tensor) -> Tensor:
-        """Returns the observations of states, [N, *obs]."""
-        return state.float()
+        """Returns the observations of states, [N, *obs], in memory of their own."""
+        return state.to(torch.float32, copy=True)
 
     # ---------------------------------------------------------------- Gymnasium's interface
 

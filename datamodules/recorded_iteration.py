@@ -1,0 +1,193 @@
+"""Rollout, advantages and updates as one function that can be recorded, with environments in torch."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.acting import prepared_by, rollout_act
+from datamodules.envs.tensors import action_tensors, observation_tensors, torch_env
+from rl_modules.common.errors import UsageError
+from rl_modules.common.modes import evaluation_mode
+from rl_modules.common.spaces import tree_map
+from rl_modules.core.resume import count_step
+from rl_modules.fast.updates import NUMBERS, Recorded
+
+
+class RecordedIteration(Recorded):
+    """One rollout and all updates on it, as :class:`~datamodules.rollout.RolloutDataModule` and Lightning make them.
+
+    Everything that an iteration leaves to the next is in tensors that stay where they are: the environments' states,
+    weights, the optimizer's moments, and the statistics of episodes, which :meth:`read_episodes` brings to the host.
+
+    Args:
+        data: the rollout datamodule of the run.
+    """
+
+    def __init__(self, data: Any) -> None:
+        module, collector = data.learner, data.collector
+        self.data, self.collector = data, collector
+        self.envs = torch_env(collector.envs)
+        self._check()
+        self.device = device = module.device
+        if collector.generator is None:
+            collector.generator = torch.Generator(device).manual_seed(collector.generator_seed)
+        if collector.is_fresh:
+            self.envs.reset(seed=collector.streams[0])
+        # Of actions that are not taken, in the successors of transitions.
+        self._unused = torch.Generator(device)
+        super().__init__(module, [collector.generator, self.envs.generator, self._unused])
+        self.numbers = {name: torch.zeros((), dtype=torch.float32, device=device) for name in NUMBERS
+                        if hasattr(module, name)}  # fmt: skip
+        size = data.n_envs * data.n_steps
+        is_whole = data.batch_size == size
+        self.orders = None if is_whole else torch.zeros((data.n_epochs, size), dtype=torch.int64, device=device)
+        self._write_episodes()
+        data.hand_over_statistics()
+
+    def _check(self) -> None:
+        data, module = self.data, self.data.learner
+        what = f"{type(module).__name__}(graph=True)"
+        if self.envs is None:
+            raise UsageError(f"{what} replays the environments' steps too, and {data.env_name} is not in torch; take "
+                             "torch/CartPole-v1, another id of torch/ or a datamodules.envs.torch.TorchEnv of yours, "
+                             "or leave graph out")  # fmt: skip
+        kept_on_host = {"norm_obs": data.norm_obs, "norm_reward": data.norm_reward, "overlap": data.overlap,
+                        "a recurrent policy": self.collector.memory is not None,
+                        "EpisodeMonitor": self.collector.episodes.on_finished is not None}  # fmt: skip
+        for name, is_used in kept_on_host.items():
+            if is_used:
+                raise UsageError(f"{what} keeps a rollout on the device, and {name} reads it on the host; leave one of "
+                                 "them out")  # fmt: skip
+
+    # ---------------------------------------------------------------- one step of Lightning's loop
+
+    def begin(self) -> dict[str, Any]:
+        """Called before the iteration counts; returns the batch with which Lightning calls the step."""
+        learner = self.module
+        for name, number in self.numbers.items():
+            number.fill_(getattr(learner, name))
+        if self.orders is None:
+            return {}
+        draws = [self.data._draw_order() for _ in range(self.data.n_epochs)]
+        orders = torch.stack(draws)
+        return {"order": orders.pin_memory() if self.device.type == "cuda" else orders}
+
+    def __call__(self, batch: dict[str, Any], batch_idx: int) -> None:
+        if self.orders is not None:
+            self.orders.copy_(batch["order"], non_blocking=True)
+        self.step()
+        for _ in range(self.data._batches_per_rollout):
+            count_step(self.trainer)
+
+    # ---------------------------------------------------------------- the function
+
+    def run(self) -> None:
+        data, learner = self.data, self.module
+        state = learner.__dict__
+        numbers = {name: state[name] for name in self.numbers}
+        state.update(self.numbers)
+        try:
+            with evaluation_mode(learner.modules()), torch.no_grad(), self.trainer.precision_plugin.forward_context():
+                prepared = prepared_by(learner, self.collect())
+        finally:
+            state.update(numbers)
+        data._fields = fields = tree_map(lambda x: x.flatten(0, 1), prepared)
+        per_pass, index = data.n_envs * data.n_steps // data.batch_size, 0
+        for epoch in range(data.n_epochs):
+            order = None if self.orders is None else self.orders[epoch]
+            shuffled = fields if order is None else tree_map(lambda x, order=order: x[order], fields)
+            for i in range(per_pass):
+                rows = slice(i * data.batch_size, (i + 1) * data.batch_size)
+                self.update(tree_map(lambda x, rows=rows: x[rows], shuffled) if per_pass > 1 else shuffled, index)
+                index += 1
+
+    def collect(self) -> dict[str, Any]:
+        """A rollout, as :meth:`datamodules.tensor_collector.TensorCollector.collect` returns it."""
+        envs, space, generator = self.envs, self.collector.space, self.collector.generator
+        act = rollout_act(self.module)
+        acted: list[dict[str, Tensor]] = []
+        rows: list[tuple[Tensor, ...]] = []
+        observations, successors = [], []
+        observation = observation_tensors(space, envs.observe(envs.state))
+        for _ in range(self.data.n_steps):
+            if observation.untyped_storage().data_ptr() == envs.state.untyped_storage().data_ptr():
+                observation = observation.clone()  # the next step writes over the states
+            observations.append(observation)
+            acted.append(act(observation, generator))
+            raw, reward, terminated, truncated, info = envs.step(
+                action_tensors(envs.single_action_space, acted[-1]["action"])
+            )
+            observation = observation_tensors(space, raw)
+            successors.append(observation_tensors(space, info["final_obs"]))
+            done = terminated | truncated
+            self.running.add_(torch.stack([reward.double(), torch.ones_like(reward, dtype=torch.float64)]))
+            rows.append((reward.float(), terminated, truncated, done, self.running.clone()))
+            self.running.masked_fill_(done, 0.0)
+        reward, terminated, truncated, done, running = (torch.stack(column) for column in zip(*rows, strict=True))
+        self._note_episodes(done.flatten(), running.movedim(1, 0).flatten(1))
+        successor = tree_map(lambda *steps: torch.stack(steps), successors[0], *successors[1:])
+        seen = [x for x in (successor, reward) if x.is_floating_point()]
+        self.is_finite.logical_and_(torch.stack([x.isfinite().all() for x in seen]).all())
+        rollout: dict[str, Any] = {key: torch.stack([row[key] for row in acted]) for key in acted[0]}
+        rollout.update(
+            observation=torch.stack(observations), next_observation=successor,
+            reward=reward.sign() if self.collector.sign_reward else reward, terminated=terminated,
+            truncated=truncated, valid=torch.ones_like(done),
+        )  # fmt: skip
+        if "value" in rollout:
+            values = act(successor.flatten(0, 1), self._unused)["value"]
+            rollout["next_value"] = values.reshape(reward.shape)
+        return rollout
+
+    # ---------------------------------------------------------------- statistics of episodes
+
+    def _write_episodes(self) -> None:
+        """Copies the statistics of a run that resumes to the device."""
+        episodes, n = self.collector.episodes, self.envs.num_envs
+        options: Any = {"dtype": torch.float64, "device": self.device}
+        self.window = episodes.window
+        #: Return and length of the running episodes, [2, N].
+        self.running = torch.zeros((2, n), **options)
+        self.running.copy_(torch.stack([torch.as_tensor(episodes.running_return).double(),
+                                        torch.as_tensor(episodes.running_length).double()]))  # fmt: skip
+        # Those of the last finished ones in a ring, after which one column takes what is written nowhere.
+        self.ring = torch.zeros((2, self.window + 1), **options)
+        known = torch.tensor([list(episodes.returns), list(episodes.lengths)], **options)
+        self.ring[:, : known.shape[1]] = known
+        self.finished = torch.tensor(known.shape[1], dtype=torch.int64, device=self.device)
+        self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)
+
+    def _note_episodes(self, done: Tensor, running: Tensor) -> None:
+        """Writes the episodes that have ended into the ring, in the order of time.
+
+        Args:
+            done: the episode ended, [T·N].
+            running: return and length so far, [2, T·N].
+        """
+        place = done.cumsum(0) - 1 + self.finished
+        self.finished.add_(done.sum())
+        is_kept = done & (place >= self.finished - self.window)
+        self.ring.index_copy_(1, torch.where(is_kept, place % self.window, self.window), running)
+
+    def read_episodes(self) -> None:
+        """Brings statistics and observations to the host, for metrics and checkpoints.
+
+        Raises:
+            UsageError: an observation or a reward was NaN or infinite.
+        """
+        collector, episodes = self.collector, self.collector.episodes
+        if not self.is_finite:
+            raise UsageError(f"the environment {collector.name} returned a NaN or infinite observation or reward; "
+                             "bound it, or look at it with graph=False")  # fmt: skip
+        finished, window = int(self.finished), self.window
+        ring = self.ring[:, :window].cpu()
+        order = [i % window for i in range(max(finished - window, 0), finished)]
+        episodes.returns = deque(ring[0, order].tolist(), window)
+        episodes.lengths = deque(ring[1, order].long().tolist(), window)
+        running = self.running.cpu().numpy()
+        episodes.running_return, episodes.running_length = running[0], running[1].astype("int64")
+        collector._observation = collector._raw = observation_tensors(collector.space, self.envs.observe(
+            self.envs.state))  # fmt: skip
+        collector.episode_start = (self.envs.steps == 0).cpu().numpy()
