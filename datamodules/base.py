@@ -25,10 +25,9 @@ from datamodules.loader import LazyLoader
 from datamodules.normalizers import Normalizers
 from datamodules.resume import gather_ranks, state_of_rank
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
-from rl_modules.common.contract import Learner
 from rl_modules.common.errors import UsageError
-from rl_modules.common.pairing import check_pairing
 from rl_modules.common.seeding import stream_seed
+from rl_modules.contract import Learner, check_pairing
 from rl_modules.core.settings import setting
 from rl_modules.core.state import forget_state, load_state, state_of
 

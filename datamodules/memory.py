@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_modules.common.contract import Act
+from rl_modules.contract import Act
 from rl_modules.core.state import Stateful, persistent
 
 

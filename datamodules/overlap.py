@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from datamodules.acting import rollout_act
-from rl_modules.common.contract import Act, Rollout
+from rl_modules.contract import Act, Rollout
 from rl_modules.core.state import Stateful, persistent
 
 #: Attributes that a copy does not share with the learner.

@@ -16,11 +16,11 @@ from datamodules.loader import LazyLoader
 from datamodules.overlap import CollectedAhead
 from datamodules.resume import preparation, require_same_preparation, resumed_position
 from rl_modules.common.checks import at_least
-from rl_modules.common.contract import MINIBATCHES, Act, Rollout, RolloutSource
 from rl_modules.common.errors import UsageError
 from rl_modules.common.modes import evaluation_mode
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import example_arrays, tree_leaves, tree_map
+from rl_modules.contract import MINIBATCHES, Act, Rollout, RolloutSource
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 

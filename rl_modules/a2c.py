@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules import ranks
-from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.common.contract import SHORT_ROLLOUTS, Rollout
+from rl_modules.actor_critic import ActorCriticModule
+from rl_modules.contract import SHORT_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.distributions import Distribution
 
@@ -44,25 +44,25 @@ class A2C(ActorCriticModule):
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions and the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)
-        return {"action": sample_or_mode(policy, generator, deterministic), "value": value}
+        return {"action": policy.mode() if deterministic else policy.sample(generator), "value": value}
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> Minibatch:
         """Computes advantages and returns of a rollout, whose fields are those of
-        :class:`~rl_modules.common.contract.Rollout`.
+        :class:`~rl_modules.contract.Rollout`.
 
         Returns:
             The fields that :meth:`training_step` reads: observation, action, value, advantage, returns.
         """
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
-        kept = {"observation": rollout["observation"], "action": rollout["action"], "value": rollout["value"]}
-        return {**kept, "advantage": advantage, "returns": returns}
+        return Minibatch(observation=rollout["observation"], action=rollout["action"], value=rollout["value"],
+                         advantage=advantage, returns=returns)  # fmt: skip
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         policy, value = self.policy_and_value(batch["observation"])
         return self.minibatch_loss(policy, value, batch)
 
-    def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def minibatch_loss(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
         """Returns the loss of one rollout under the current policy and values, a scalar."""
         policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
         value_loss = self.value_loss(value, batch)
@@ -78,15 +78,14 @@ class A2C(ActorCriticModule):
                 loss=loss,
                 explained_variance=ranks.explained_variance(batch["value"], batch["returns"], self._is_alone),
             )
-        weight = self.rank_weight(len(value))
-        return loss if weight == 1.0 else loss * weight
+        return self.loss_over_ranks(loss, len(value))
 
     def recording_key(self) -> tuple[Any, ...]:
         return (*super().recording_key(), self.trainer.is_last_batch)
 
     # ---------------------------------------------------------------- pieces to override
 
-    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+    def policy_loss(self, log_prob: Tensor, batch: Minibatch) -> Tensor:
         """Returns the policy-gradient loss, a scalar."""
         advantage = batch["advantage"]
         if self.normalize_advantage:

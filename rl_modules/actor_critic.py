@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from gymnasium import spaces
 from torch import Tensor
 
@@ -10,13 +9,13 @@ from rl_modules import functional as F
 from rl_modules import ranks
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.checks import check_widths
-from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
+from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import transient
 from rl_modules.distributions import Distribution, as_distribution
 from rl_modules.networks import ActorCritic
-from rl_modules.state_dependent_noise import ExploringMixin, StateDependentGaussian
+from rl_modules.state_dependent_noise import StateDependentGaussian, sde_sample_freq, use_sde
 
 
 def outside_box(module: Any) -> str | None:
@@ -26,7 +25,7 @@ def outside_box(module: Any) -> str | None:
     return f"in the action space {module.action_space}; use it with a Box"
 
 
-class ActorCriticModule(ExploringMixin, ControlModule):
+class ActorCriticModule(ControlModule):
     """Base class of the policy-gradient algorithms."""
 
     gamma: float = setting(0.99, "discount γ per transition", least=0, most=1)
@@ -50,6 +49,9 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         True, "orthogonal initialisation with gains √2, 0.01 (policy head) and 1 (value head)", attribute="",
         idle=beside_network)  # fmt: skip
 
+    use_sde: bool = use_sde()
+    sde_sample_freq: int = sde_sample_freq()
+
     _whitened: tuple[Tensor, Tensor] | None = transient()
 
     def update_schedules(self, progress_remaining: float) -> None:
@@ -59,15 +61,6 @@ class ActorCriticModule(ExploringMixin, ControlModule):
 
     def build_network(self) -> None:
         self.network = self.make_network()
-
-    def check_spaces(self) -> None:
-        """Refuses an action space that the algorithm can't act in, with these arguments.
-
-        Raises:
-            UsageError: names the space, and the algorithm or the argument.
-        """
-        super().check_spaces()
-        self.check_sde(self.action_space)
 
     def make_network(self, critic: bool = True) -> ActorCritic:
         """Builds policy and value function from the hyperparameters; without ``critic`` only the policy."""
@@ -90,14 +83,10 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         """
         observation, mask = split_mask(observation)
         policy, value = self.network(observation)
-        policy = self.exploring(as_distribution(policy))
-        return (policy if mask is None else policy.masked(mask)), value
-
-    def exploring(self, policy: Distribution) -> Distribution:
-        """Returns the policy; under gSDE with the noise matrices of the rollout that is being collected."""
-        if isinstance(policy, StateDependentGaussian):
+        policy = as_distribution(policy)
+        if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
             policy.matrices = self.noise_matrices
-        return policy
+        return (policy if mask is None else policy.masked(mask)), value
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -113,17 +102,13 @@ class ActorCriticModule(ExploringMixin, ControlModule):
             self.gae_lambda,
         )
 
-    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def value_loss(self, value: Tensor, batch: Minibatch) -> Tensor:
         """Returns the mean squared error to the returns, a scalar; without the factor ½ of the functional, so that
         vf_coef is SB3's.
         """
         return 2 * F.value_loss(value, batch["returns"])
 
     # ---------------------------------------------------------------- over ranks
-
-    def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the (unbiased) standard deviation and mean of a minibatch over all ranks, scalars."""
-        return ranks.std_mean(x, self._is_alone)
 
     def whiten(self, x: Tensor) -> Tensor:
         """``(x - mean) / (std + 1e-8)`` over all ranks, [B]; a single number stays as it is.
@@ -134,7 +119,7 @@ class ActorCriticModule(ExploringMixin, ControlModule):
         if self._is_alone and len(x) < 2:
             return x
         if self._whitened is None or self._whitened[0] is not x:
-            std, mean = self.std_mean(x)
+            std, mean = ranks.std_mean(x, self._is_alone)
             self._whitened = x, (x - mean) / (std + 1e-8)
         return self._whitened[1]
 
@@ -146,8 +131,3 @@ class ActorCriticModule(ExploringMixin, ControlModule):
             if self.source.ranks_differ_in_size:  # some rows are resets
                 value, returns = value[valid], returns[valid]
             self.record_now(explained_variance=ranks.explained_variance(value, returns, self._is_alone))
-
-
-def sample_or_mode(policy: Distribution, generator: torch.Generator | None, deterministic: bool) -> Tensor:
-    """Returns the most likely actions, or samples, [N, *act]."""
-    return policy.mode() if deterministic else policy.sample(generator)

@@ -25,7 +25,6 @@ from rl_modules.checkpoints import (
 )
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import chosen_by_checkpoint
-from rl_modules.common.contract import MINIBATCHES, Experience, ExperienceSource, Learner, RolloutSource, Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build as made_by
 from rl_modules.common.factories import factory_names, missing_factories, require_callable, warn_of_missing
@@ -34,9 +33,19 @@ from rl_modules.common.import_path import Custom, require_class, to_plain
 from rl_modules.common.launched import CHECKPOINT
 from rl_modules.common.masks import split_space
 from rl_modules.common.modes import evaluation_mode
-from rl_modules.common.pairing import DATAMODULES, check_source
 from rl_modules.common.schedules import parse_schedule, schedule_value
 from rl_modules.common.spaces import check_same_space, space_from_dict, space_to_dict, to_environment
+from rl_modules.contract import (
+    DATAMODULES,
+    MINIBATCHES,
+    Experience,
+    ExperienceSource,
+    Learner,
+    Minibatch,
+    RolloutSource,
+    Statistics,
+    check_source,
+)
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, draw_over, finish_batch, resume_training
 from rl_modules.core.settings import setting
@@ -55,6 +64,7 @@ from rl_modules.metrics import (
 )
 from rl_modules.optimizers import FusedAdam, class_names, clip_grad_norm
 from rl_modules.prediction import policy_input
+from rl_modules.state_dependent_noise import NoiseMatrices, check_sde, exploring_act
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -107,6 +117,8 @@ class ControlModule(Algorithm):
     )  # fmt: skip
     #: Global norm to clip gradients to where the Trainer sets no ``gradient_clip_val``; None: no clipping.
     max_grad_norm: float | None = None
+    #: Matrices of state-dependent noise for the rollout that is being collected.
+    noise_matrices: NoiseMatrices | None = None
     #: Whether observations come with an ``action_mask``.
     masks_actions = False
     #: Hyperparameters that name a network by its import path; loading a checkpoint makes those that are classes.
@@ -159,6 +171,8 @@ class ControlModule(Algorithm):
     _objects: dict[str, Any] = transient({})
     _point: tuple[dict[str, float], int] | None = transient()
     _predict_generator: torch.Generator | None = transient()
+    # Transitions so far when `end_rollout` was last called.
+    _ended_at: int = persistent(0)
 
     def __post_init__(self) -> None:
         for name in chosen_by_checkpoint(self).intersection(self.own_networks):
@@ -177,7 +191,7 @@ class ControlModule(Algorithm):
         super().__init_subclass__(**kwargs)
         if not isinstance(cls.experience, Experience):
             raise UsageError(f"{cls.__name__}.experience={cls.experience!r} must be an Experience, such as REPLAY or "
-                             "MINIBATCHES of rl_modules.common.contract")  # fmt: skip
+                             "MINIBATCHES of rl_modules.contract")  # fmt: skip
         # Lightning asks for this signature at every batch, and Python builds it anew each time unless it is stored:
         # 1 % of PPO's run, 5 % of DQN's with Stable-Baselines3's defaults.
         if "training_step" in vars(cls):
@@ -294,6 +308,8 @@ class ControlModule(Algorithm):
             fitting = ", ".join(space.__name__ for space in self.supported_action_spaces)
             raise UsageError(f"{type(self).__name__} can't act in the action space {self.action_space}; it does "
                              f"{fitting}")  # fmt: skip
+        if self.hparams.get("use_sde"):
+            check_sde(self)
 
     def build_network(self) -> None:
         """Sets ``self.network`` from ``self.observation_space`` and ``self.action_space``."""
@@ -315,17 +331,28 @@ class ControlModule(Algorithm):
         """
         raise UsageError(f"{type(self).__name__} must define act")
 
-    def prepare(self, rollout: Any) -> dict[str, Any]:
+    def rollout_act(self) -> Callable[..., Any]:
+        """Returns the function that collects one rollout: ``act``, with ``use_sde`` with that rollout's noise."""
+        return exploring_act(self) if self.hparams.get("use_sde") else self.act
+
+    def prepare(self, rollout: Any) -> Minibatch:
         """Computes the inputs of the loss from new experience; called once per rollout, or per sample from the buffer.
 
         Args:
-            rollout: a :class:`~rl_modules.common.contract.Rollout` or :class:`~rl_modules.common.contract.Replayed`.
+            rollout: a :class:`~rl_modules.contract.Rollout` or :class:`~rl_modules.contract.Replayed`.
 
         Returns:
-            A :class:`~rl_modules.common.contract.Minibatch` of all its rows, with the fields that ``training_step``
+            A :class:`~rl_modules.contract.Minibatch` of all its rows, with the fields that ``training_step``
             reads.
         """
         raise UsageError(f"{type(self).__name__} must define prepare")
+
+    def end_rollout(self, rollout: Minibatch) -> None:
+        """Called once after the last minibatch of each rollout, before a checkpoint is written; does nothing here.
+
+        Args:
+            rollout: what :meth:`prepare` returned, flat over its transitions.
+        """
 
     def forward(self, observation: Any) -> Tensor:
         """Returns the most likely actions, [N, *act], for a batch of observations as in ``act``."""
@@ -490,6 +517,9 @@ class ControlModule(Algorithm):
             self.run.scheduled_at = timesteps
             self.update_schedules(self.progress_remaining)
 
+    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        finish_rollout(self)
+
     def _on_validation_start(self) -> None:
         if self.is_fitting:
             # Lightning draws over this count what a subclass or a callback logs in an evaluation.
@@ -530,6 +560,9 @@ class ControlModule(Algorithm):
         return {name: gradient.cpu().clone() for name, gradient in found.items()}
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.is_fitting:
+            # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
+            finish_rollout(self)
         super()._on_save_checkpoint(checkpoint)
         checkpoint["factories"] = factory_names(self)
         checkpoint["env_id"] = getattr(getattr(self._trainer, "datamodule", None), "env_name", None)
@@ -584,7 +617,7 @@ class ControlModule(Algorithm):
 
     @property
     def _is_alone(self) -> bool:
-        return ranks.is_alone(self._trainer)
+        return self._trainer is None or self._trainer.world_size == 1
 
     def rank_weight(self, n: int) -> float:
         """Returns the weight of this rank's mean over ``n`` transitions in the mean over all ranks. The weight is 1
@@ -593,6 +626,15 @@ class ControlModule(Algorithm):
         if self._is_alone or not self.source.ranks_differ_in_size:
             return 1.0
         return ranks.rank_weight(n, self.device)
+
+    def loss_over_ranks(self, loss: Tensor, n: int) -> Tensor:
+        """Returns a minibatch's loss so that its mean over ranks is that over all their transitions, n on this one."""
+        weight = self.rank_weight(n)
+        return loss if weight == 1.0 else loss * weight
+
+    def mean_over_ranks(self, x: Tensor) -> Tensor:
+        """Returns the mean of a tensor over ranks, which call this together."""
+        return self.trainer.strategy.reduce(x, reduce_op="mean")
 
     # ---------------------------------------------------------------- optimizer
 
@@ -664,6 +706,16 @@ class ControlModule(Algorithm):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
 
+def finish_rollout(module: ControlModule) -> None:
+    """Calls ``end_rollout`` where a rollout has no further minibatch, once."""
+    source: Any = module.source
+    if type(module).end_rollout is ControlModule.end_rollout or not source.rollout_is_used_up:
+        return
+    if module._ended_at != source.num_timesteps:
+        module._ended_at = source.num_timesteps
+        module.end_rollout(source.rollout)
+
+
 # ---------------------------------------------------------------- before a run
 
 
@@ -709,7 +761,7 @@ def check_trainer(module: ControlModule) -> None:
     if (precision := getattr(trainer, "precision", "32-true")) in ("16-true", "bf16-true"):
         raise UsageError(f"trainer.precision={precision} would keep weights and advantages in 16 bits; take "
                          "bf16-mixed, or on a GPU 16-mixed")  # fmt: skip
-    if precision == "16-mixed" and not module.automatic_optimization:
+    if precision == "16-mixed" and not (module.automatic_optimization or module.graph):
         raise UsageError(f"trainer.precision=16-mixed scales one loss, {name} has several; take bf16-mixed")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.dqn import DQN
@@ -58,7 +59,7 @@ class C51(DQN):
         """z, the returns of the support, [N], in units of reward."""
         return torch.linspace(self.v_min, self.v_max, self.n_atoms, dtype=torch.float32, device=self.device)
 
-    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+    def minibatch_loss(self, batch: Minibatch) -> Tensor:
         """Returns the loss of a minibatch, a scalar."""
         log_prob = of_actions(self.log_probs(self.network, batch["observation"]), batch["action"])
         target = self.td_target(batch) if self.uses_double else batch["target"]
@@ -93,7 +94,7 @@ class C51(DQN):
             log_prob = of_actions(log_prob, self.mean_return(log_prob, observation).argmax(1))[..., None]
         return log_prob.exp()
 
-    def td_target(self, batch: dict[str, Any]) -> Tensor:
+    def td_target(self, batch: Minibatch) -> Tensor:
         """Returns m, the target probabilities of the returns of (s, a), [B, N]."""
         following = batch["next_q"][..., 0]
         if self.uses_double:

@@ -7,9 +7,9 @@ import torch
 
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import read_checkpoint
-from rl_modules.common.contract import Statistics
 from rl_modules.common.errors import UsageError
 from rl_modules.common.spaces import check_same_space, space_brief, space_from_dict, tree_map
+from rl_modules.contract import Statistics
 from rl_modules.optimizers import class_names
 
 SPACES = ("observation_space", "action_space")

@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo
 from rl_modules import functional as F
 from rl_modules.batch_renorm import BatchRenorm, batch_statistics, renormalized
 from rl_modules.common.errors import UsageError
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.critics import Critics
 from rl_modules.layers import call, last_layer
@@ -76,7 +77,7 @@ class CrossQ(SAC):
     # ---------------------------------------------------------------- learning
 
     @_disable_dynamo(recursive=False)
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         lists, ent_coef = self.lists, self.ent_coef
         here, after = batch["noise"].unbind(1)
         with torch.no_grad():
@@ -94,7 +95,7 @@ class CrossQ(SAC):
         self.finish_update()
         return loss
 
-    def joint_values(self, batch: dict[str, Any], next_action: Tensor) -> tuple[Tensor, Tensor]:
+    def joint_values(self, batch: Minibatch, next_action: Tensor) -> tuple[Tensor, Tensor]:
         """Returns Q(s, a) with gradient and Q(s', a') without, [K, B, n_outputs] each, from one forward pass."""
         both = torch.utils._pytree.tree_map(
             lambda now, then: torch.cat([now, then]), batch["observation"], batch["next_observation"]
@@ -130,7 +131,7 @@ class CrossQ(SAC):
 
     # SAC's `td_target` computes a' and its value; here the pass that computed Q(s, a) has done so.
     def td_target(  # type: ignore[override]
-        self, batch: dict[str, Any], next_q: Tensor, log_prob: Tensor, ent_coef: Tensor | float
+        self, batch: Minibatch, next_q: Tensor, log_prob: Tensor, ent_coef: Tensor | float
     ) -> Tensor:
         """Returns the regression target of the critics, [B].
 

@@ -1,9 +1,8 @@
 """Deep deterministic policy gradient."""
 
-from typing import Any
-
 from torch import Tensor
 
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed
 from rl_modules.td3 import TD3
 
@@ -27,7 +26,7 @@ class DDPG(TD3):
         # No noise is drawn.
         return (0,)
 
-    def target_action(self, batch: dict[str, Any]) -> Tensor:
+    def target_action(self, batch: Minibatch) -> Tensor:
         """Returns the target policy's actions in s', [B, A]."""
         action: Tensor = self.target_network.policy(batch["next_observation"])
         return action

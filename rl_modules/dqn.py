@@ -11,12 +11,12 @@ from torch import Tensor
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.checks import check_widths
-from rl_modules.common.contract import REPLAY, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.spaces import tree_leaves, tree_map
+from rl_modules.contract import REPLAY, Minibatch, Replayed
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
 from rl_modules.custom_networks import custom_q_network
@@ -115,7 +115,7 @@ class DQN(ControlModule):
         mask = split_mask(observation)[1]
         return {"action": epsilon_greedy(greedy, self.exploration_rate, self.action_space, mask, generator)}
 
-    def prepare(self, sample: Replayed) -> dict[str, Any]:
+    def prepare(self, sample: Replayed) -> Minibatch:
         """Computes, for all minibatches of a round at once, the values that do not change during the round.
 
         Args:
@@ -127,17 +127,17 @@ class DQN(ControlModule):
             without it target, with prioritised replay weight and index.
         """
         self.update_target()
-        kept: dict[str, Any] = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
+        kept: Any = {k: x for k, x in sample.items() if k not in ("n_steps", "next_observation")}
         if self.uses_double:
             kept["next_observation"] = sample["next_observation"]
         kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)
-        prepared = {**kept, "next_q": self.next_q(sample["next_observation"])}
+        prepared: Minibatch = {**kept, "next_q": self.next_q(sample["next_observation"])}
         if not self.uses_double:
             # Only Double DQN's target changes with every step of the network.
             prepared["target"] = self.td_target(prepared)
         return prepared
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         if not self.is_noisy:
             return self.minibatch_loss(batch)
         self.resample(self.network, self.noise_generator)
@@ -157,7 +157,7 @@ class DQN(ControlModule):
 
         remove_noise(self.network)
 
-    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+    def minibatch_loss(self, batch: Minibatch) -> Tensor:
         """Returns the loss of a minibatch, a scalar."""
         q = self.q_values(self.network, batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         target = self.td_target(batch) if self.uses_double else batch["target"]
@@ -184,7 +184,7 @@ class DQN(ControlModule):
 
     # ---------------------------------------------------------------- pieces to override
 
-    def td_target(self, batch: dict[str, Any]) -> Tensor:
+    def td_target(self, batch: Minibatch) -> Tensor:
         """Returns the regression target of Q(s, a), [B].
 
         Without ``double`` it is called in :meth:`prepare`, once for all minibatches of a round. An override then sees

@@ -1,11 +1,9 @@
 """Monte Carlo control with a table of action values."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rl_modules.common.contract import Rollout
+from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
 from rl_modules.tabular import TabularControl, rows
@@ -28,7 +26,7 @@ class MonteCarlo(TabularControl):
     # Per environment the running episode so far.
     _episodes: list[dict[str, list]] = persistent([])
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> Minibatch:
         """Returns the visits of the episodes that ended in this rollout: observation, action, returns, [visits, 1]
         each.
         """

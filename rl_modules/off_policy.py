@@ -13,10 +13,10 @@ from rl_modules import functional as F
 from rl_modules.action_noise import ActionNoise
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.checks import check_widths
-from rl_modules.common.contract import REPLAY_EVERY_STEP, Replayed
 from rl_modules.common.errors import UsageError
 from rl_modules.common.seeding import generator_of
 from rl_modules.common.storable import name_of
+from rl_modules.contract import REPLAY_EVERY_STEP, Minibatch, Replayed
 from rl_modules.core.resume import count_step, step_schedulers_of_updates
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent, transient
@@ -98,6 +98,7 @@ class OffPolicyActorCritic(ControlModule):
         if not np.issubdtype(space.dtype, np.floating):
             raise UsageError(f"{name} acts with real numbers, and {space} holds {space.dtype}; PPO fits Discrete and "
                              "MultiDiscrete actions")  # fmt: skip
+        super().check_spaces()
 
     # ---------------------------------------------------------------- networks
 
@@ -195,7 +196,7 @@ class OffPolicyActorCritic(ControlModule):
         """Returns the shape of the standard normal numbers that an update needs per transition."""
         raise UsageError(f"{type(self).__name__} must define noise_shape")
 
-    def prepare(self, sample: Replayed) -> dict[str, Any]:
+    def prepare(self, sample: Replayed) -> Minibatch:
         """Computes, for all minibatches of a round at once, the inputs that do not depend on the networks.
 
         Args:
@@ -206,7 +207,7 @@ class OffPolicyActorCritic(ControlModule):
             (Σ_k γ^k r_k over up to n steps), discount (γ^n), terminated, noise ([M, *noise_shape]), and with
             prioritised replay weight and index.
         """
-        kept: dict[str, Any] = {k: x for k, x in sample.items() if k != "n_steps"}
+        kept: Any = {k: x for k, x in sample.items() if k != "n_steps"}
         kept["action"] = self.network.bounds.from_box(sample["action"])
         kept["reward"], kept["discount"] = F.n_step_rewards(sample["reward"], sample["n_steps"], self.gamma)
         kept["noise"] = self._noise(len(kept["reward"])).to(kept["reward"].device)
@@ -253,7 +254,7 @@ class OffPolicyActorCritic(ControlModule):
             return
         # After `manual_backward`, DDP would wait for the gradients of the parameters that are left out.
         if not self._is_alone:
-            gradients = averaged(parameters, list(gradients), self._mean_over_ranks)
+            gradients = averaged(parameters, list(gradients), self.mean_over_ranks)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         if self._hooks is None:
@@ -268,9 +269,6 @@ class OffPolicyActorCritic(ControlModule):
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-
-    def _mean_over_ranks(self, x: Tensor) -> Tensor:
-        return self.trainer.strategy.reduce(x, reduce_op="mean")
 
     def recording_key(self) -> tuple[Any, ...]:
         """Adds whether this update moves policy and targets, in algorithms that do not in each."""

@@ -1,20 +1,21 @@
 """Proximal policy optimization."""
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.common.contract import MINIBATCHES, Rollout, RolloutSource
+from rl_modules.actor_critic import ActorCriticModule
+from rl_modules.contract import MINIBATCHES, Minibatch, Rollout
 from rl_modules.core.settings import setting
-from rl_modules.core.state import persistent, transient
+from rl_modules.core.state import persistent
 from rl_modules.distributions import Distribution, distribution_from
 
+#: Fields of a rollout that minibatches need.
+STORED = ("observation", "action", "log_prob", "value", "policy_parameters")
 #: Smallest ε of a linear schedule, for the last rollout: ε = 0 would allow no update.
 LEAST_CLIP_RANGE = 1e-8
 
@@ -62,68 +63,45 @@ class PPO(ActorCriticModule):
     beta: float = persistent(lambda m: m.kl_coef, argument="kl_coef")
     #: Whether the updates on this rollout have ended.
     kl_exceeded: bool = persistent(False)
-    # Transitions so far when β was last set.
-    _adapted_at: int = persistent(0)
-    _approx_kl: Tensor | None = transient()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target_kl is None:
-            self.target_kl = 0.01 if self.penalizes else math.inf
 
     @property
     def penalizes(self) -> bool:
         """Whether the objective has the adaptive KL penalty instead of clipping."""
         return self.policy_objective == "penalty"
 
-    @property
-    def stops_early(self) -> bool:
-        """Whether the updates on a rollout end once the policy has moved by more than 1.5 × ``target_kl``."""
-        return self.target_kl < math.inf and not self.penalizes
-
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions, their log-probabilities and the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)
-        action = sample_or_mode(policy, generator, deterministic)
+        action = policy.mode() if deterministic else policy.sample(generator)
         acted = {"action": action, "log_prob": policy.log_prob(action), "value": value}
         return {**acted, "policy_parameters": policy.parameters()} if self.penalizes else acted
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Computes advantages and returns of a rollout, whose fields are those of
-        :class:`~rl_modules.common.contract.Rollout`.
-
-        Returns:
-            The fields that :meth:`training_step` reads: observation, action, log_prob, value, advantage, returns, and
-            with the penalty policy_parameters.
-        """
+    def prepare(self, rollout: Rollout) -> Minibatch:
+        """Computes advantages and returns of a rollout."""
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.kl_exceeded = False
         self.record_explained_variance(rollout["value"], returns, rollout["valid"])
-        names = ["observation", "action", "log_prob", "value", *(["policy_parameters"] if self.penalizes else [])]
-        kept = {name: rollout[name] for name in names}  # type: ignore[literal-required]
+        kept: Any = {name: rollout[name] for name in STORED if name in rollout}  # type: ignore[literal-required]
         return {**kept, "advantage": advantage, "returns": returns}
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    # ---------------------------------------------------------------- one minibatch
+
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         if self.kl_exceeded:
             return self.no_update()
         policy, value = self.policy_and_value(batch["observation"])
         return self.loss_within_kl(policy, value, batch)
 
-    def loss_within_kl(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def loss_within_kl(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
         """Returns :meth:`minibatch_loss`, and notes whether the policy has moved by more than ``target_kl`` allows."""
-        self._approx_kl = None
-        loss = self.minibatch_loss(policy, value, batch)
-        if self.stops_early:
-            if self._approx_kl is None:  # `minibatch_loss` is a subclass's
-                log_prob = policy.log_prob(batch["action"]).detach()
-                self._approx_kl = F.approx_kl(log_prob, batch["log_prob"])
+        if self.target_kl is not None and not self.penalizes:
+            approx_kl = F.approx_kl(policy.log_prob(batch["action"]).detach(), batch["log_prob"])
             # Every rank must come to the same decision, or they would wait for each other for ever.
-            approx_kl = self.trainer.strategy.reduce(self._approx_kl, reduce_op="mean")
-            self.kl_exceeded = bool(approx_kl > 1.5 * self.target_kl)
-        return loss
+            self.kl_exceeded = bool(self.mean_over_ranks(approx_kl) > 1.5 * self.target_kl)
+        return self.minibatch_loss(policy, value, batch)
 
-    def minibatch_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def minibatch_loss(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
         """Returns the loss of one minibatch under the current policy and values, a scalar."""
         log_prob = policy.log_prob(batch["action"])
         if self.penalizes:
@@ -133,23 +111,21 @@ class PPO(ActorCriticModule):
         loss = torch.add(policy_loss, value_loss, alpha=self.vf_coef)
         if self.ent_coef:
             loss = loss - self.ent_coef * policy.entropy().mean()
-        if self.logs_this_epoch or self.stops_early:
-            self._diagnose(policy_loss, value_loss, policy.entropy().mean(), loss, log_prob, batch)
-        weight = self.rank_weight(len(log_prob))
-        return loss if weight == 1.0 else loss * weight
+        if self.logs_this_epoch:
+            ratio = log_prob.detach(), batch["log_prob"]
+            clipped = {} if self.penalizes else {"clip_fraction": F.clip_fraction(*ratio, self.clip_range)}
+            self.record(policy_gradient_loss=policy_loss, value_loss=value_loss, entropy_loss=-policy.entropy().mean(),
+                        loss=loss, approx_kl=F.approx_kl(*ratio), **clipped)  # fmt: skip
+        return self.loss_over_ranks(loss, len(log_prob))
 
-    # ---------------------------------------------------------------- pieces to override
-
-    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+    def policy_loss(self, log_prob: Tensor, batch: Minibatch) -> Tensor:
         """Returns the clipped surrogate (eq. 7) or the surrogate with KL penalty (eq. 8) as a loss, a scalar."""
-        advantage = batch["advantage"]
-        if self.normalize_advantage:
-            advantage = self.whiten(advantage)
+        advantage = self.whiten(batch["advantage"]) if self.normalize_advantage else batch["advantage"]
         if self.penalizes:
             return F.ppo_penalty_loss(log_prob, batch["log_prob"], advantage, batch["kl"], self.beta)
         return F.ppo_clip_loss(log_prob, batch["log_prob"], advantage, self.clip_range)
 
-    def value_loss(self, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def value_loss(self, value: Tensor, batch: Minibatch) -> Tensor:
         """Mean squared error to the returns, a scalar; twice the functional's half, so that vf_coef means SB3's."""
         return 2 * F.value_loss(value, batch["returns"], batch["value"], self.clip_range_vf)
 
@@ -160,61 +136,39 @@ class PPO(ActorCriticModule):
 
     # ---------------------------------------------------------------- adaptive KL penalty
 
-    def kl_from_old(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
+    def kl_from_old(self, policy: Distribution, batch: Minibatch) -> Tensor:
         """Returns KL(π_old || π) in every state of the batch, in nats, [B]."""
         return distribution_from(self.action_space, batch["policy_parameters"]).kl(policy)
 
     @torch.no_grad()
-    def adapt_penalty(self) -> None:
-        """Updates β once after a rollout's last minibatch, from the KL between the policies before and after its
-        updates.
-        """
-        source = cast(RolloutSource, self.source)
-        if not self.penalizes or not source.rollout_is_used_up or self._adapted_at == source.num_timesteps:
-            return
-        self._adapted_at = source.num_timesteps
-        with self.trainer.precision_plugin.forward_context():
-            policy, _ = self.policy_and_value(source.rollout["observation"])
-        # Every rank must come to the same β.
-        per_state = self.kl_from_old(policy, source.rollout)
-        kl = float(self.trainer.strategy.reduce(per_state.mean() * self.rank_weight(len(per_state)), reduce_op="mean"))
-        self.record_now(kl_coef=self.beta, kl=kl)
-        self.beta = F.adapt_kl_coefficient(self.beta, kl, self.target_kl)
-
-    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.adapt_penalty()
-
-    # ---------------------------------------------------------------- early stop on KL
-
-    def _diagnose(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor, loss: Tensor, log_prob: Tensor,
-                  batch: dict[str, Any]) -> None:  # fmt: skip
-        approx_kl = F.approx_kl(log_prob.detach(), batch["log_prob"])
-        metrics = {
-            "policy_gradient_loss": policy_loss,
-            "value_loss": value_loss,
-            "entropy_loss": -entropy,
-            "loss": loss,
-            "approx_kl": approx_kl,
-        }
+    def end_rollout(self, rollout: Minibatch) -> None:
+        """Adapts β to the KL between the policies before and after the updates on a rollout."""
         if not self.penalizes:
-            metrics["clip_fraction"] = F.clip_fraction(log_prob.detach(), batch["log_prob"], self.clip_range)
-        self.record(**metrics)
-        self._approx_kl = approx_kl
+            return
+        with self.trainer.precision_plugin.forward_context():
+            policy, _ = self.policy_and_value(rollout["observation"])
+        kl = self.kl_from_old(policy, rollout)
+        mean = float(self.mean_over_ranks(kl.mean() * self.rank_weight(len(kl))))  # every rank comes to the same β
+        self.record_now(kl_coef=self.beta, kl=mean)
+        self.beta = F.adapt_kl_coefficient(self.beta, mean, self.target_kl or 0.01)
+
+    # ---------------------------------------------------------------- early stop at target_kl
 
     def no_update(self) -> Tensor:
-        """Returns a loss without effect after the early stop; :meth:`optimizer_step` skips its step."""
-        return sum((p.sum() for p in self.parameters() if p.requires_grad),
-                   torch.zeros((), dtype=torch.float32, device=self.device)) * 0.0  # fmt: skip
+        """Returns a loss without effect; :meth:`optimizer_step` skips its step."""
+        return (
+            sum(
+                (p.sum() for p in self.parameters() if p.requires_grad),
+                torch.zeros((), dtype=torch.float32, device=self.device),
+            )
+            * 0.0
+        )
 
     def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Any,
-        optimizer_closure: Callable[[], Any] | None = None,
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Takes Lightning's optimizer step; skips it after the early stop at ``target_kl``."""
-        if self.stops_early and optimizer_closure is not None:
+        if self.target_kl is not None and not self.penalizes and optimizer_closure is not None:
             # The minibatch that exceeds target_kl must not cause a step, so its loss is computed before the decision.
             # Without a step there is nothing for a gradient scaler to update either.
             loss = optimizer_closure()
@@ -223,12 +177,6 @@ class PPO(ActorCriticModule):
                 return
             optimizer_closure = partial(_value, loss)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.is_fitting:
-            # At the end of a minibatch callbacks, which may write a checkpoint, come before the module.
-            self.adapt_penalty()
-        super()._on_save_checkpoint(checkpoint)
 
 
 def _value(loss: Any) -> Any:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from rl_modules import functional as F
 from rl_modules.base import ControlModule, beside_network
 from rl_modules.common.checks import check_widths
-from rl_modules.common.contract import Experience, Rollout
 from rl_modules.common.masks import mask_logits, split_mask
 from rl_modules.common.schedules import exploration_rate
 from rl_modules.common.spaces import is_image
+from rl_modules.contract import Experience, Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
 from rl_modules.custom_networks import custom_q_network
@@ -110,21 +110,20 @@ class PQN(ControlModule):
         action = epsilon_greedy(greedy, self.exploration_rate, self.action_space, mask, generator)
         return {"action": action, "value": value}
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Computes the targets of a rollout, see :class:`~rl_modules.common.contract.Rollout`.
+    def prepare(self, rollout: Rollout) -> Minibatch:
+        """Computes the targets of a rollout, see :class:`~rl_modules.contract.Rollout`.
 
         Returns:
             The fields that :meth:`training_step` reads: observation, action, returns (G).
         """
         return {"observation": rollout["observation"], "action": rollout["action"], "returns": self.td_target(rollout)}
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         q = self.q_values(batch["observation"]).gather(1, batch["action"][:, None])[:, 0]
         loss = self.td_loss(q, batch["returns"])
         if self.logs_this_epoch:
             self.record(loss=loss, q_mean=q.mean())
-        weight = self.rank_weight(len(q))
-        return loss if weight == 1.0 else loss * weight
+        return self.loss_over_ranks(loss, len(q))
 
     # ---------------------------------------------------------------- pieces to override
 

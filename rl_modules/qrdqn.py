@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.masks import mask_logits, split_mask
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed, setting
 from rl_modules.custom_networks import custom_q_network
 from rl_modules.dqn import DQN
@@ -44,7 +45,7 @@ class QRDQN(DQN):
             hp.dueling,
         )  # fmt: skip
 
-    def minibatch_loss(self, batch: dict[str, Any]) -> Tensor:
+    def minibatch_loss(self, batch: Minibatch) -> Tensor:
         """Returns the loss of a minibatch, a scalar."""
         quantiles = of_actions(self.quantiles(self.network, batch["observation"]), batch["action"])
         target = self.td_target(batch) if self.uses_double else batch["target"]
@@ -78,7 +79,7 @@ class QRDQN(DQN):
         """Returns the target network's quantiles, [B, N, A]."""
         return self.quantiles(self.target_network, observation)
 
-    def td_target(self, batch: dict[str, Any]) -> Tensor:
+    def td_target(self, batch: Minibatch) -> Tensor:
         """Returns the target quantiles of Z(s, a), [B, N]."""
         next_quantiles = batch["next_q"]
         with torch.no_grad():

@@ -10,16 +10,17 @@ from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.common.contract import Rollout, RolloutSource
+from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.spaces import example_arrays, is_image, tree_leaves, tree_map
+from rl_modules.contract import Minibatch, Rollout, RolloutSource
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.distributions import Distribution, parameter_count
 from rl_modules.encoders import build_encoder, init_orthogonal
 from rl_modules.layers import full_precision, hidden_widths, last_layer, mlp, orthogonal
 from rl_modules.networks import make_policy
+from rl_modules.state_dependent_noise import StateDependentGaussian
 
 CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -232,7 +233,7 @@ class RecurrentMixin(ActorCriticModule):
         if state is None:
             state = self.initial_state(len(tree_leaves(observation)[0]))
         policy, value, after = self._evaluate(tree_map(lambda x: x[:, None], observation), state, None)
-        action = sample_or_mode(policy, generator, deterministic)
+        action = policy.mode() if deterministic else policy.sample(generator)
         return {"action": action, "log_prob": policy.log_prob(action), "value": value, "next_state": after}
 
     def memory_arguments(self, n: int, state: Any, episode_start: np.ndarray | None) -> dict[str, Any]:
@@ -275,7 +276,7 @@ class RecurrentMixin(ActorCriticModule):
             state = self.initial_state(len(first))
         return self._evaluate(observation, state, starts)[:2]
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> Minibatch:
         """Returns the algorithm's fields cut into sequences of L steps, [T/L, N, L, …] each; see :meth:`training_step`.
 
         Returns:
@@ -354,17 +355,17 @@ class RecurrentMixin(ActorCriticModule):
             "exists": (first >= 0)[:, None].expand(-1, n).to(state.device),
         }
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Returns the loss over the steps of one minibatch of sequences, [C, L, …]."""
         policy, value, _ = self._evaluate(batch["observation"], self._first_state(batch), batch["episode_start"])
         apart = ("state", "episode_start", "burn_in", "counts")
-        flat = {name: tree_map(lambda x: x.flatten(0, 1), x) for name, x in batch.items() if name not in apart}
+        flat: Any = {name: tree_map(lambda x: x.flatten(0, 1), x) for name, x in batch.items() if name not in apart}
         if "counts" in batch:
             rows = batch["counts"].flatten()
             policy, value, flat = policy.rows(rows), value[rows], tree_map(lambda x: x[rows], flat)
         return self.sequence_loss(policy, value, flat)
 
-    def sequence_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def sequence_loss(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
         """Returns the algorithm's loss over the steps of a minibatch of sequences, a scalar.
 
         Args:
@@ -375,7 +376,7 @@ class RecurrentMixin(ActorCriticModule):
         algorithm: Any = self
         return algorithm.minibatch_loss(policy, value, batch)
 
-    def _first_state(self, batch: dict[str, Any]) -> Tensor:
+    def _first_state(self, batch: Minibatch) -> Tensor:
         """Returns the recurrent state before each sequence: the stored one, or after a burn-in with the current
         weights.
         """
@@ -389,5 +390,6 @@ class RecurrentMixin(ActorCriticModule):
     def _evaluate(self, observation: Any, state: Tensor, starts: Tensor | None) -> tuple[Distribution, Tensor, Tensor]:
         observation, mask = split_mask(observation)
         policy, value, after = self.network(observation, state, starts)
-        policy = self.exploring(policy)
+        if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
+            policy.matrices = self.noise_matrices
         return (policy if mask is None else policy.masked(mask.flatten(0, 1))), value, after

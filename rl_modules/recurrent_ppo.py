@@ -1,9 +1,8 @@
 """Proximal policy optimization with a recurrent policy."""
 
-from typing import Any
-
 from torch import Tensor
 
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import fixed
 from rl_modules.distributions import Distribution
 from rl_modules.ppo import PPO
@@ -26,9 +25,9 @@ class RecurrentPPO(RecurrentMixin, PPO):
     policy_objective = fixed("clip")
     kl_coef = fixed(1.0)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         """Returns the loss of one minibatch of sequences; skips the update once ``target_kl`` is exceeded."""
         return self.no_update() if self.kl_exceeded else super().training_step(batch, batch_idx)
 
-    def sequence_loss(self, policy: Distribution, value: Tensor, batch: dict[str, Any]) -> Tensor:
+    def sequence_loss(self, policy: Distribution, value: Tensor, batch: Minibatch) -> Tensor:
         return self.loss_within_kl(policy, value, batch)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rl_modules import functional as F
-from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
-from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
+from rl_modules.actor_critic import ActorCriticModule
+from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.settings import changed, fixed, setting
 
 PSI = ("return", "reward_to_go", "baseline", "advantage")
@@ -61,16 +61,16 @@ class REINFORCE(ActorCriticModule):
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns actions and, with a critic, the values of the states, each [N]."""
         policy, value = self.policy_and_value(observation)
-        action = sample_or_mode(policy, generator, deterministic)
+        action = policy.mode() if deterministic else policy.sample(generator)
         return {"action": action, "value": value} if self.has_critic else {"action": action}
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Computes weights and, with a critic, returns; see :class:`~rl_modules.common.contract.Rollout`.
+    def prepare(self, rollout: Rollout) -> Minibatch:
+        """Computes weights and, with a critic, returns; see :class:`~rl_modules.contract.Rollout`.
 
         Returns:
             The fields that :meth:`training_step` reads: observation, action, weight, and returns.
         """
-        prepared = {"observation": rollout["observation"], "action": rollout["action"]}
+        prepared: Minibatch = {"observation": rollout["observation"], "action": rollout["action"]}
         prepared["weight"] = self.weights(rollout)
         if self.has_critic:
             # Both differences have V(s) taken off; adding it gives the λ-return, or the reward-to-go.
@@ -78,7 +78,7 @@ class REINFORCE(ActorCriticModule):
             self.record_explained_variance(rollout["value"], returns, rollout["valid"])
         return prepared
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         policy, value = self.policy_and_value(batch["observation"])
         policy_loss = self.policy_loss(policy.log_prob(batch["action"]), batch)
         loss, metrics = policy_loss, {"policy_gradient_loss": policy_loss}
@@ -89,8 +89,7 @@ class REINFORCE(ActorCriticModule):
             loss = loss - self.ent_coef * policy.entropy().mean()
         if self.logs_this_epoch:
             self.record(**metrics, entropy_loss=-policy.entropy().detach().mean(), loss=loss)
-        weight = self.rank_weight(len(batch["weight"]))
-        return loss if weight == 1.0 else loss * weight
+        return self.loss_over_ranks(loss, len(batch["weight"]))
 
     # ---------------------------------------------------------------- pieces to override
 
@@ -108,7 +107,7 @@ class REINFORCE(ActorCriticModule):
             return at_first_transition(reward_to_go, terminated | truncated, rollout["valid"])
         return reward_to_go
 
-    def policy_loss(self, log_prob: Tensor, batch: dict[str, Any]) -> Tensor:
+    def policy_loss(self, log_prob: Tensor, batch: Minibatch) -> Tensor:
         """Returns the policy gradient as a loss, a scalar."""
         weight = batch["weight"]
         if self.normalize_advantage:

@@ -14,11 +14,12 @@ from rl_modules.base import beside_network
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.checkpoint_file import settings_before
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import changed, setting
+from rl_modules.contract import Minibatch
+from rl_modules.core.settings import setting
 from rl_modules.critics import Critics, SquashedGaussianPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
 from rl_modules.sde_policy import StateDependentPolicy
-from rl_modules.state_dependent_noise import ExploringMixin
+from rl_modules.state_dependent_noise import sde_sample_freq, use_sde, without_sde
 
 
 def parse_ent_coef(ent_coef: float | str) -> tuple[float, bool]:
@@ -55,7 +56,7 @@ def _is_finite(value: float | str) -> bool:
         return False
 
 
-class SAC(ExploringMixin, OffPolicyActorCritic):
+class SAC(OffPolicyActorCritic):
     """Soft actor-critic with twin critics and a learned entropy coefficient.
 
     Haarnoja et al. 2018, arXiv:1801.01290 and arXiv:1812.05905. Per minibatch of replayed transitions, in this order,
@@ -90,24 +91,15 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
     log_std_init: float = setting(
         -3.0, "initial log standard deviation of the matrices' entries; only ``use_sde`` reads it", attribute="",
         idle=lambda m: beside_network(m)
-        or (None if m.uses_sde else "while use_sde is false; set that to true"))  # fmt: skip
-    sde_sample_freq: int = changed(
-        says="steps of a rollout after which new matrices are drawn; -1: once per ``train_freq`` steps")  # fmt: skip
+        or without_sde(m))  # fmt: skip
+    use_sde: bool = use_sde()
+    sde_sample_freq: int = sde_sample_freq("``train_freq`` steps")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.initial_ent_coef, self.learns_ent_coef = parse_ent_coef(self.hparams["ent_coef"])
 
     # ---------------------------------------------------------------- networks
-
-    def check_spaces(self) -> None:
-        """Refuses actions that are no bounded Box of floats, and arguments of gSDE that can't be used.
-
-        Raises:
-            UsageError: names the space and the algorithms that fit, or the argument.
-        """
-        super().check_spaces()
-        self.check_sde(self.action_space)
 
     def build_network(self) -> None:
         super().build_network()
@@ -121,7 +113,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
 
     def make_policy(self, width: int, net_arch: Sequence[int]) -> torch.nn.Module:
         hp: Any = self.hparams
-        if self.uses_sde:
+        if self.hparams["use_sde"]:
             return StateDependentPolicy(self.observation_space, width, net_arch, hp.activation_fn, hp.log_std_init)
         return SquashedGaussianPolicy(self.observation_space, width, net_arch, hp.activation_fn)
 
@@ -185,7 +177,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
 
     # The first gradient would free a compiled graph of both losses, so their parts are compiled separately.
     @_disable_dynamo(recursive=False)
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         lists, network, ent_coef = self.lists, self.network, self.ent_coef
         here, after = batch["noise"].unbind(1)
         action, log_prob = network.policy.sample(batch["observation"], here)
@@ -214,7 +206,7 @@ class SAC(ExploringMixin, OffPolicyActorCritic):
 
     # ---------------------------------------------------------------- pieces to override
 
-    def td_target(self, batch: dict[str, Any], noise: Tensor, ent_coef: Tensor | float) -> Tensor:
+    def td_target(self, batch: Minibatch, noise: Tensor, ent_coef: Tensor | float) -> Tensor:
         """Returns the regression target of the critics, [B].
 
         Args:

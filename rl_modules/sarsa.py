@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_modules.common.contract import Rollout
 from rl_modules.common.masks import split_mask
+from rl_modules.contract import Minibatch, Rollout
 from rl_modules.core.settings import setting
 from rl_modules.core.state import persistent
 from rl_modules.tabular import TabularControl, rows
@@ -62,7 +62,7 @@ class SARSA(TabularControl):
         finally:
             self._next_action = kept
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> Minibatch:
         """Returns the transitions with ``next_action`` (a'), [T, N]; -1 for a bootstrap from the expectation."""
         transitions = super().prepare(rollout)
         rollout = self.read_masks(rollout)

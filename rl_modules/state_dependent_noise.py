@@ -1,7 +1,6 @@
 """Generalized state-dependent exploration (gSDE): noise that is a function of the state, and smooth over steps."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError
-from rl_modules.core.settings import Declared, setting
+from rl_modules.core.settings import setting
 from rl_modules.distributions.gaussian import DiagGaussian
 
 #: Added to the variance, as in Stable-Baselines3.
@@ -86,59 +85,45 @@ def check_frequency(name: str, value: Any) -> Any:
     return value
 
 
-class ExploringMixin(Declared):
-    """Gives a module its noise matrices while a rollout is collected."""
-
-    use_sde: bool = setting(
+def use_sde() -> Any:
+    """The argument that turns state-dependent noise on."""
+    return setting(
         False, "explore by generalized state-dependent noise (gSDE, arXiv:2005.05719), for Box actions: a matrix per "
         "environment turns the policy's last features into noise. ``log_std_init`` is that of its entries",
         attribute="")  # fmt: skip
-    sde_sample_freq: int = setting(
-        -1, "steps of a rollout after which new matrices are drawn; -1: once per rollout", attribute="",
-        check=check_frequency,
-        idle=lambda m: None if m.uses_sde else "while use_sde is false; set that to true")  # fmt: skip
 
-    hparams: Any
-    act: Any
-    #: Matrices of the rollout that is being collected.
-    noise_matrices: NoiseMatrices | None = None
 
-    @property
-    def uses_sde(self) -> bool:
-        """Whether the policy explores by state-dependent noise."""
-        return bool(self.hparams.get("use_sde"))
+def sde_sample_freq(interval: str = "rollout") -> Any:
+    """The argument that says how often new matrices are drawn."""
+    return setting(
+        -1, f"steps of a rollout after which new matrices are drawn; -1: once per {interval}", attribute="",
+        check=check_frequency, idle=without_sde)  # fmt: skip
 
-    def check_sde(self, action_space: spaces.Space) -> None:
-        """Checks the arguments of gSDE.
 
-        Raises:
-            UsageError: names the one that can't be used.
-        """
-        if not self.uses_sde:
-            return
-        if not isinstance(action_space, spaces.Box):
-            raise UsageError(f"use_sde=True adds noise to real numbers, for which the action space must be a Box, not "
-                             f"{action_space}; leave it false")  # fmt: skip
-        if self.hparams.get("network") is not None:
-            raise UsageError("use_sde=True needs the features of the project's own networks; give features_extractor "
-                             "instead of network, or use_sde=False")  # fmt: skip
+def without_sde(module: Any) -> str | None:
+    """The reason why an argument of the noise is idle."""
+    return None if module.hparams.get("use_sde") else "while use_sde is false; set that to true"
 
-    def rollout_act(self) -> Callable[..., Any]:
-        """Returns ``act`` with the noise matrices of one rollout."""
-        if not self.uses_sde:
-            return self.act
-        matrices = NoiseMatrices(self.hparams["sde_sample_freq"])
 
-        def act(*args: Any, **arguments: Any) -> Any:
-            with self._collecting(matrices):
-                return self.act(*args, **arguments)
+def check_sde(module: Any) -> None:
+    """Refuses state-dependent noise where it can't be used."""
+    if not isinstance(module.action_space, spaces.Box):
+        raise UsageError(f"use_sde=True adds noise to real numbers, for which the action space must be a Box, not "
+                         f"{module.action_space}; leave it false")  # fmt: skip
+    if module.hparams.get("network") is not None:
+        raise UsageError("use_sde=True needs the features of the project's own networks; give features_extractor "
+                         "instead of network, or use_sde=False")  # fmt: skip
 
-        return act
 
-    @contextmanager
-    def _collecting(self, matrices: NoiseMatrices) -> Iterator[None]:
-        self.noise_matrices = matrices
+def exploring_act(module: Any) -> Callable[..., Any]:
+    """Returns a module's ``act`` with the noise matrices of one rollout."""
+    matrices = NoiseMatrices(module.hparams["sde_sample_freq"])
+
+    def act(*args: Any, **arguments: Any) -> Any:
+        module.noise_matrices = matrices
         try:
-            yield
+            return module.act(*args, **arguments)
         finally:
-            self.noise_matrices = None
+            module.noise_matrices = None
+
+    return act

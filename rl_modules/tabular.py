@@ -13,10 +13,10 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rl_modules.base import ControlModule
-from rl_modules.common.contract import EVERY_STEP, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import Schedule, exploration_rate, parse_schedule, schedule_value
+from rl_modules.contract import EVERY_STEP, Minibatch, Rollout
 from rl_modules.core.curves import write_evaluation
 from rl_modules.core.resume import count_step
 from rl_modules.core.settings import fixed, setting
@@ -233,11 +233,12 @@ class TabularControl(ControlModule):
             plain[name] = state
         return plain
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
+    def prepare(self, rollout: Rollout) -> Minibatch:
         """Returns the transitions unchanged, [T, N] each."""
         rollout = self.read_masks(rollout)
         names = ("observation", "action", "reward", "next_observation", "terminated")
-        return {name: rollout[name] for name in names}  # type: ignore[literal-required]
+        kept: Any = {name: rollout[name] for name in names}  # type: ignore[literal-required]
+        return kept
 
     # ---------------------------------------------------------------- pieces of every update
 

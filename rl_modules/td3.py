@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import setting
 from rl_modules.critics import DeterministicPolicy
 from rl_modules.off_policy import OffPolicyActorCritic
@@ -52,7 +53,7 @@ class TD3(OffPolicyActorCritic):
     def noise_shape(self) -> tuple[int, ...]:
         return (self.network.bounds.width,)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         lists, network = self.lists, self.network
         with torch.no_grad():
             target = self.td_target(batch)
@@ -74,18 +75,18 @@ class TD3(OffPolicyActorCritic):
 
     # ---------------------------------------------------------------- pieces to override
 
-    def target_action(self, batch: dict[str, Any]) -> Tensor:
+    def target_action(self, batch: Minibatch) -> Tensor:
         """Returns the target policy's actions in s' with clipped noise, [B, A]."""
         action = self.target_network.policy(batch["next_observation"])
         noise = (self.target_policy_noise * batch["noise"]).clamp(-self.target_noise_clip, self.target_noise_clip)
         return (action + noise).clamp(-1.0, 1.0)
 
-    def td_target(self, batch: dict[str, Any]) -> Tensor:
+    def td_target(self, batch: Minibatch) -> Tensor:
         """Returns the regression target of the critics, [B]."""
         next_q = self.target_network.critics(batch["next_observation"], self.target_action(batch))[..., 0].amin(0)
         return batch["reward"] + batch["discount"] * torch.where(batch["terminated"], 0.0, next_q)
 
-    def actor_loss(self, batch: dict[str, Any]) -> Tensor:
+    def actor_loss(self, batch: Minibatch) -> Tensor:
         """Returns the policy's loss, a scalar: minus the first critic's value of its actions."""
         action = self.network.policy(batch["observation"])
         return -self.network.critics(batch["observation"], action, only_first=True, frozen=True).mean()

@@ -1,12 +1,11 @@
 """Truncated quantile critics."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules.common.errors import UsageError
+from rl_modules.contract import Minibatch
 from rl_modules.core.settings import setting
 from rl_modules.sac import SAC
 
@@ -35,7 +34,7 @@ class TQC(SAC):
         #: How many of the sorted target quantiles are kept.
         self.n_kept = self.n_critics * (self.n_outputs - dropped)
 
-    def td_target(self, batch: dict[str, Any], noise: Tensor, ent_coef: Tensor | float) -> Tensor:
+    def td_target(self, batch: Minibatch, noise: Tensor, ent_coef: Tensor | float) -> Tensor:
         """Returns the targets of every quantile, [B, n_kept]; arguments as in SAC."""
         action, log_prob = self.network.policy.sample(batch["next_observation"], noise)
         quantiles = self.target_network(batch["next_observation"], action)

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from rl_modules import functional as F
 from rl_modules import ranks
-from rl_modules.actor_critic import ActorCriticModule, sample_or_mode
+from rl_modules.actor_critic import ActorCriticModule
 from rl_modules.base import OptimizerFactory
-from rl_modules.common.contract import WHOLE_ROLLOUTS, Rollout
 from rl_modules.common.errors import UsageError
 from rl_modules.common.masks import split_mask
 from rl_modules.common.schedules import parse_schedule
 from rl_modules.common.spaces import tree_map
+from rl_modules.contract import WHOLE_ROLLOUTS, Minibatch, Rollout
 from rl_modules.core.resume import step_schedulers_of_updates
 from rl_modules.core.settings import changed, fixed, setting
 from rl_modules.core.state import persistent
@@ -23,6 +23,7 @@ from rl_modules.gradient_hooks import GradientHooks
 from rl_modules.gradients import averaged, gradients, trainable
 from rl_modules.networks import ValueNetwork
 from rl_modules.optimizers import clip_grad_norm
+from rl_modules.state_dependent_noise import StateDependentGaussian
 
 
 def check_radius(name: str, value: Any) -> Any:
@@ -101,11 +102,11 @@ class TRPO(ActorCriticModule):
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Actions with their log-probability and the state's value, each [N]."""
         policy, value = self.policy_and_value(observation)
-        action = sample_or_mode(policy, generator, deterministic)
+        action = policy.mode() if deterministic else policy.sample(generator)
         return {"action": action, "log_prob": policy.log_prob(action), "value": value}
 
-    def prepare(self, rollout: Rollout) -> dict[str, Any]:
-        """Computes advantages and returns of a :class:`~rl_modules.common.contract.Rollout`.
+    def prepare(self, rollout: Rollout) -> Minibatch:
+        """Computes advantages and returns of a :class:`~rl_modules.contract.Rollout`.
 
         Returns:
             The fields that :meth:`training_step` reads: observation, action, log_prob, advantage, returns.
@@ -113,10 +114,10 @@ class TRPO(ActorCriticModule):
         advantage = self.advantages(rollout)
         returns = advantage + rollout["value"]
         self.record_explained_variance(rollout["value"], returns, rollout["valid"])
-        kept = {"observation": rollout["observation"], "action": rollout["action"], "log_prob": rollout["log_prob"]}
-        return {**kept, "advantage": advantage, "returns": returns}
+        return Minibatch(observation=rollout["observation"], action=rollout["action"], log_prob=rollout["log_prob"],
+                         advantage=advantage, returns=returns)  # fmt: skip
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
         step = self.update_policy(batch)
         value_loss = self.update_critic(batch)
         self.record(**step, value_loss=value_loss)
@@ -125,7 +126,7 @@ class TRPO(ActorCriticModule):
 
     # ---------------------------------------------------------------- the policy
 
-    def update_policy(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def update_policy(self, batch: Minibatch) -> dict[str, Tensor]:
         """Takes one step of the policy within the trust region, or none.
 
         Args:
@@ -173,7 +174,7 @@ class TRPO(ActorCriticModule):
 
     @torch.no_grad()
     def line_search(
-        self, step: Tensor, parameters: Sequence[Tensor], old: Distribution, surrogate: Tensor, batch: dict[str, Any]
+        self, step: Tensor, parameters: Sequence[Tensor], old: Distribution, surrogate: Tensor, batch: Minibatch
     ) -> dict[str, Tensor]:
         """Shortens the step until the constraint holds and the surrogate improves; takes none if this fails.
 
@@ -205,7 +206,7 @@ class TRPO(ActorCriticModule):
 
     # ---------------------------------------------------------------- the critic
 
-    def update_critic(self, batch: dict[str, Any]) -> Tensor:
+    def update_critic(self, batch: Minibatch) -> Tensor:
         """Fits the critic to the returns in ``n_critic_updates`` passes of shuffled minibatches.
 
         Args:
@@ -251,14 +252,16 @@ class TRPO(ActorCriticModule):
     def policy(self, observation: Any) -> Distribution:
         """π(·|s) for a batch of observations."""
         observation, mask = split_mask(observation)
-        policy = self.exploring(as_distribution(self.network(observation)[0]))
+        policy = as_distribution(self.network(observation)[0])
+        if self.noise_matrices is not None and isinstance(policy, StateDependentGaussian):
+            policy.matrices = self.noise_matrices
         return policy if mask is None else policy.masked(mask)
 
     def state_value(self, observation: Any) -> Tensor:
         """V(s) of a batch of observations, [B]."""
         return self.value_network(split_mask(observation)[0])
 
-    def surrogate(self, policy: Distribution, batch: dict[str, Any]) -> Tensor:
+    def surrogate(self, policy: Distribution, batch: Minibatch) -> Tensor:
         """E[ρ A] (eq. 14), a scalar to maximise."""
         ratio = (policy.log_prob(batch["action"]) - batch["log_prob"]).exp()
         return (ratio * batch["advantage"]).mean()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.bare import bare_ppo
-from rl_modules.common.contract import Rollout
+from rl_modules.contract import Rollout
 from tests.training import mean_return
 
 ROOT = Path(__file__).parents[1]

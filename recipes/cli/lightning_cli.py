@@ -31,7 +31,7 @@ from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import settings_of
 from rl_modules.common.errors import UsageError
-from rl_modules.common.pairing import check_pairing
+from rl_modules.contract import check_pairing
 
 
 class RLCLI(LightningCLI):

@@ -16,7 +16,7 @@ from rl_modules.common.calls import default_of
 from rl_modules.common.errors import UsageError
 from rl_modules.common.factories import build, require_callable
 from rl_modules.common.idle import warn_of_idle
-from rl_modules.common.pairing import check_batch
+from rl_modules.contract import check_batch
 from rl_modules.core.curves import hand_to_callbacks
 from rl_modules.core.resume import accumulated_gradients, copy_for_averages, finish_batch, resume_training
 from rl_modules.core.settings import setting

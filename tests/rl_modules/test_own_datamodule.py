@@ -8,8 +8,8 @@ from gymnasium import spaces
 from torch.utils.data import DataLoader, default_collate
 
 from rl_modules import DQN, PPO
-from rl_modules.common.contract import ExperienceSource
 from rl_modules.common.errors import UsageError
+from rl_modules.contract import ExperienceSource
 from tests.training import fit
 
 

@@ -630,9 +630,9 @@ class Migrates(PPO):
     def on_load_checkpoint(self, checkpoint):
         super().on_load_checkpoint(checkpoint)
 
-    def _load_statistics(self, checkpoint):  # of the inherited part
+    def _require_own(self, checkpoint):  # of the inherited part
         self.restored += 1
-        super()._load_statistics(checkpoint)
+        super()._require_own(checkpoint)
 
 
 def test_the_inherited_part_of_a_hook_runs_once_where_super_is_called(tmp_path):

@@ -4,7 +4,7 @@ An algorithm (a LightningModule) is a :class:`Learner` to its datamodule; a data
 to its algorithm. Neither imports the other: both import this file, and mypy checks both sides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
+
+from rl_modules.common.errors import UsageError
 
 #: Running statistics of observations as :func:`rl_modules.common.spaces.normalize` takes them: (mean, standard
 #: deviation, bound), nested like the observation; None: not normalised.
@@ -90,7 +92,10 @@ class Rollout(TypedDict, total=False):
 
 
 class Minibatch(TypedDict, total=False):
-    """The input of ``training_step``: fields returned by ``prepare``, flat over time and environments, B rows."""
+    """The input of ``training_step``: fields returned by ``prepare``, flat over time and environments, B rows.
+
+    An algorithm has those that it reads, and may add its own.
+    """
 
     observation: Any
     """[B, *obs]."""
@@ -104,6 +109,40 @@ class Minibatch(TypedDict, total=False):
     """A(s, a), [B] float32, not yet whitened."""
     returns: Tensor
     """The value function's target, [B] float32."""
+    policy_parameters: Tensor
+    """Parameters of π_old in s, [B, P], for the exact KL."""
+    kl: Tensor
+    """KL(π_old || π) in s, in nats, [B]."""
+    weight: Tensor
+    """REINFORCE's Ψ, or the importance weights of prioritised replay, [B] float32."""
+    reward: Tensor
+    """Σ_k γ^k r_k over up to n steps, [B] float32."""
+    discount: Tensor
+    """γ^n, [B] float32."""
+    terminated: Tensor
+    """Whether next_observation is terminal, [B] bool."""
+    next_observation: Any
+    """[B, *obs]."""
+    next_q: Tensor
+    """Q_target(s', ·), [B, A]."""
+    target: Tensor
+    """The regression target of Q(s, a), [B]."""
+    next_action: Tensor
+    """SARSA's a', [B] int64."""
+    noise: Tensor
+    """Standard normal numbers for the update's actions."""
+    index: Tensor
+    """Rows in the buffer, [B] int64; with prioritised replay only."""
+    valid: Tensor
+    """In what ``prepare`` returns, [T, N] bool: false where there is nothing to learn from."""
+    episode_start: Tensor
+    """Of recurrent policies, whose rows are sequences: whether a step begins an episode, [B, L] bool."""
+    state: Tensor
+    """The memory before each sequence, [B, K, H]."""
+    counts: Tensor
+    """Whether a step is a transition, [B, L] bool; where some are none."""
+    burn_in: dict[str, Any]
+    """The steps before each sequence."""
 
 
 class Replayed(TypedDict, total=False):
@@ -150,7 +189,7 @@ class Learner(Protocol):
     def act(self, observation: Any, generator: torch.Generator | None = None, deterministic: bool = False) -> dict:
         """Returns ``action`` [N, *act] for observations [N, *obs], and other values to store with the transition."""
 
-    def prepare(self, rollout: Any) -> dict[str, Any]:
+    def prepare(self, rollout: Any) -> Minibatch:
         """Computes the inputs of the loss from a rollout; called once per rollout."""
 
     def predict(
@@ -225,3 +264,54 @@ class RolloutSource(ExperienceSource, Protocol):
 
 
 Act = Callable[[Any, torch.Generator], dict[str, Tensor]]
+
+
+# ---------------------------------------------------------------- checks, once, where a run begins
+
+#: The datamodule that makes each kind of experience.
+DATAMODULES = {
+    "rollouts": "RolloutDataModule",
+    "replay": "ReplayDataModule",
+    "prompts": "PromptDataModule",
+    "preferences": "PreferenceDataModule",
+    "demonstrations": "InstructionDataModule",
+}
+
+
+def check_pairing(module: Any, data: Any) -> None:
+    """Refuses a datamodule that does not fit the module. Classes that state no kind are not checked."""
+    wanted = getattr(getattr(module, "experience", None), "kind", None) or getattr(module, "learns_from", None)
+    made = getattr(data, "kind", None)
+    if wanted is None or made is None or wanted == made:
+        return
+    fitting = DATAMODULES.get(wanted, f"a datamodule of kind {wanted!r}")
+    raise UsageError(f"{type(module).__name__} learns from {wanted}, {type(data).__name__} makes {made}; use {fitting}")
+
+
+def check_source(module: Any, source: Any, fitting: bool) -> None:
+    """Refuses a datamodule that lacks what a control algorithm reads of it."""
+    # The values of properties are not read, because they may not exist yet.
+    parts: Any = ("observation_space", "action_space")
+    if fitting:
+        members = (name for name in vars(ExperienceSource) if not name.startswith("_"))
+        parts = sorted({*ExperienceSource.__annotations__, *members})
+    missing = [name for name in parts if not hasattr(type(source), name) and not hasattr(source, name)]
+    if missing:
+        raise UsageError(f"{type(source).__name__} has no {', '.join(missing)}, which {type(module).__name__} reads of "
+                         f"its datamodule; subclass {DATAMODULES[module.experience.kind]}, or define what "
+                         "rl_modules.contract.ExperienceSource states")  # fmt: skip
+
+
+def check_batch(module: Any, batch: Any, step: str) -> None:
+    """Refuses a batch that a language algorithm can't read, such as one of a ``DataLoader`` of token ids.
+
+    Batches of a user-defined step are not checked.
+    """
+    if isinstance(batch, Mapping) and "tokens" in batch:
+        return
+    fitting = DATAMODULES.get(getattr(module, "learns_from", ""))
+    if fitting is None or not getattr(type(module), step).__module__.startswith("rl_modules."):
+        return
+    came = f"the fields {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise UsageError(f"{type(module).__name__} reads batches that have tokens, and got {came}: give the Trainer "
+                     f"datamodule={fitting}(...), or batches as rl_modules.language.contract states them")  # fmt: skip
