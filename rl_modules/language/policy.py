@@ -36,8 +36,8 @@ class LanguagePolicy(LanguageModule):
         None, "maximum number of completions decoded together, which limits memory; others take the places of those "
         "that end. Null: all, on CUDA as many as fit into free memory", least=1)  # fmt: skip
     cache_implementation: str = setting(
-        "dynamic", "of ``native``: ``dynamic``, a cache that grows with the text; ``static``, one of fixed size, with "
-        "which steps become CUDA graphs; ``auto``, the faster of both by a measurement on CUDA")  # fmt: skip
+        "auto", "of ``native``: ``dynamic``, a cache that grows with the text; ``graph`` or ``static``, one of fixed "
+        "size, with which steps become CUDA graphs; ``auto``, ``graph`` on CUDA and ``dynamic`` elsewhere")  # fmt: skip
     temperature: float = setting(1.0, "of sampling, and of all log-probabilities", above=0)
     top_k: int | None = setting(None, "sample from the k likeliest tokens; None: all", least=1)
     top_p: float | None = setting(None, "sample from the nucleus of this probability; None: all", above=0, most=1)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -30,7 +31,6 @@ from rl_modules.language.models import add_lora, checkpoint_activations, export_
 from rl_modules.language.row_cache import RowCache
 from rl_modules.language.sampling import Completions, sample
 from rl_modules.language.sampling.check import decodes
-from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from rl_modules.language.tokenizer import character_tokenizer
 
 #: Fields that most configs share; 2 layers of 32 hidden units.

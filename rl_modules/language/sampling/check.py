@@ -1,16 +1,24 @@
-"""Checks that decoding gives a model's own log-probabilities, see :mod:`rl_modules.language.fast.self_check`."""
+"""The way in which a model's completions are decoded: the fastest that gives its own log-probabilities."""
 
+import functools
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_modules import functional as F
+from rl_modules.common.errors import UsageError
+from rl_modules.fast import is_fast
+from rl_modules.language.fast.graphs import GraphCache, held_cache, new_cache
+from rl_modules.language.fast.grouped_attention import can_group
 from rl_modules.language.fast.self_check import agrees, probe_texts, side_by_side
+from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
 from rl_modules.language.models import text_config
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.decode import decode, generate
+from rl_modules.language.sampling.decode import decode, generate, transformers_model
 from rl_modules.language.sampling.draw import NextToken, uniforms
 from rl_modules.language.sampling.rows import Prompts, Record
 
@@ -18,39 +26,98 @@ from rl_modules.language.sampling.rows import Prompts, Record
 _PROMPTS, _NEW = (4, 2, 1), (3, 3, 3)
 #: The same where two rows are decoded together: the third begins beside the second, whose text is shorter.
 _LATER_PROMPTS, _LATER_NEW = (2, 1, 5), (2, 4, 2)
+_Lengths = tuple[int, ...]
 Decode = Callable[[Prompts, NextToken, Tensor, Record], None]
+#: An empty cache for rows of so many tokens; None: the model's rows are more than keys and values of all tokens.
+MakeCache = Callable[[int], RowCache | None]
+#: Values of ``cache_implementation`` with which steps become graphs; the second is transformers' word.
+GRAPHS = ("graph", "static")
+
+log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
 
 
-def decodes(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
-    """Returns whether token-by-token decoding through a :class:`RowCache` agrees with one forward pass per text."""
-    made = make_cache(max(_PROMPTS) + max(_NEW))
-    if made is None:
+def cache_for(
+    implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int, graph_memory: float
+) -> RowCache | None:
+    """The fastest cache that is exact for this model, empty; None: the model's own ``generate``.
+
+    Arguments as for :func:`~rl_modules.language.sampling.sample`; ``slots`` rows of ``longest`` tokens will be decoded.
+    """
+    network, device = transformers_model(model), next(model.parameters()).device
+    wants_graphs = is_fast() and (implementation in GRAPHS or (implementation == "auto" and device.type == "cuda"))
+    if wants_graphs and synced_gpus:
+        warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
+                  "cache_implementation=dynamic")  # fmt: skip
+    elif wants_graphs and (grouped := _groups(model, longest)) is not None:
+        return held_cache(model, grouped, longest, slots, graph_memory)
+    shares = is_fast() and can_share_prompts(network, device)
+    kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
+    for kind in kinds:
+        make = partial(kind.for_model, text_config(model.config))
+        # Sharded ranks call the model equally often, whatever each of them needs to know.
+        if (cache := make(longest)) is not None and (synced_gpus or decodes(model, make)):
+            return cache
+    if not synced_gpus and not generates(model):
+        raise UsageError(f"{type(model).__name__} gives prompts of unequal length other log-probabilities when it "
+                         "decodes than when it reads them, so that nothing can be sampled from it; take another "
+                         "architecture")  # fmt: skip
+    warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
+              "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
+    return None
+
+
+def _groups(model: Any, longest: int) -> bool | None:
+    """Whether the steps that become graphs attend by :mod:`grouped_attention`; None: no steps of this model do."""
+    name = type(model).__name__
+    if new_cache(model, False, longest, 1) is None:
+        warn_once(f"{name} has no static cache here, so that cache_implementation=dynamic is taken")
+        return None
+    for grouped in (True, False) if can_group(transformers_model(model)) else (False,):
+        instead = "its own attention is taken" if grouped else "cache_implementation=dynamic is taken"
+        if decodes(model, partial(new_cache, model, grouped, slots=len(_PROMPTS)), instead):
+            return grouped
+    return None
+
+
+def may_refill(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
+    """Whether waiting rows may take the places of rows that have ended."""
+    if cache is None:
+        warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so that "
+                  "max_rows_in_flight rows are written part after part")  # fmt: skip
         return False
-
-    def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
-        cache = make_cache(max(_PROMPTS) + max(_NEW))  # of as many layers as the model has during the check
-        assert cache is not None
-        decode(model, cache, prompts, rule, draws, record, synced_gpus=False)
-
-    what = f"decoding through a {type(made).__name__}"
-    return agrees(model, what, lambda: _compare(model, run, _PROMPTS, _NEW), "")
+    if synced_gpus:
+        return True
+    if isinstance(cache, GraphCache):
+        return refills(model, partial(new_cache, model, cache.grouped, slots=2))
+    return refills(model, partial(type(cache).for_model, text_config(model.config)))
 
 
-def refills(model: Any, make_cache: Callable[[int], RowCache | None]) -> bool:
+def decodes(model: Any, make_cache: MakeCache, instead: str = "") -> bool:
+    """Whether token-by-token decoding through a cache agrees with one forward pass per text."""
+    return _decodes(model, make_cache, "decoding", _PROMPTS, _NEW, None, instead)
+
+
+def refills(model: Any, make_cache: MakeCache) -> bool:
     """Whether rows that begin while others are decoded have the log-probabilities of one forward pass per text."""
-    made = make_cache(max(_LATER_PROMPTS) + max(_LATER_NEW))
-    if made is None:
+    instead = "max_rows_in_flight rows are written part after part"
+    return _decodes(model, make_cache, "refilling", _LATER_PROMPTS, _LATER_NEW, 2, instead)
+
+
+def _decodes(
+    model: Any, make_cache: MakeCache, does: str, lengths: _Lengths, new: _Lengths, at_once: int | None, instead: str
+) -> bool:
+    longest = max(lengths) + max(new)
+    if (made := make_cache(longest)) is None:
         return False
 
     def run(prompts: Prompts, rule: NextToken, draws: Tensor, record: Record) -> None:
-        cache = make_cache(max(_LATER_PROMPTS) + max(_LATER_NEW))
+        cache = make_cache(longest)  # of as many layers as the model has during the check
         assert cache is not None
-        decode(model, cache, prompts, rule, draws, record, synced_gpus=False, at_once=2)
+        decode(model, cache, prompts, rule, draws, record, synced_gpus=False, at_once=at_once)
 
-    return agrees(
-        model, f"refilling a {type(made).__name__}", lambda: _compare(model, run, _LATER_PROMPTS, _LATER_NEW),
-        "max_rows_in_flight rows are written part after part",
-    )  # fmt: skip
+    what = f"{does} through a {type(made).__name__}{' with grouped keys' if getattr(made, 'grouped', False) else ''}"
+    return agrees(model, what, lambda: _compare(model, run, lengths, new), instead)
 
 
 def generates(model: Any) -> bool:
@@ -63,7 +130,7 @@ def generates(model: Any) -> bool:
 
 
 def _compare(
-    model: Any, run: Decode, lengths: tuple[int, ...], new: tuple[int, ...]
+    model: Any, run: Decode, lengths: _Lengths, new: _Lengths
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     asked = probe_texts(model, lengths)
     device = asked[0].device

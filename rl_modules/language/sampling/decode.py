@@ -14,7 +14,6 @@ from rl_modules.common.indices import on
 from rl_modules.language.row_cache import Forward, RowCache
 from rl_modules.language.sampling.draw import NextToken
 from rl_modules.language.sampling.rows import Prompts, Record, Waiting
-from rl_modules.language.sampling.static import StaticRowCache, step_of
 
 # New tokens that the cache has room for at first; it grows by half when they are used up.
 _ROOM = 64
@@ -69,7 +68,6 @@ class _Decoding:
         none = prompts.source[:0]
         self.live = _Live(none, none, none, none)
         self._forward = _forward(model)
-        self._step = step_of(model, self._forward) if isinstance(cache, StaticRowCache) else self._forward
         self._synced, self._called = synced, False
         #: Logits after the prompt that the cache keeps for rows that wait, (1, V).
         self._kept: Tensor | None = None
@@ -92,7 +90,7 @@ class _Decoding:
 
     def _synced_step(self, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         self._meet(tokens.device)
-        return self._step(cache, tokens, positions, mask)
+        return self._forward(cache, tokens, positions, mask)
 
     def _meet(self, device: torch.device) -> None:
         """Ranks with sharded weights call the model together."""

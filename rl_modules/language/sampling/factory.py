@@ -11,14 +11,14 @@ from rl_modules.language.sharding import is_sharded
 
 #: Options of each sampler.
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "native": (),
+    "native": ("graph_memory",),
     "vllm": ("gpu_memory_utilization", "enforce_eager"),
     "vllm_server": ("addresses", "token_file", "timeout_s", "retries", "retry_wait_s"),
 }
 
 
 def check_sampler(
-    kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "dynamic"
+    kind: str, options: dict[str, Any], max_rows_in_flight: int | None, cache_implementation: str = "auto"
 ) -> None:
     """Refuses arguments that :func:`make_sampler` would not understand."""
     if kind not in OPTIONS:
@@ -28,8 +28,8 @@ def check_sampler(
             known = ", ".join(OPTIONS[kind]) or "none"
             raise UsageError(f"sampler_options={{{name}: …}} is no option of sampler={kind} (its options: {known})"
                              f"{did_you_mean(name, OPTIONS[kind])}")  # fmt: skip
-    check_cache_implementation(cache_implementation)
-    if kind != "native" and cache_implementation != "dynamic":
+    check_cache_implementation(cache_implementation, options.get("graph_memory", 0.1))
+    if kind != "native" and cache_implementation not in ("auto", "dynamic"):
         raise UsageError(f"cache_implementation={cache_implementation} is the native sampler's; sampler={kind} has a "
                          "cache of its own")  # fmt: skip
     if max_rows_in_flight is not None and max_rows_in_flight < 1:
@@ -50,14 +50,14 @@ def make_sampler(
     model: Any,
     rank: int = 0,
     world_size: int = 1,
-    cache_implementation: str = "dynamic",
+    cache_implementation: str = "auto",
     local_rank: int | None = None,
     run: str | None = None,
 ) -> Sampler:
     """Returns a sampler for a model; separate engines have no weights yet."""
     check_sampler(kind, options, max_rows_in_flight, cache_implementation)
     if kind == "native":
-        return NativeSampler(model, max_rows_in_flight, cache_implementation)
+        return NativeSampler(model, max_rows_in_flight, cache_implementation, **options)
     device = next(model.parameters()).device
     if kind == "vllm_server":
         from rl_modules.language.sampling.remote import ServerSampler

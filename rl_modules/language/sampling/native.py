@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.modes import evaluation_mode
+from rl_modules.language.fast.graphs import held_bytes, make_room, release
+from rl_modules.language.fast.grouped_attention import without_plans
 from rl_modules.language.models import max_length, text_config
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.check import decodes, generates, refills
-from rl_modules.language.sampling.decode import decode, generate, transformers_model
+from rl_modules.language.sampling.check import GRAPHS, cache_for, may_refill
+from rl_modules.language.sampling.decode import decode, generate
 from rl_modules.language.sampling.draw import NextToken, uniforms
-from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from rl_modules.language.sampling.protocol import Completions, RowListener, SamplingSettings, joined
 from rl_modules.language.sampling.rows import Prompts, Record
-from rl_modules.language.sampling.static import StaticRowCache, seconds_of
 from rl_modules.language.sharding import gathered_once, is_sharded
-
-log = logging.getLogger(__name__)
 
 #: Share of the free memory that the cache may take; the rest is for activations and for the cache's growth by copying.
 _SHARE = 0.4
@@ -47,7 +43,8 @@ def sample(
     repetition_penalty: float = 1.0,
     synced_gpus: bool = False,
     max_rows_in_flight: int | None = None,
-    cache_implementation: str = "dynamic",
+    cache_implementation: str = "auto",
+    graph_memory: float = 0.1,
     on_ended: RowListener | None = None,
 ) -> Completions:
     """Samples ``num_generations`` completions of each prompt.
@@ -77,10 +74,11 @@ def sample(
         synced_gpus: True where the weights are sharded over ranks: each rank calls the model as often as the others.
         max_rows_in_flight: rows that are decoded together at most, which bounds the cache's memory; the others take
             the places of those that end. None: all, and on CUDA as many as the free memory has room for.
-        cache_implementation: ``dynamic``: the cache grows with the text; ``static``: it is allocated at once, and on
-            CUDA each step is compiled into a CUDA graph; ``auto``: on CUDA the faster of both by a measurement,
-            elsewhere ``dynamic``. A model whose rows are more than keys and values of all tokens has no static cache
-            here, and one line says so.
+        cache_implementation: ``dynamic``: the cache grows with the text; ``graph`` (or ``static``): it is allocated at
+            once, and on CUDA each step is replayed from a CUDA graph; ``auto``: ``graph`` on CUDA, elsewhere
+            ``dynamic``. A model whose steps can't be replayed is decoded by the growing cache, and one line says why.
+        graph_memory: share of the device's memory that graphs and their caches may keep from one generation to the
+            next, in (0, 1]; the least recently used are freed first.
         on_ended: called with each row as it ends: its number, its token ids, and whether an EOS token ended it.
 
     Raises:
@@ -88,7 +86,7 @@ def sample(
             a token, an id outside of the vocabulary, a model with virtual tokens (prompt tuning), or on MPS.
         FloatingPointError: the model's logits are NaN.
     """
-    check_cache_implementation(cache_implementation)
+    check_cache_implementation(cache_implementation, graph_memory)
     rule = NextToken(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -104,7 +102,8 @@ def sample(
     rows = len(prompts) * num_generations
     longest = min(max(map(len, prompts)) + max_completion_length, positions)
 
-    cache_for = functools.partial(_cache_for, cache_implementation)
+    def cache_of(slots: int) -> RowCache | None:
+        return cache_for(cache_implementation, model, longest, synced_gpus, slots, graph_memory)
 
     def write(first: int, last: int, at_once: int | None) -> Completions:
         if last - first == rows:
@@ -117,17 +116,23 @@ def sample(
         listener = None if on_ended is None else functools.partial(_call_with_offset, on_ended, first)
         ends = torch.tensor(stops, dtype=torch.int64, device=limit.device)
         record = Record(limit, ends, pad_token_id, listener)
-        cache = cache_for(model, longest, synced_gpus, min(at_once or last - first, last - first))
+        cache = cache_of(min(at_once or last - first, last - first))
         if cache is None:
             generate(model, batch, rule, draws, record, synced_gpus)
         else:
             decode(model, cache, batch, rule, draws, record, synced_gpus, at_once)
-        return _completions(record)
+        return _completions(record, model)
 
-    with torch.no_grad(), evaluation_mode(model.modules()), without_router_logits(model):
+    with (
+        torch.no_grad(),
+        evaluation_mode(model.modules()),
+        without_router_logits(model),
+        without_plans(),
+        uncompiled(model),
+    ):
         if at_once >= rows:
             return write(0, rows, None)
-        if _refills(model, cache_for(model, longest, synced_gpus, at_once), synced_gpus):
+        if may_refill(model, cache_of(at_once), synced_gpus):
             return write(0, rows, at_once)
         return joined(
             [write(first, min(first + at_once, rows), None) for first in range(0, rows, at_once)], pad_token_id
@@ -142,11 +147,15 @@ class NativeSampler:
     concurrent = False
 
     def __init__(
-        self, model: Any, max_rows_in_flight: int | None = None, cache_implementation: str = "dynamic"
+        self,
+        model: Any,
+        max_rows_in_flight: int | None = None,
+        cache_implementation: str = "auto",
+        graph_memory: float = 0.1,
     ) -> None:
         self.model = model
         self.max_rows_in_flight = max_rows_in_flight
-        self.cache_implementation = cache_implementation
+        self.cache_implementation, self.graph_memory = cache_implementation, graph_memory
 
     def sample(
         self,
@@ -160,7 +169,7 @@ class NativeSampler:
             return sample(
                 self.model, prompts, num_generations=num_generations, seeds=seeds, on_ended=on_ended,
                 synced_gpus=is_sharded(self.model), max_rows_in_flight=self.max_rows_in_flight,
-                cache_implementation=self.cache_implementation, **vars(settings),
+                cache_implementation=self.cache_implementation, graph_memory=self.graph_memory, **vars(settings),
             )  # fmt: skip
 
     def update_weights(self, model: Any, version: int = 0) -> None:
@@ -170,113 +179,44 @@ class NativeSampler:
         """Does nothing: the sampler has no weights of its own."""
 
     def sleep(self) -> None:
-        """Holds no memory between two calls."""
+        """Frees the graphs where they would not fit beside a training step."""
+        make_room(self.model, self.graph_memory)
+
+    def release(self) -> None:
+        """Frees the graphs and their caches; the next call captures them again."""
+        release(self.model)
 
     def wake(self) -> None:
         """Holds no memory between two calls."""
 
     def close(self) -> None:
-        """Holds nothing to release."""
+        self.release()
 
 
 def _call_with_offset(on_ended: RowListener, first: int, row: int, tokens: list[int], finished: bool) -> None:
     on_ended(first + row, tokens, finished)
 
 
-def _refills(model: Any, cache: RowCache | None, synced_gpus: bool) -> bool:
-    """Returns whether waiting rows may take the places of rows that have ended."""
-    if cache is None:
-        _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so that "
-                   "max_rows_in_flight rows are written part after part")  # fmt: skip
-        return False
-    # Sharded ranks call the model equally often, whatever each of them needs to know.
-    return synced_gpus or refills(model, _maker(type(cache), model, 2))
-
-
-def _completions(record: Record) -> Completions:
+def _completions(record: Record, model: Any) -> Completions:
     broken, longest = torch.stack([record.log_prob.isnan().any(), record.length.max()]).tolist()
     if broken:
+        release(model)  # its keys and values may be NaN, which no mask hides from a later generation
         raise FloatingPointError("the model's logits are NaN: training has diverged, or float16 has overflown")
     tokens, log_prob = record.tokens[:, :longest].clone(), record.log_prob[:, :longest].clone()
     return Completions(tokens, log_prob, record.length, record.finished)
 
 
-def _cache_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
-    """Returns the fastest cache that is exact for this model; None: the model's own ``generate``."""
-    device = next(model.parameters()).device
-    shares = can_share_prompts(transformers_model(model), device)
-    kinds: list[type[RowCache]] = [SharedPromptCache, RowCache] if shares else [RowCache]
-    wanted = implementation == "static" or (implementation == "auto" and device.type == "cuda")
-    if wanted and (static := _static_for(implementation, model, longest, synced_gpus, slots)) is not None:
-        return static
-    for kind in kinds:
-        make = _maker(kind, model, slots)
-        # Sharded ranks call the model equally often, whatever each of them needs to know.
-        if (cache := make(longest)) is not None and (synced_gpus or decodes(model, make)):
-            return cache
-    if not synced_gpus and not generates(model):
-        raise UsageError(f"{type(model).__name__} gives prompts of unequal length other log-probabilities when it "
-                         "decodes than when it reads them, so that nothing can be sampled from it; take another "
-                         "architecture")  # fmt: skip
-    _warn_once(f"{type(model).__name__} keeps other things than keys and values of all tokens, so sampling "
-               "goes through its generate(): prompts are not shared, rows that have ended stay")  # fmt: skip
-    return None
+def uncompiled(model: Any) -> AbstractContextManager[Any]:
+    """Runs compiled layers as they are: each number of rows and columns would be compiled anew."""
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
-def _maker(kind: type[RowCache], model: Any, slots: int) -> Callable[[int], RowCache | None]:
-    """Returns a function from the length of the longest row to an empty cache, or None."""
-    config = text_config(model.config)
-    if issubclass(kind, StaticRowCache):
-        return functools.partial(kind.with_slots, slots, config)
-    return functools.partial(kind.for_model, config)
-
-
-def _static_for(implementation: str, model: Any, longest: int, synced_gpus: bool, slots: int) -> RowCache | None:
-    """Returns a cache of fixed size; None if the model has none, or if ``auto`` finds that it is not faster."""
-    if synced_gpus:
-        _warn_once(f"cache_implementation={implementation} is for weights in one piece; sharded ones are decoded with "
-                   "cache_implementation=dynamic")  # fmt: skip
-        return None
-    make = _maker(StaticRowCache, model, slots)
-    cache = make(longest)
-    if cache is None or not decodes(model, _maker(StaticRowCache, model, 4)):
-        _warn_once(f"{type(model).__name__} has no static cache here, so that cache_implementation=dynamic is taken")
-        return None
-    return cache if implementation == "static" or is_faster(model, make, RowCache, slots, longest) else None
-
-
-def is_faster(
-    model: Any, make: Callable[[int], RowCache | None], than: type[RowCache], slots: int, longest: int
-) -> bool:
-    """Whether a step of decoding is faster with one cache than with another; measured once per model and size."""
-    found = _measured.setdefault(model, {})
-    if (slots, longest) not in found:
-        device = next(model.parameters()).device
-        steps = min(16, longest - 1)
-        limit = torch.full((slots,), steps, dtype=torch.int64, device=device)
-        never = torch.tensor([text_config(model.config).vocab_size], dtype=torch.int64, device=device)
-        draws = uniforms(range(slots), steps).to(device)
-
-        def seconds(make: Callable[[int], RowCache | None]) -> float:
-            def run() -> None:
-                cache = make(longest)
-                assert cache is not None
-                prompts = Prompts.of([[0]], slots, 0, device)
-                decode(model, cache, prompts, NextToken(), draws, Record(limit, never, 0), synced_gpus=False)
-
-            return seconds_of(run, device)
-
-        found[slots, longest] = seconds(make) < seconds(_maker(than, model, slots))
-    return found[slots, longest]
-
-
-#: Whether the static cache is faster, by model and by rows and length.
-_measured: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], bool]] = WeakKeyDictionary()
-
-
-def check_cache_implementation(value: str) -> None:
-    """Refuses what is not one of ``dynamic``, ``static`` and ``auto``."""
-    known = ("dynamic", "static", "auto")
+def check_cache_implementation(value: str, graph_memory: float = 0.1) -> None:
+    """Refuses a value that :func:`sample` does not know."""
+    known = ("auto", "dynamic", *GRAPHS)
+    if not 0 < graph_memory <= 1:
+        raise UsageError(f"graph_memory={graph_memory} must be above 0 and at most 1, a share of the device's memory")
     if value not in known:
         raise UsageError(
             f"cache_implementation={value!r} must be one of {', '.join(known)}{did_you_mean(value, known)}"
@@ -295,11 +235,6 @@ def without_router_logits(model: Any) -> Iterator[None]:
     finally:
         if asked:
             config.output_router_logits = asked
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def check_request(
@@ -350,7 +285,7 @@ def rows_in_flight(
     device = next(model.parameters()).device
     if cap is None and device.type == "cuda":
         longest = min(max(map(len, prompts)) + max_completion_length, max_length(model.config))
-        cap = max(1, int(_SHARE * free_memory(device)) // row_bytes(model, longest))
+        cap = max(1, int(_SHARE * (free_memory(device) + held_bytes(model))) // row_bytes(model, longest))
         if synced_gpus:
             least = torch.tensor(cap, dtype=torch.int64, device=device)
             torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)

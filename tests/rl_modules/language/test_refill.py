@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_modules.language.fast import shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import decode, native, prefix
+from rl_modules.language.sampling import check, decode, native
 from rl_modules.language.sampling.rows import Prompts, Waiting
 from tests.conformance.architectures import ARCHITECTURES, network
 from tests.marks import quick
@@ -41,7 +42,7 @@ def counted(model):
 
 
 def in_chunks(monkeypatch):
-    monkeypatch.setattr(native, "_refills", lambda *arguments: False)
+    monkeypatch.setattr(native, "may_refill", lambda *arguments: False)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -69,10 +70,10 @@ def test_settings_that_look_at_the_prompt(family):
     assert rows_of(found) == rows_of(expected)
 
 
-@pytest.mark.parametrize("kind", [prefix.SharedPromptCache, RowCache])
+@pytest.mark.parametrize("kind", [shared_prompts.SharedPromptCache, RowCache])
 def test_the_check_finds_a_cache_whose_later_rows_see_their_neighbours(kind, monkeypatch, caplog):
     """Without the mask before rows that begin later, these see the zeros there."""
-    model = build("llama", "sdpa" if kind is prefix.SharedPromptCache else "eager")
+    model = build("llama", "sdpa" if kind is shared_prompts.SharedPromptCache else "eager")
     place = kind._place
 
     def forgetful(cache, first):
@@ -94,7 +95,7 @@ def test_the_check_finds_a_cache_whose_later_rows_see_their_neighbours(kind, mon
 def test_states_and_sliding_windows_are_decoded_in_parts(name, caplog):
     model = network(name)
     options = {"max_completion_length": 12, "eos_token_id": 2, "num_generations": 3}
-    native._warn_once.cache_clear()
+    check.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         expected = draw(model, OF_ALL_LENGTHS, **options)
         for _ in range(2):

@@ -19,8 +19,9 @@ from transformers import (
 
 from rl_modules.common.errors import UsageError
 from rl_modules.functional import token_log_probs
+from rl_modules.language.fast import shared_prompts
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling import Completions, decode, native, prefix, sample
+from rl_modules.language.sampling import Completions, check, decode, native, sample
 
 WORDS, PAD, EOS, POSITIONS = 40, 0, 1, 64
 COMMON = {
@@ -136,7 +137,7 @@ class Spy:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypatch):
     model = checked(build(family))
-    attend = Spy(monkeypatch, prefix, "_attend")
+    attend = Spy(monkeypatch, shared_prompts, "_attend")
     completions = draw(model, SAME_LENGTH)
     assert attend.calls == 2 * (int(completions.length.max()) - 1)  # two layers, and the first token is the prompt's
     assert model.config._attn_implementation == "sdpa"
@@ -144,7 +145,7 @@ def test_completions_share_the_keys_and_values_of_their_prompt(family, monkeypat
 
 def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
     """Multi-head latent attention caches a projection, and attends to what it makes of it."""
-    attend = Spy(monkeypatch, prefix, "_attend")
+    attend = Spy(monkeypatch, shared_prompts, "_attend")
     fields = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -158,13 +159,13 @@ def test_a_model_that_changes_keys_after_the_cache_shares_nothing(monkeypatch):
 def test_prompts_whose_rows_have_ended_are_let_go(qwen2, monkeypatch):
     sizes = []
     checked(qwen2)
-    attend = prefix._attend
+    attend = shared_prompts._attend
 
     def spy(cache, prompt_key, *args):
         sizes.append(len(prompt_key))
         return attend(cache, prompt_key, *args)
 
-    monkeypatch.setattr(prefix, "_attend", spy)
+    monkeypatch.setattr(shared_prompts, "_attend", spy)
     prompts = [[5, 6, n] for n in range(10, 26)] + [[7, 8]]
     completions = draw(qwen2, prompts, eos_token_id=list(range(1, 9)), temperature=2.0, max_completion_length=30)
     assert sizes[0] == 17 and 1 <= sizes[-1] <= 4
@@ -340,7 +341,7 @@ def test_generate_draws_the_same(qwen2, monkeypatch, caplog):
     options = {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
     expected = draw(qwen2, OF_ALL_LENGTHS, eos_token_id=[1, 2, 3], **options)
     monkeypatch.setattr(RowCache, "for_model", lambda config, longest: None)
-    native._warn_once.cache_clear()
+    check.warn_once.cache_clear()
     # What a downloaded model's generation config asks for is not what the caller asked for.
     qwen2.generation_config.update(
         repetition_penalty=9.0, eos_token_id=[int(expected.tokens[0, 0])], suppress_tokens=[7]

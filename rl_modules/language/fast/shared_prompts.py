@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rl_modules.language.fast.grouped_attention import attention_of, can_group
 from rl_modules.language.row_cache import RowCache
-from rl_modules.language.sampling.rows import Prompts
+
+if TYPE_CHECKING:
+    from rl_modules.language.sampling.rows import Prompts
 
 _NAME = "shared_prompts"
 _current: ContextVar[SharedPromptCache] = ContextVar("cache of the decoding under way")
@@ -90,13 +93,11 @@ class SharedPromptCache(RowCache):
 
     @contextmanager
     def attention(self, model: Any) -> Iterator[None]:
-        before = model.config._attn_implementation
         token = _current.set(self)
-        model.set_attn_implementation(_NAME)
         try:
-            yield
+            with attention_of(model, _NAME):
+                yield
         finally:
-            model.set_attn_implementation(before)
             _current.reset(token)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -152,11 +153,7 @@ def can_share_prompts(model: Any, device: torch.device) -> bool:
     On a CPU, sdpa with one query per row is several times slower than the products of :func:`_attend`. On other devices
     sdpa is one fused kernel and these products are a dozen; this has not been measured.
     """
-    return (
-        device.type == "cpu"
-        and model.config._attn_implementation == "sdpa"
-        and getattr(model, "_supports_attention_backend", False)
-    )
+    return device.type == "cpu" and can_group(model)
 
 
 def _attention(

@@ -1,0 +1,550 @@
+"""Decoding by graphs: the completions of a growing cache, from steps whose tensors never move.
+
+Without a CUDA device a replay calls the step. The fake capture below is stricter: it remembers the address of every
+tensor that a step reads and did not make itself, and a replay that reads another one fails, as a CUDA graph would.
+"""
+
+import gc
+import logging
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
+
+from rl_modules import GRPO
+from rl_modules.common.errors import UsageError
+from rl_modules.language.fast import graphs, grouped_attention
+from rl_modules.language.models import add_lora
+from rl_modules.language.sampling import NativeSampler, check, sample
+from rl_modules.language.sampling.factory import check_sampler, make_sampler
+from tests.conformance.architectures import ARCHITECTURES, network
+from tests.marks import quick
+from tests.rl_modules.language.sampler_cases import settings, tiny_model
+from tests.rl_modules.language.test_refill import OPTIONS, PROMPTS, counted
+from tests.rl_modules.language.test_sampling import (
+    COMMON,
+    FAMILIES,
+    OF_ALL_LENGTHS,
+    assert_log_probs_are_the_models,
+    build,
+    checked,
+    draw,
+    rows_of,
+)
+
+#: Architectures with keys and values of all tokens, of several kinds of positions, masks and heads.
+KINDS = ["Llama", "Qwen3", "Qwen3-MoE", "GPT-2", "GPT-NeoX", "OPT", "Bloom", "MPT", "Granite", "DeepSeek-V3", "SmolLM3"]
+#: Rounding: sums over more columns, of which the further ones are zeros, and products of more rows.
+ROUNDING = {"atol": 2e-5, "rtol": 0}
+
+
+class Addresses(TorchDispatchMode):
+    """Addresses of the tensors that operations read and did not make."""
+
+    def __init__(self):
+        super().__init__()
+        self.read: list[int] = []
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        storages = {x.untyped_storage().data_ptr() for x in self._made}
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() not in storages:
+                self.read.append(x.untyped_storage().data_ptr())
+        result = function(*args, **(kwargs or {}))
+        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        self._made += [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)
+                       and x.untyped_storage().data_ptr() not in before]  # fmt: skip
+        return result
+
+
+class FakeGraph(graphs.Graph):
+    """Captures by running the step, and replays it only on the tensors of the capture."""
+
+    captures: ClassVar[list[tuple[int, int]]] = []
+    replays = 0
+    size = 100
+
+    def capture(self, step, pool):
+        step()  # loads kernels
+        self._step, self._reads = step, self._run(step)
+        FakeGraph.captures.append(step.args)
+        self.replay = self._replay
+
+    def _replay(self):
+        FakeGraph.replays += 1
+        assert self._run(self._step) == self._reads, "a tensor of the graph has moved"
+
+    @staticmethod
+    def _run(step):
+        with Addresses() as addresses:
+            step()
+        return addresses.read
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    FakeGraph.captures, FakeGraph.replays = [], 0
+    monkeypatch.setattr(graphs, "graph_on", lambda device: FakeGraph())
+    return FakeGraph
+
+
+@pytest.fixture
+def no_fallback(monkeypatch):
+    """Fails where a model is decoded by anything but a graph."""
+    for name in ("SharedPromptCache", "generate"):
+        monkeypatch.setattr(check, name, None)
+
+
+def by_graphs(model, prompts, **options):
+    return draw(model, prompts, cache_implementation="graph", **options)
+
+
+@pytest.mark.parametrize("number", range(1, 70))
+def test_buckets_are_powers_of_two_and_their_halves(number):
+    series = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
+    assert graphs.bucket(number) == min(size for size in series if size >= number)
+    assert graphs.bucket(number, 8) == max(8, graphs.bucket(number))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", quick(FAMILIES, "qwen2", "gpt2"))
+@pytest.mark.parametrize("cap", [None, 6])
+def test_completions_are_those_of_a_growing_cache(family, attention, cap, fake, caplog):
+    """Unequal prompts, rows of one prompt, rows that end, and with a cap rows that take their places."""
+    model = build(family, attention)
+    expected = draw(model, PROMPTS, **OPTIONS)
+    assert not fake.captures
+    found = by_graphs(model, PROMPTS, max_rows_in_flight=cap, **OPTIONS)
+    assert rows_of(found) == rows_of(expected) and torch.equal(found.finished, expected.finished)
+    torch.testing.assert_close(found.log_prob, expected.log_prob, **ROUNDING)
+    assert fake.replays > 10 and len(set(fake.captures)) <= 6  # few buckets
+    assert not caplog.records  # nothing fell back
+    # What the next generation does is known: nothing is captured again, and the numbers are the same bit for bit.
+    fake.captures.clear()
+    again = by_graphs(model, PROMPTS, max_rows_in_flight=cap, **OPTIONS)
+    assert not fake.captures and torch.equal(again.log_prob, found.log_prob)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_architectures(name, fake):
+    model = network(name)
+    options = {"max_completion_length": 12, "eos_token_id": list(range(2, 12)), "num_generations": 3}
+    expected = draw(model, OF_ALL_LENGTHS, **options)
+    found = by_graphs(model, OF_ALL_LENGTHS, max_rows_in_flight=5, **options)
+    assert rows_of(found) == rows_of(expected)
+    torch.testing.assert_close(found.log_prob, expected.log_prob, atol=5e-5, rtol=0)
+    assert fake.replays
+
+
+def test_a_replay_is_the_function_bit_for_bit(fake, monkeypatch):
+    """The fake's replays and plain calls of the steps: the same draws and the same numbers."""
+    found = by_graphs(build("qwen2"), PROMPTS, max_rows_in_flight=6, **OPTIONS)
+    monkeypatch.undo()
+    expected = by_graphs(build("qwen2"), PROMPTS, max_rows_in_flight=6, **OPTIONS)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.log_prob, expected.log_prob)
+
+
+def test_the_fake_finds_a_tensor_that_has_moved(fake):
+    model = build("qwen2")
+    by_graphs(model, PROMPTS, **OPTIONS)
+    cache = next(iter(graphs._held[model].caches.values()))
+    cache._position = cache._position.clone()
+    with pytest.raises(AssertionError, match="has moved"):
+        by_graphs(model, PROMPTS, **OPTIONS)
+
+
+def test_prompts_of_any_length_reuse_the_buckets(fake):
+    model = build("qwen2")
+    for length in (3, 5, 20, 9, 31, 17):
+        prompts = [[7] * length, [8, 9]]
+        found = by_graphs(model, prompts, max_completion_length=30)
+        assert_log_probs_are_the_models(model, prompts, found)
+        if length == 3:
+            first = len(fake.captures)
+    assert len(fake.captures) == first
+
+
+def test_columns_grow_with_the_text_and_not_before(fake, monkeypatch):
+    monkeypatch.setattr(graphs, "_COLUMNS", 4)
+    model = build("llama")
+    options = {"max_completion_length": 40, "num_generations": 5}
+    expected = draw(model, OF_ALL_LENGTHS, **options)
+    by_graphs(model, [[5]], max_completion_length=1)  # the self-check
+    fake.captures.clear()
+    found = by_graphs(model, OF_ALL_LENGTHS, **options)
+    assert rows_of(found) == rows_of(expected)
+    widths = [columns for _, columns in fake.captures]
+    assert widths[0] == 12 and widths == sorted(widths) and 48 in widths
+
+
+# -------------------------------------------------------------------- weights that change
+
+
+def trained(model):
+    """An optimizer's step in place, on a loss of no meaning."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits.square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_changed_in_place_are_there(lora, fake):
+    model = build("qwen2")
+    if lora:
+        model = add_lora(model, {"r": 4, "target_modules": ["q_proj", "up_proj"]}, "CAUSAL_LM", False).eval()
+    before = by_graphs(model, PROMPTS, **OPTIONS)
+    first = set(fake.captures)
+    fake.captures.clear()
+    trained(model)
+    found = by_graphs(model, PROMPTS, **OPTIONS)
+    assert first.isdisjoint(fake.captures)
+    expected = draw(model, PROMPTS, **OPTIONS)
+    assert rows_of(found) == rows_of(expected) != rows_of(before)
+    torch.testing.assert_close(found.log_prob, expected.log_prob, **ROUNDING)
+
+
+def moved(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("change", [moved, hooked])
+def test_weights_that_moved_and_code_that_changed_are_captured_again(change, fake):
+    """Weights gathered from shards or loaded by assignment lie elsewhere; a replay would not call a new hook."""
+    model = build("llama")
+    by_graphs(model, PROMPTS, **OPTIONS)
+    first = len(fake.captures)
+    change(model)
+    found = by_graphs(model, PROMPTS, **OPTIONS)
+    assert len(fake.captures) > first
+    expected = draw(model, PROMPTS, **OPTIONS)
+    assert rows_of(found) == rows_of(expected)
+    torch.testing.assert_close(found.log_prob, expected.log_prob, **ROUNDING)
+
+
+def test_adapters_that_are_turned_off_are_captured_again(fake):
+    model = add_lora(build("qwen2"), {"r": 4, "target_modules": ["q_proj", "up_proj"]}, "CAUSAL_LM", False).eval()
+    trained(model)
+    with_adapters = by_graphs(model, PROMPTS, **OPTIONS)
+    with model.disable_adapter():
+        without = by_graphs(model, PROMPTS, **OPTIONS)
+        assert rows_of(without) == rows_of(draw(model, PROMPTS, **OPTIONS)) != rows_of(with_adapters)
+    assert rows_of(by_graphs(model, PROMPTS, **OPTIONS)) == rows_of(with_adapters)
+
+
+def test_under_autocast_a_graph_reads_copies_of_the_weights(fake):
+    """Autocast's own casts end with its context, which a graph outlives."""
+    model = build("qwen2")
+    first = set()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = draw(model, PROMPTS, **OPTIONS)
+            found = by_graphs(model, PROMPTS, **OPTIONS)
+            assert first.isdisjoint(fake.captures)
+            first = set(fake.captures)
+            fake.captures.clear()
+        # Products in bfloat16 round with their shapes: the first tokens have the same text behind them.
+        torch.testing.assert_close(found.log_prob[:, 0], plain.log_prob[:, 0], atol=1e-5, rtol=0)
+        same = (found.tokens[:, :4] == plain.tokens[:, :4]).float().mean()
+        assert same > 0.9
+        trained(model)
+    assert all(p.dtype == torch.float32 and isinstance(p, torch.nn.Parameter) for p in model.parameters())
+
+
+def test_copies_of_weights_give_what_autocast_gives():
+    model = build("qwen2")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(input_ids=tokens).logits
+        casts = graphs.CastWeights(model)
+        casts.refresh()
+        with casts.swapped():
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+# -------------------------------------------------------------------- memory
+
+
+def test_the_least_recently_used_graphs_go_first(fake, monkeypatch):
+    model = build("qwen2")
+    monkeypatch.setattr(graphs, "_most", lambda model, share: 250.0)  # two graphs of 100
+    found = by_graphs(model, PROMPTS, **OPTIONS)
+    cache = next(iter(graphs._held[model].caches.values()))
+    assert list(cache._graphs) == fake.captures[-2:]
+    by_graphs(model, PROMPTS, max_rows_in_flight=6, **OPTIONS)  # other sizes, for which there is no room
+    assert list(graphs._held[model].caches.values()) != [cache] and not cache._stores and not cache._graphs
+    assert rows_of(by_graphs(model, PROMPTS, **OPTIONS)) == rows_of(found)
+
+
+def test_release_frees_all_and_the_next_call_captures_again(fake):
+    model = tiny_model()
+    sampler = NativeSampler(model, cache_implementation="graph")
+    first = sampler.sample([[5, 6], [7]], 4, range(8), settings())
+    assert graphs.held_bytes(model) > 0
+    keys = weakref.ref(next(iter(graphs._held[model].caches.values()))._stores[0])
+    sampler.release()
+    assert graphs.held_bytes(model) == 0 and keys() is None
+    count = len(fake.captures)
+    again = sampler.sample([[5, 6], [7]], 4, range(8), settings())
+    assert len(fake.captures) > count and torch.equal(again.log_prob, first.log_prob)
+    sampler.sleep()  # a training step begins; whether both fit is not known on this device
+    assert graphs.held_bytes(model) == 0
+
+
+@pytest.mark.parametrize(("peak", "keeps"), [(0.5, True), (0.85, False)])
+def test_graphs_stay_beside_training_where_an_earlier_step_left_room(peak, keeps, monkeypatch, fake):
+    model = tiny_model()
+    sampler = NativeSampler(model, cache_implementation="graph", graph_memory=0.2)
+    there = [torch.nn.Parameter(torch.empty(0))]
+    monkeypatch.setattr(graphs, "_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(graphs, "_most", lambda model, share: share * 1e6)
+    monkeypatch.setattr(graphs, "held_bytes", lambda model: 1e5)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * 1e6)
+    for is_first in (True, False):
+        graphs._held[model] = graphs._Held((), None)
+        sampler.sleep()
+        assert (model in graphs._held) == (keeps and not is_first)
+    assert there
+
+
+def test_a_model_that_is_gone_leaves_nothing(fake):
+    model = build("qwen2")
+    by_graphs(model, PROMPTS, **OPTIONS)
+    gone, keys = weakref.ref(model), weakref.ref(next(iter(graphs._held[model].caches.values()))._stores[0])
+    del model
+    gc.collect()
+    assert gone() is None and keys() is None
+
+
+def test_numbers_that_are_not_finite_do_not_reach_the_next_generation(fake):
+    model = build("llama")
+    expected = by_graphs(model, PROMPTS, **OPTIONS)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    healthy = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        with pytest.raises(FloatingPointError):
+            by_graphs(model, PROMPTS, **OPTIONS)
+        weight.copy_(healthy)
+    assert torch.equal(by_graphs(model, PROMPTS, **OPTIONS).log_prob, expected.log_prob)
+
+
+# -------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("masks", ["bool", "added"])
+@pytest.mark.parametrize(("heads", "shared"), [(8, 2), (8, 8), (6, 1)])
+def test_attention_over_grouped_keys_is_that_over_repeated_ones(heads, shared, masks):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(5, heads, 1, 16, generator=generator)
+    key, value = (torch.randn(5, shared, 24, 16, generator=generator) for _ in range(2))
+    mask = (torch.arange(24) < torch.tensor([[24], [1], [7], [12], [23]]))[:, None, None]
+    scores = (query @ key.repeat_interleave(heads // shared, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(heads // shared, 1)).transpose(1, 2)
+    given = mask if masks == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    found, _ = grouped_attention._attention(None, query, key, value, given, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_keys_are_not_repeated_while_decoding(no_fallback, monkeypatch):
+    shapes = []
+    plain = grouped_attention.scaled_dot_product_attention
+
+    def spy(query, key, value, **options):
+        shapes.append((query.shape[1], key.shape[1], query.shape[2]))
+        return plain(query, key, value, **options)
+
+    monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", spy)
+    model = build("qwen2")
+    found = by_graphs(model, PROMPTS, **OPTIONS)
+    assert set(shapes) == {(2, 2, 2)}  # two heads of keys, each with the two queries that share it
+    assert model.config._attn_implementation == "sdpa"
+    assert_log_probs_are_the_models(model, PROMPTS, found, 4, temperature=1.4)
+
+
+def test_attention_that_the_check_refuses_is_the_models_own_with_one_warning(monkeypatch, caplog, fake):
+    model = build("qwen2")
+    plain = grouped_attention.scaled_dot_product_attention
+    monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention",
+                        lambda query, key, value, **options: 1.01 * plain(query, key, value, **options))  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        found = [by_graphs(model, PROMPTS, **OPTIONS) for _ in range(2)][1]
+    assert rows_of(found) == rows_of(draw(model, PROMPTS, **OPTIONS)) and fake.replays
+    said = [record.message for record in caplog.records if "grouped" in record.message]
+    assert len(said) == 1 and "differs by" in said[0] and "its own attention is taken" in said[0]
+
+
+def test_a_cap_on_scores_keeps_its_attention(fake, caplog):
+    config = Gemma2Config(**COMMON, head_dim=8, sliding_window=64, attn_logit_softcapping=0.5)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    expected = draw(model, PROMPTS, **OPTIONS)
+    found = by_graphs(model, PROMPTS, **OPTIONS)
+    assert rows_of(found) == rows_of(expected) and fake.replays and not caplog.records
+    assert_log_probs_are_the_models(model, PROMPTS, found, 4, temperature=1.4)
+
+
+def test_cudnns_planner_is_off_while_decoding_and_on_again(monkeypatch):
+    states = []
+    model = checked(build("qwen2"))
+    hook = model.register_forward_pre_hook(lambda *_: states.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    for before in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        try:
+            draw(model, OF_ALL_LENGTHS)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == before
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+    hook.remove()
+    assert states and not any(states)
+
+
+# -------------------------------------------------------------------- what has no graph
+
+
+@pytest.mark.parametrize("name", quick(["Mamba-2", "LFM2", "Qwen3-Next", "Mistral, window 8"], "Mistral, window 8"))
+def test_an_architecture_without_one_says_so_once(name, caplog, fake):
+    model = network(name)
+    check.warn_once.cache_clear()
+    options = {"max_completion_length": 12, "eos_token_id": 2}
+    expected = draw(model, OF_ALL_LENGTHS, **options)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert rows_of(by_graphs(model, OF_ALL_LENGTHS, **options)) == rows_of(expected)
+    said = [record.message for record in caplog.records if "static" in record.message]
+    assert len(said) == 1 and "has no static cache here, so that cache_implementation=dynamic is taken" in said[0]
+    assert not fake.captures
+
+
+def test_a_window_that_never_slides_has_one(fake):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MistralConfig(**COMMON, sliding_window=40)).eval()
+    expected = draw(model, OF_ALL_LENGTHS, num_generations=4)
+    assert rows_of(by_graphs(model, OF_ALL_LENGTHS, num_generations=4)) == rows_of(expected) and fake.replays
+
+
+class Broken(graphs.Graph):
+    """A capture that fails, from the given one on."""
+
+    first, count = 0, 0
+
+    def capture(self, step, pool):
+        Broken.count += 1
+        if Broken.count > Broken.first:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        super().capture(step, pool)
+
+
+def test_a_step_that_can_not_be_captured_is_decoded_dynamically_with_its_reason(monkeypatch, caplog):
+    monkeypatch.setattr(Broken, "first", 0)
+    monkeypatch.setattr(graphs, "graph_on", lambda device: Broken())
+    model = build("llama")
+    with caplog.at_level(logging.WARNING):
+        found = [by_graphs(model, PROMPTS, **OPTIONS) for _ in range(2)][1]
+    assert rows_of(found) == rows_of(draw(model, PROMPTS, **OPTIONS))
+    said = [record.message for record in caplog.records if "operation not permitted" in record.message]
+    assert any("cache_implementation=dynamic is taken" in message for message in said) and len(said) == 2
+    assert model not in graphs._held
+
+
+def test_a_bucket_that_can_not_be_captured_runs_as_it_is(monkeypatch, caplog):
+    """The self-check's captures succeed, one of a later size does not."""
+    model = build("llama")
+    expected = draw(model, PROMPTS, **OPTIONS)
+    by_graphs(model, [[5]], max_completion_length=1)
+    monkeypatch.setattr(Broken, "first", 1)
+    monkeypatch.setattr(Broken, "count", 0)
+    monkeypatch.setattr(graphs, "graph_on", lambda device: Broken())
+    with caplog.at_level(logging.WARNING):
+        found = by_graphs(model, PROMPTS, **OPTIONS)
+    assert rows_of(found) == rows_of(expected)
+    assert [record.message for record in caplog.records] == [
+        "a step of decoding can't be captured as a CUDA graph (operation not permitted when stream is capturing), so "
+        "that its kernels are started one by one"
+    ]
+
+
+def test_sharded_weights_say_why_they_have_none(caplog, monkeypatch, fake):
+    check.warn_once.cache_clear()
+    monkeypatch.setattr("rl_modules.language.sampling.decode._any_rank", lambda value, device: value)
+    with caplog.at_level(logging.WARNING):
+        by_graphs(build("llama"), OF_ALL_LENGTHS, synced_gpus=True)
+    assert "is for weights in one piece" in caplog.text and not fake.captures
+
+
+def test_compiled_layers_run_as_they_are_while_decoding():
+    """Each number of rows and columns would be compiled anew."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    expected = draw(build("llama"), OF_ALL_LENGTHS)
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    assert torch.equal(draw(model, OF_ALL_LENGTHS).log_prob, expected.log_prob) and not compiled
+
+
+# -------------------------------------------------------------------- the argument
+
+
+def test_auto_is_dynamic_on_a_cpu(fake):
+    draw(build("llama"), PROMPTS, cache_implementation="auto", **OPTIONS)
+    draw(build("llama"), PROMPTS, **OPTIONS)
+    assert not fake.captures
+
+
+@pytest.mark.parametrize("implementation", ["auto", "graph"])
+def test_without_fast_paths_the_plain_cache_decodes(implementation, fake, monkeypatch):
+    model = checked(build("llama"))
+    expected = draw(model, PROMPTS, **OPTIONS)
+    monkeypatch.setenv("RL_FAST", "0")
+    monkeypatch.setattr(check, "SharedPromptCache", None)
+    found = draw(model, PROMPTS, cache_implementation=implementation, **OPTIONS)
+    assert rows_of(found) == rows_of(expected) and not fake.captures
+    torch.testing.assert_close(found.log_prob, expected.log_prob, **ROUNDING)
+
+
+def test_graphs_do_no_more_passes():
+    model = build("qwen2")
+    by_graphs(model, PROMPTS, max_rows_in_flight=8, **OPTIONS)
+    draw(model, PROMPTS, max_rows_in_flight=8, **OPTIONS)
+    with counted(model) as dynamic:
+        draw(model, PROMPTS, max_rows_in_flight=8, **OPTIONS)
+    with counted(model) as fixed:
+        by_graphs(model, PROMPTS, max_rows_in_flight=8, **OPTIONS)
+    assert len(fixed.rows) == len(dynamic.rows)
+    assert all(one >= other for one, other in zip(fixed.rows, dynamic.rows, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["graph", "static"])
+def test_the_argument_reaches_the_sampler_and_is_checked(implementation, fake):
+    module = GRPO(model_config=ARCHITECTURES["Llama"], cache_implementation=implementation, max_completion_length=4,
+                  sampler_options={"graph_memory": 0.3})  # fmt: skip
+    module.configure_model()
+    module.act([[5, 6], [7]], [1, 2])
+    assert fake.captures and module.sampler.graph_memory == 0.3
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: GRPO(cache_implementation="statc"),
+     "cache_implementation='statc' must be one of auto, dynamic, graph, static; did you mean static"),
+    (lambda: check_sampler("vllm", {}, None, "graph"), "cache_implementation=graph is the native sampler's"),
+    (lambda: make_sampler("native", {"graph_memory": 0.0}, None, None), "graph_memory=0.0 must be above 0 and at most"),
+    (lambda: sample(None, [[1]], max_completion_length=1, eos_token_id=1, pad_token_id=0, seeds=[0], graph_memory=2.0),
+     "graph_memory=2.0 must be above 0"),
+])  # fmt: skip
+def test_refused_arguments(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
