@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_modules.language.sampling.prefix import SharedPromptCache, can_share_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -25,6 +24,7 @@ from rl_modules.common.errors import UsageError
 from rl_modules.language.fast.chosen_places import last_mlp
 from rl_modules.language.fast.packing import can_pack_scores, can_pack_texts
 from rl_modules.language.fast.self_check import require_left_to_right
+from rl_modules.language.fast.shared_prompts import SharedPromptCache, can_share_prompts
 from rl_modules.language.fast.shared_scoring import can_share
 from rl_modules.language.fast.tiled_head import can_tile
 from rl_modules.language.models import add_lora, checkpoint_activations, export_model, make_config, make_model
