@@ -273,7 +273,7 @@ cartpole("--model.optimizer Adma", "'Adma'", "optimizer", "did you mean Adam")
 cartpole("--model.optimizer 7", "optimizer", "7")
 cartpole("--model.lr_scheduler StepLRR", "'StepLRR'", "lr_scheduler", "did you mean StepLR")
 cartpole("--trainer.logger WanbLogger", "'WanbLogger'", "trainer.logger", "did you mean WandbLogger")
-cartpole("--trainer.logger MLFlowLogger", "MLFlowLogger", "pip install mlflow")
+cartpole("--trainer.logger MLFlowLogger", "Requirement 'mlflow", "pip install")
 cartpole("--trainer.logger 7", "trainer.logger", "7")
 cartpole("--trainer.callbacks LearningRateMonitr", "'LearningRateMonitr'", "did you mean LearningRateMonitor")
 cartpole("--trainer.callbacks 7", "trainer.callbacks", "7")
@@ -281,7 +281,7 @@ cartpole("--trainer.profiler simpel", "profiler", "simpel", "simple")
 cartpole("--trainer.strategy dpp", "strategy", "dpp", "ddp")
 cartpole("--trainer.accelerator tpuu", "accelerator", "tpuu", "auto|cpu")
 cartpole("--trainer.accelerator gpu", "accelerator", "gpu", "cpu|auto")
-cartpole("--trainer.strategy fsdp", "strategy", "ddp")
+cartpole("--trainer.strategy fsdp", "trainer.strategy=fsdp", "GPU")
 
 cli("syntax error in the user's module", [*CARTPOLE, "--model", "broken.Mine"], "broken.py:2", "syntax",
     broken__py="import math\nclass Mine(:\n")  # fmt: skip
@@ -327,17 +327,17 @@ for option, says in {
     "model.learning_rate fast": "learning_rate='fast'", "model.learning_rate -1": "learning_rate=.*-1",
     "model.learning_rate lin_": "learning_rate='lin_'", "model.learning_rate nan": "learning_rate",
     "model.net_arch [64,-1]": r"net_arch=\[64, -1\]", "model.net_arch [0]": r"net_arch=\[0\]",
-    "model.net_arch {pi: [64], vv: [64]}": "net_arch.*vv", "model.net_arch wide": "net_arch='wide'",
+    "model.net_arch {pi: [64], vv: [64]}": "net_arch.*vv", "model.net_arch wide": "net_arch='?wide",
     "model.net_arch [64,x]": "net_arch", "model.log_std_init nan": "log_std_init='?nan", "model.log_every 0": "log_every=0",
     "model.init_from no.ckpt": "init_from='no.ckpt'", "model.observation_space 3": "observation_space",
     "model.normalize_advantage perhaps": "normalize_advantage='perhaps'.*true or false",
-    "data.n_envs 0": "n_envs=0", "data.n_envs -3": "n_envs=-3", "data.n_envs x": "data.n_envs='x'.*whole number",
-    "data.n_envs 1.5": "n_envs='1.5'.*whole number", "data.n_steps 0": "n_steps=0",
+    "data.n_envs 0": "n_envs=0", "data.n_envs -3": "n_envs=-3", "data.n_envs x": "data.n_envs='x' must be a number",
+    "data.n_envs 1.5": "n_envs=1.5 must be a whole number", "data.n_steps 0": "n_steps=0",
     "data.n_steps 100000000000": "n_steps=100000000000.*GiB",
     "data.batch_size 0": "batch_size=0", "data.batch_size 100": "batch_size=100 does not divide",
     "data.batch_size all": "batch_size='all'", "data.n_epochs 0": "n_epochs=0", "data.rollouts_per_epoch 0": "rollouts_per_epoch=0",
     "data.total_timesteps 0": "total_timesteps=0", "data.total_timesteps -5": "total_timesteps=-5",
-    "data.total_timesteps 1.5": "total_timesteps='1.5'.*whole number", "data.total_timesteps 1e": "total_timesteps='1e'",
+    "data.total_timesteps 1.5": "total_timesteps=1.5 must be a whole number", "data.total_timesteps 1e": "total_timesteps='1e'",
     "data.total_timesteps inf": "total_timesteps='inf'|total_timesteps=inf",
     "data.seed -1": "seed=-1", "data.vectorization_mode synk": "vectorization_mode='synk'.*sync",
     "data.autoreset_mode next": "autoreset_mode='next'.*next_step", "data.norm_gamma 2": "norm_gamma=2",
@@ -349,7 +349,7 @@ for option, says in {
     "data.wrappers [NoWrapper]": "wrappers.*'NoWrapper'", "data.wrappers [{class_path: TimeLimit}]": "TimeLimit.*max_episode_steps",
     "data.wrappers TimeLimit": "wrappers", "data.wrappers [3]": "wrappers",
     "trainer.max_epochs x": "max_epochs='x'", "trainer.max_epochs -5": "max_epochs", "trainer.max_steps x": "max_steps='x'",
-    "trainer.devices 0": "^error: trainer.devices=", "trainer.devices x": "devices.*x", "trainer.devices -2": "devices",
+    "trainer.devices 0": "trainer.devices=0 can't be used", "trainer.devices x": "devices.*x", "trainer.devices -2": "devices",
     "trainer.precision fp16": "precision.*fp16.*16-mixed", "trainer.precision 16": "precision=16.*bf16-mixed",
     "trainer.precision half": "precision.*half.*16-mixed", "trainer.precision bf16-true": "precision=bf16-true.*bf16-mixed",
     "trainer.accumulate_grad_batches 0": "accumulate_grad_batches=0",

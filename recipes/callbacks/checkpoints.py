@@ -63,6 +63,8 @@ class Checkpoints(ModelCheckpoint):
         keep_previous: bool = True,
         keep_all: bool = False,
     ) -> None:
+        if mode not in ("max", "min"):
+            raise UsageError(f"mode={mode!r} must be max or min")
         super().__init__(
             monitor=monitor or "eval/mean_reward", mode=mode, filename="best", save_on_train_epoch_end=False,
             enable_version_counter=False

@@ -1,101 +1,60 @@
-"""The model's and the datamodule's class that a command line or its configs name."""
+"""The classes of model and data that a command line or its configs name, and the values that are given to them."""
 
-from collections.abc import Iterator, Sequence
-from importlib import import_module
-from inspect import isclass
+import inspect
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import jsonargparse
 import lightning as L
+import torch
 import yaml
+from jsonargparse._loaders_dumpers import yaml_load
+from lightning.pytorch.loggers import Logger
 
 import datamodules
 import rl_modules
-from recipes.cli.options import CLASS_OPTIONS
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.cli.options import ALONE, CLASS_OPTIONS, GROUPS, arguments_of, options_in, refuse_word, unknown_option
 from rl_modules.common.errors import UsageError, did_you_mean
 from rl_modules.common.extras import install
-from rl_modules.common.loading import import_user_module, member_of
+from rl_modules.common.loading import import_user_module, load_object, member_of
+from rl_modules.core.settings import Setting
 
 #: Package and base class of what each group names.
 PACKAGES: dict[str, ModuleType] = {"model": rl_modules, "data": datamodules}
 BASES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
+#: Base class of what an argument of a run's classes names.
+NAMED: dict[str, type] = {
+    "logger": Logger, "callbacks": L.Callback, "optimizer": torch.optim.Optimizer,
+    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
+}  # fmt: skip
+_NUMBERS = {int, float, bool, str, type(None)}
+
+
+# ---------------------------------------------------------------- the classes
 
 
 def chosen_classes(args: Sequence[str]) -> dict[str, type]:
-    """Imports the classes that the arguments or their config files name; the last one of each group counts.
+    """Imports the classes that the arguments or their config files name, by group; the last one of each group counts.
 
     The parser finds short names (``--model PPO``) among the imported classes. The others are not imported, so that a
     control task imports no language model.
     """
-    found: dict[str, type] = {}
-    for group, path in _named(args):
-        found[group] = _resolve(group, path)
-    return found
+    return {group: _resolve(group, path) for group, path in _named(args)}
 
 
 def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    pending = iter(args)
-    for arg in pending:
-        name, equals, value = arg.partition("=")
+    for name, value, _ in options_in(args):
         if name == "--config":
-            for group, node in yaml.safe_load(Path(value if equals else next(pending)).read_text("utf-8")).items():
+            for group, node in yaml.safe_load(Path(value).read_text("utf-8")).items():
                 path = node.get("class_path") if isinstance(node, dict) else node
                 if group in PACKAGES and isinstance(path, str):
                     yield group, path
-        elif name in CLASS_OPTIONS:
-            value = value if equals else next(pending, "")
-            if value and not value.startswith(("-", "{")):
-                yield name[2:].partition(".")[0], value
-
-
-def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
-    """Returns a command line in which short names of this project's classes are written in full if an imported user
-    module has a class of the same name (``my_ppo.PPO``), because the parser could not choose between them.
-    """
-    shared = {group: _shared_names(group) for group in PACKAGES}
-    if not any(shared.values()):
-        return list(args)
-    found: list[str] = []
-    pending = iter(args)
-    for arg in pending:
-        name, equals, value = arg.partition("=")
-        group = name[2:].partition(".")[0]
-        if name not in ("--config", *CLASS_OPTIONS):
-            found.append(arg)
-            continue
-        if not equals and (value := next(pending, "")) == "":
-            found.append(arg)  # the parser asks for the value
-            continue
-        if name == "--config":
-            value = _config_with_full_names(Path(value), shared, folder / f"{len(found)}_full.yaml")
-        elif value in shared[group]:
-            value = f"{PACKAGES[group].__name__}.{value}"
-        found += [name, value]
-    return found
-
-
-def _shared_names(group: str) -> set[str]:
-    """Short names that a class of this project and an imported one of the user's have."""
-    package = PACKAGES[group]
-    others = {cls.__name__ for cls in _subclasses(BASES[group]) if cls.__module__.split(".")[0] != package.__name__}
-    return others & set(package.__all__)
-
-
-def _config_with_full_names(path: Path, shared: dict[str, set[str]], copy: Path) -> str:
-    config = yaml.safe_load(path.read_text("utf-8"))
-    changed = False
-    for group, names in shared.items():
-        node = config.get(group)
-        short = node.get("class_path") if isinstance(node, dict) else node
-        if short not in names:
-            continue
-        full = f"{PACKAGES[group].__name__}.{short}"
-        config[group] = {**node, "class_path": full} if isinstance(node, dict) else full
-        changed = True
-    if not changed:
-        return str(path)
-    copy.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "utf-8")
-    return str(copy)
+        elif name in CLASS_OPTIONS and value and not value.startswith(("-", "{")):
+            yield name[2:].partition(".")[0], value
 
 
 def _resolve(group: str, path: str) -> type:
@@ -113,7 +72,7 @@ def _resolve(group: str, path: str) -> type:
         except ModuleNotFoundError as error:
             raise UsageError(f"{name} needs {error.name}, which is not installed: {install('language')}") from error
     found = member_of(import_user_module(module, f"--{group} {path}"), name, f"--{group} {path}")
-    if not isclass(found) or not issubclass(found, BASES[group]):
+    if not inspect.isclass(found) or not issubclass(found, BASES[group]):
         raise UsageError(f"--{group} {path} is no {BASES[group].__name__}; give a class such as "
                          f"{package.__name__}.{package.__all__[0]}")  # fmt: skip
     return found
@@ -126,9 +85,198 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(sub)
 
 
-def accepts(class_path: str, name: str) -> bool:
-    """Returns whether a class or one of its bases takes an argument of that name."""
-    from recipes.cli.options import arguments_of
+def with_full_names(args: Sequence[str], folder: Path) -> list[str]:
+    """Returns a command line in which short names of this project's classes are written in full if an imported user
+    module has a class of the same name (``my_ppo.PPO``), because the parser could not choose between them. Copies of
+    the configs that change are written into ``folder``.
+    """
+    shared = {group: _shared_names(group) for group in PACKAGES}
+    found: list[str] = []
+    for name, value, words in options_in(args):
+        group = name[2:].partition(".")[0]
+        if name == "--config" and any(shared.values()):
+            words = [name, _config_with_full_names(Path(value), shared, folder / f"{len(found)}_full.yaml")]
+        elif name in CLASS_OPTIONS and value in shared[group]:
+            words = [name, f"{PACKAGES[group].__name__}.{value}"]
+        found += words
+    return found
 
-    module, _, class_name = class_path.rpartition(".")
-    return name in arguments_of(getattr(import_module(module), class_name))
+
+def _shared_names(group: str) -> set[str]:
+    """Short names that a class of this project and an imported one of the user's have."""
+    package = PACKAGES[group]
+    others = {cls.__name__ for cls in _subclasses(BASES[group]) if cls.__module__.split(".")[0] != package.__name__}
+    return others & set(package.__all__)
+
+
+def _config_with_full_names(path: Path, shared: dict[str, set[str]], copy: Path) -> str:
+    config = yaml.safe_load(path.read_text("utf-8"))
+    changed = False
+    for group, names in shared.items():
+        node = config.get(group)
+        short = node.get("class_path") if isinstance(node, dict) else node
+        if short in names:
+            full, changed = f"{PACKAGES[group].__name__}.{short}", True
+            config[group] = {**node, "class_path": full} if isinstance(node, dict) else full
+    if not changed:
+        return str(path)
+    copy.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "utf-8")
+    return str(copy)
+
+
+# ---------------------------------------------------------------- their arguments
+
+
+def settings_of(cls: Any) -> Mapping[str, Setting]:
+    """The arguments of a class as settings: as it declares them, or by the annotations of its constructor."""
+    if declared := getattr(cls, "declared_settings", None):
+        return declared
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return {p.name: Setting(p.default, "").of_kind(p.annotation) for p in parameters}
+
+
+def refuse_given(command: str, args: Sequence[str], chosen: Mapping[str, type], message: str) -> typing.NoReturn:
+    """Raises the sentence of what a command line gives the run's classes and they refuse; the parser's message where
+    they take everything.
+    """
+    given = list(_given(args))
+    places = [place for place, _ in given]
+    for place, value in given:
+        group, _, rest = place.partition(".")
+        name, _, deeper = rest.removeprefix("init_args.").partition(".")
+        if not place.startswith("-") and place == value:
+            raise UsageError(refuse_word(place))
+        if group not in GROUPS:
+            if group not in ALONE:
+                raise UsageError(unknown_option(place, dict(chosen)))
+            if group in ("threads", "record_every", "episodes"):
+                Setting(1, "").of_kind(int).checked(group, value)
+        elif group in PACKAGES and group not in chosen:
+            if name:
+                raise UsageError(f"{place} is given without a class; name the class with --{group} CLASS or --config")
+            example = "PPO" if group == "model" else "RolloutDataModule"
+            raise UsageError(f"{group}={value!r} must be a class, such as {example}, by name or as class_path")
+        elif name and name not in ("class_path", "init_args", "dict_kwargs"):
+            cls = {"trainer": L.Trainer, "checkpoint": Checkpoints, **chosen}[group]
+            if name not in arguments_of(cls) or (group == "checkpoint" and command != "fit"):
+                raise UsageError(unknown_option(place, dict(chosen)))
+            if not deeper and (setting := settings_of(cls).get(name)):
+                _check(f"{group}.{name}", setting, value, places)
+        elif group == "trainer" and not isinstance(value, dict):
+            raise UsageError(f"trainer={value!r} must be a mapping of the Trainer's arguments")
+    if missing := next((group for group in PACKAGES if group not in chosen), None):
+        checkpoint = next((value for name, value, _ in options_in(args) if name == "--ckpt_path"), None)
+        raise UsageError(which_class(missing, checkpoint))
+    text = " ".join(message.split())
+    raise UsageError(text if len(text) < 600 else f"{text[:300]} … {text[-300:]}")
+
+
+def _given(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields every value that configs and options give, by its place, such as ``model.gamma``."""
+    for option, text, _ in options_in(args):
+        if not option.startswith("-"):
+            yield option, option
+        elif option != "--config":
+            yield option.lstrip("-").removesuffix("+"), _parsed(text)
+    for path in (text for option, text, _ in options_in(args) if option == "--config"):
+        for key, node in yaml_load(Path(path).read_text("utf-8")).items():
+            arguments = node.get("init_args", node if key not in PACKAGES else {}) if isinstance(node, dict) else {}
+            yield from ((f"{key}.{name}", value) for name, value in (arguments or {}).items())
+            if not arguments:
+                yield key, node
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return yaml_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _check(place: str, setting: Setting, value: Any, places: Sequence[str]) -> None:
+    """Raises if a value is not of an argument's kind, or names a class that can't be used."""
+    name = place.rpartition(".")[2]
+    words = [str(word) for kind in setting.kinds for word in typing.get_args(kind)
+             if typing.get_origin(kind) is typing.Literal]  # fmt: skip
+    if base := NAMED.get(name):
+        for part in value if isinstance(value, list) else [value]:
+            if part is not None and not isinstance(part, bool):
+                _check_class(place, base, part, places)
+    elif isinstance(value, dict) and isinstance(path := value.get("class_path"), str) and "." in path:
+        load_object(path, place)
+    elif words and type(value) not in setting.kinds and str(value) not in words:
+        raise UsageError(f"{place}={value!r} must be one of {', '.join(words)}{did_you_mean(str(value), words)}")
+    elif {*setting.kinds} <= _NUMBERS or setting.check is not None:
+        setting.checked(place, value)
+
+
+def _check_class(place: str, base: type, given: Any, places: Sequence[str]) -> None:
+    path = given.get("class_path") if isinstance(given, dict) else given
+    known = {cls.__name__: cls for cls in _subclasses(base) if not cls.__name__.startswith("_")}
+    if isinstance(path, str) and "." in path:
+        cls = load_object(path, place)
+    elif path in known:
+        cls = known[path]
+    else:
+        near = did_you_mean(str(path), known) or f"; known are {', '.join(sorted(known)[:30])}"
+        raise UsageError(f"{place}={path!r} names no class that fits{near}")
+    arguments = given.get("init_args") or {} if isinstance(given, dict) else {}
+    words = {name.removeprefix(f"{place}.").removeprefix("init_args.") for name in places}
+    needed = [
+        p.name
+        for p in inspect.signature(cls).parameters.values()
+        if p.default is p.empty
+        and p.kind is p.POSITIONAL_OR_KEYWORD
+        and p.name not in {"params", "optimizer", *arguments, *words}
+    ]
+    if needed:
+        raise UsageError(f"{place}: {cls.__name__} needs {needed[0]}; give it as --{place}.init_args.{needed[0]} VALUE")
+
+
+def which_class(what: str, checkpoint: str | None = None) -> str:
+    """Returns the sentence for a command line that names no ``model``, or no ``data``."""
+    # The config is only named, not loaded: it names classes to import, and an untrusted checkpoint must not import
+    # code.
+    own = None if checkpoint is None else Path(checkpoint).parent.parent / "config.yaml"
+    if own is not None and own.is_file():
+        return f"no {what} is given; the settings of the checkpoint's run are in its config: add --config {own}"
+    return f"no {what} is given; name one with --config (`rl list` shows the installed ones) or --{what} CLASS"
+
+
+# ---------------------------------------------------------------- whole numbers
+
+
+def accept_whole_floats(args: Sequence[str], classes: Iterable[type]) -> list[str]:
+    """Makes ``1e6`` and ``1000.0`` valid ints, on the command line and in configs, for arguments that are ints. Returns
+    the words, with such numbers written out.
+    """
+    makers = [
+        vars(base)["__init__"] for cls in [*classes, L.Trainer] for base in cls.__mro__ if "__init__" in vars(base)
+    ]
+    names = {p.name for make in makers for p in inspect.signature(make).parameters.values() if _is_whole(p.annotation)}
+    jsonargparse.set_loader("yaml", lambda text: _converted(yaml_load(text), names), (yaml.YAMLError,))
+    found: list[str] = []
+    for option, value, words in options_in(args):
+        if value and option.startswith("--") and option.rpartition(".")[2].lstrip("-") in names:
+            words = [f"{option}={_written_out(value)}"]
+        found += words
+    return found
+
+
+def _is_whole(annotation: Any) -> bool:
+    kinds = typing.get_args(annotation)
+    return annotation is int or (int in kinds and not {float, str, bool} & set(kinds))
+
+
+def _written_out(value: str) -> str:
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return str(int(number)) if number.is_integer() and abs(number) < 2**63 else value
+
+
+def _converted(value: Any, names: set[str], name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _converted(part, names, str(key)) for key, part in value.items()}
+    return int(value) if isinstance(value, float) and name in names and value.is_integer() else value

@@ -1,15 +1,16 @@
 """Lightning's CLI with this project's defaults. Imported only when a run starts, because it imports Lightning."""
 
+import re
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -23,15 +24,35 @@ from recipes.callbacks.progress_lines import ProgressLines
 from recipes.callbacks.recorder import record_episodes
 from recipes.callbacks.signals import Stopped, end_at_sigterm
 from recipes.cli import config_files, resume, run_lock, runs, summary, trainer_settings
-from recipes.cli.classes import accepts, chosen_classes, with_full_names
-from recipes.cli.parser import RLParser, add_arguments
-from recipes.cli.sentences import unknown_monitor, which_class
+from recipes.cli.classes import accept_whole_floats, chosen_classes, refuse_given, which_class, with_full_names
+from recipes.cli.options import arguments_of
 from recipes.cli.user_modules import place_in_users_code
-from recipes.cli.whole_numbers import accept_whole_floats
 from rl_modules.base import ControlModule
 from rl_modules.common.arguments import settings_of
-from rl_modules.common.errors import UsageError
+from rl_modules.common.errors import UsageError, did_you_mean
+from rl_modules.common.loading import load_object
 from rl_modules.contract import check_pairing
+
+# A default of StochasticWeightAveraging's; the recorded config holds its name.
+register_type(torch.device)
+
+
+class ParserError(ValueError):
+    """The parser's own message."""
+
+
+class RLParser(LightningArgumentParser):
+    """Lightning's parser, whose errors are exceptions."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        """Raises the parser's message; an error of a class's own is raised as it is."""
+        if cause := _cause(ex, UsageError):
+            raise cause
+        raise ParserError(message) from ex
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Argparse's help, with the names of classes in place of their representations."""
+        return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", super().format_help(*args, **kwargs))
 
 
 class RLCLI(LightningCLI):
@@ -44,11 +65,9 @@ class RLCLI(LightningCLI):
         self._folder = tempfile.TemporaryDirectory()
         if command != "fit":
             args = config_files.for_evaluation(args, Path(self._folder.name))
-        RLParser.chosen = chosen_classes(args)
+        self.chosen = chosen_classes(args)
         args = with_full_names(args, Path(self._folder.name))
-        words = [word for arg in args for word in arg.split("=", 1)]
-        RLParser.checkpoint = next((path for name, path in pairwise(words) if name == "--ckpt_path"), None)
-        args = accept_whole_floats(args, RLParser.chosen.values())
+        args = accept_whole_floats(args, self.chosen.values())
         language.hide_transformers_bars()
         self.started_s = time.monotonic()
         self.arguments = args
@@ -59,20 +78,26 @@ class RLCLI(LightningCLI):
         self.made: Path | None = None
         #: Holds the run's folder while this process trains in it.
         self._lock = ExitStack()
-        super().__init__(
-            parser_class=RLParser,
-            save_config_callback=ConfigRecord,
-            seed_everything_default=False,
-            trainer_defaults={
-                "max_epochs": -1,  # total_timesteps ends the training
-                "enable_model_summary": False,
-                "logger": runs.LOGGER,
-            },
-            parser_kwargs={"allow_abbrev": False},
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            args=[command, *args],
-        )
+        try:
+            super().__init__(
+                parser_class=RLParser,
+                save_config_callback=ConfigRecord,
+                seed_everything_default=False,
+                trainer_defaults={
+                    "max_epochs": -1,  # total_timesteps ends the training
+                    "enable_model_summary": False,
+                    "logger": runs.LOGGER,
+                },
+                parser_kwargs={"allow_abbrev": False},
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                args=[command, *args],
+            )
+        except ParserError as error:
+            try:
+                refuse_given(command, args, self.chosen, str(error))
+            except UsageError as sentence:
+                raise sentence from error
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         return {self.command: LightningCLI.subcommands()[self.command]}
@@ -81,7 +106,26 @@ class RLCLI(LightningCLI):
         # A class's bare name is looked up among the imported ones, and these are imported when they are asked for.
         for name in callbacks.__all__:
             getattr(callbacks, name)
-        add_arguments(parser, self.command, self.records)
+        if self.records:
+            parser.add_argument("--output", type=str, default="videos", help="Folder of the videos.")
+            parser.add_argument("--episodes", type=int, default=1, help="Number of episodes to record.")
+        elif self.command == "predict":
+            parser.add_argument(
+                "--output", type=str, default=None,
+                help="File, .csv or .jsonl; default: episodes.csv, for a language model completions.csv.",
+            )  # fmt: skip
+        if self.command == "fit":
+            parser.add_lightning_class_args(Checkpoints, "checkpoint")
+            parser.add_argument(
+                "--resume", action="store_true",
+                help="Resume the newest run of this model on this data; start one if there is none.",
+            )  # fmt: skip
+            parser.add_argument(
+                "--record_every", type=int, default=0, help="Transitions between two recorded episodes; 0: none."
+            )
+        parser.add_argument(
+            "--threads", type=int, default=1, help="CPU threads of torch; 1 is fastest for small networks."
+        )
 
     def _parse_ckpt_path(self) -> None:
         """Keeps the command line's arguments: a checkpoint's hyperparameters do not replace them."""
@@ -97,7 +141,7 @@ class RLCLI(LightningCLI):
         if not 0 <= seed < 2**32:
             raise UsageError(f"seed_everything={seed} must lie in [0, {2**32 - 1}], as NumPy takes it")
         L.seed_everything(seed, workers=True, verbose=False)
-        if config.get("data") is not None and accepts(config["data"]["class_path"], "seed"):
+        if config.get("data") is not None and "seed" in arguments_of(load_object(config["data"]["class_path"], "data")):
             config["data"]["init_args"]["seed"] = seed
 
     def before_instantiate_classes(self) -> None:
@@ -153,15 +197,15 @@ class RLCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
-            # The parser wraps a class's UsageError into its own error about the types it tried.
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, UsageError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None and (place := place_in_users_code(error)):
+            if cause := _cause(error, UsageError):
+                raise cause from error
+            if cause := _cause(error, ModuleNotFoundError):  # a logger's package
+                raise UsageError(f"a class of the run lacks its package: {' '.join(str(cause).split())}") from error
+            if place := place_in_users_code(error):
                 raise UsageError(f"{place}, raised by a class of the run while it was made") from error
-            if cause is None and isinstance(error, TypeError) and not _is_lightnings(error):
+            if isinstance(error, TypeError) and not _is_lightnings(error):
                 raise
-            raise cause or UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
+            raise UsageError(trainer_settings.sentence(error, self.config[self.command]["trainer"])) from error
         self._require_weights(self.config[self.command])
         self._take_description()
         self._check_environment()
@@ -285,7 +329,7 @@ class RLCLI(LightningCLI):
                 if isinstance(error, UsageError) or not _is_lightnings(error):
                     raise
                 self._answer_monitor(error)
-                raise UsageError(trainer_settings.sentence(error, self.config[self.command])) from error
+                raise UsageError(trainer_settings.sentence(error, self.config[self.command]["trainer"])) from error
             return
         checkpoint = self._get(self.config, "ckpt_path")
         self._require_own_networks()
@@ -310,17 +354,30 @@ class RLCLI(LightningCLI):
 
     def _answer_monitor(self, error: Exception) -> None:
         """Raises the sentence for a callback that monitors what the run does not log."""
-        sentence = unknown_monitor(str(error), self.trainer.callback_metrics)
-        if sentence is not None:
-            if self.made is not None:  # Lightning looks at the metric after the first epoch
-                runs.remove_unused(self.made)
-            raise UsageError(sentence) from error
+        names = sorted(self.trainer.callback_metrics)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        monitors = (getattr(callback, "monitor", None) for callback in callbacks if callback is not Checkpoints.of(
+            self.trainer))  # fmt: skip
+        if (name := next((name for name in monitors if name is not None and name not in names), None)) is None:
+            return
+        if self.made is not None:  # Lightning looks at the metric after the first epoch
+            runs.remove_unused(self.made)
+        logged = f"; it logs {', '.join(names[:40])}" if names else "; it has logged nothing yet"
+        near = did_you_mean(name, names) or did_you_mean(f"train/{name}", names) or logged
+        raise UsageError(f"a callback's monitor={name!r} is no metric of this run{near}") from error
 
     def after_fit(self) -> None:
         """Evaluates the final policy, writes hyperparameters and result to the loggers, and prints the summary."""
         seconds = time.monotonic() - self.started_s
         if summary.finish(self.trainer, self.model, self.datamodule, seconds):
             raise SystemExit(130)
+
+
+def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """Returns the exception of a kind from which the parser or Lightning made an error."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _gather_init_args(model: Any) -> None:

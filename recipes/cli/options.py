@@ -3,8 +3,7 @@
 import argparse
 import contextlib
 import inspect
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +17,8 @@ ALONE = ("seed_everything", "ckpt_path", "threads", "resume", "record_every", "p
          "output", "episodes", "weights_only")  # fmt: skip
 #: Options that name a class.
 CLASS_OPTIONS = ("--model", "--data", "--model.class_path", "--data.class_path")
+#: Options without a value.
+FLAGS = ("--resume", "--help", "-h", "--print_config")
 #: What the shell completes after a dash.
 COMMON = (
     "--config", "--model", "--data", "--resume", "--ckpt_path", "--seed_everything", "--print_config", "--help",
@@ -35,14 +36,35 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(prog, description=description, allow_abbrev=False)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses all words; one that is no option is refused with the nearest name."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            near = did_you_mean(unknown[0].lstrip("-").partition("=")[0], self.names())
+            raise UsageError(f"{self.prog}: unknown option {unknown[0]}{near}")
+        return given
+
     def error(self, message: str) -> NoReturn:
         """Raises the message as a UsageError."""
-        unknown = re.search(r"unrecognized arguments: -*([\w-]+)", message)
-        raise UsageError(f"{self.prog}: {message}{did_you_mean(unknown[1], self.names()) if unknown else ''}")
+        raise UsageError(f"{self.prog}: {message}")
 
     def names(self) -> Iterable[str]:
         """Returns the options' names, without dashes."""
         return (option.lstrip("-") for option in self._option_string_actions)
+
+
+def options_in(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields every option of a command line: its name, its value ("": none), and its one or two words."""
+    i = 0
+    while i < len(words):
+        name, equals, value = words[i].partition("=")
+        has_word = name.startswith("-") and not equals and name not in FLAGS and i + 1 < len(words)
+        if has_word and not words[i + 1].startswith("--"):
+            value = words[i + 1]
+        else:
+            has_word = False
+        yield name, value, list(words[i : i + 1 + has_word])
+        i += 1 + has_word
 
 
 def refuse_word(word: str) -> str:
@@ -70,8 +92,6 @@ def unknown_option(name: str, chosen: dict[str, Any] | None = None) -> str:
         return f"unknown option '{name}': {owner} sets {rest} itself; {fixed[rest]}"
     if rest in known and group == "checkpoint":
         return f"unknown option '{name}': checkpoints are written by `rl fit`, which alone takes this option"
-    if rest in known:
-        return f"unknown option '{name}': {owner} sets {rest} itself"
     foreign = rest.replace("-", "_")
     if foreign in INSTEAD:
         return f"unknown option '{name}'; {INSTEAD[foreign]}"

@@ -1,11 +1,13 @@
 """The Trainer's settings that follow from the command: loggers, progress bar and the command's own callbacks."""
 
+import inspect
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from lightning import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ProgressBar
 
 from recipes import language
@@ -13,14 +15,15 @@ from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.episode_writer import EpisodeWriter
 from recipes.callbacks.progress import TransitionProgressBar
 from recipes.callbacks.recorder import EpisodeRecorder
-from recipes.cli.sentences import one_sentence
 from rl_modules.common.errors import UsageError
+from rl_modules.core.settings import Setting
 
-#: Least values of the Trainer's numbers.
-LEAST = {
-    "accumulate_grad_batches": 1, "num_nodes": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0,
-    "gradient_clip_val": 0, "max_steps": -1, "max_epochs": -1,
-}  # fmt: skip
+#: Ranges of the Trainer's numbers.
+NUMBERS = {
+    **dict.fromkeys(("accumulate_grad_batches", "num_nodes", "check_val_every_n_epoch"), Setting(1, "", least=1)),
+    **dict.fromkeys(("max_steps", "max_epochs"), Setting(-1, "", least=-1)),
+    **dict.fromkeys(("gradient_clip_val", "log_every_n_steps"), Setting(0.0, "", least=0)),
+}
 #: Environment variables of programs that start a process per machine or device.
 LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "KUBERNETES_PORT", "OMPI_COMM_WORLD_RANK")
 
@@ -69,10 +72,17 @@ def check(trainer: Any) -> None:
         raise UsageError(
             f"trainer={trainer!r} must be a mapping of the Trainer's arguments, such as {{max_steps: 100}}"
         )
-    for name, least in LEAST.items():
-        value = trainer.get(name)
-        if value is not None and value < least:
-            raise UsageError(f"trainer.{name}={value} must be at least {least}")
+    for name, setting in NUMBERS.items():
+        if trainer.get(name) is not None:
+            setting.of_kind(type(setting.default)).checked(f"trainer.{name}", trainer[name])
+    if trainer.get("barebones"):
+        raise UsageError("trainer.barebones=true keeps neither curves nor checkpoints, which `rl fit` writes; leave it "
+                         "out, or give it to Lightning's own Trainer in Python")  # fmt: skip
+    accelerator = trainer.get("accelerator")
+    kinds = [name for name in ("cuda", "mps") if accelerator == "gpu"] or [accelerator]
+    known = [AcceleratorRegistry.get(name) for name in kinds if name in AcceleratorRegistry]
+    if known and not any(one.is_available() for one in known):
+        raise UsageError(f"trainer.accelerator={accelerator} finds no such device here; give auto or cpu")
     if trainer.get("max_steps") == 0:
         raise UsageError("trainer.max_steps=0 trains nothing; give the number of optimizer steps, or -1 for no limit")
     if trainer.get("limit_train_batches") == 0:
@@ -106,24 +116,11 @@ def require_writable(trainer: Any) -> None:
                              "give another with --trainer.default_root_dir")  # fmt: skip
 
 
-def sentence(error: BaseException, config: Any) -> str:
-    """Returns Lightning's error about the Trainer's arguments, with the argument's name and the remedy."""
-    text = one_sentence(str(error))
-    trainer = config["trainer"]
-    if "backend found" in text or "No supported gpu" in text:
-        return f"trainer.accelerator={trainer.get('accelerator')} finds no such device here; give auto or cpu"
-    if "requires a GPU accelerator" in text:
-        return f"trainer.strategy={trainer.get('strategy')} needs GPUs; on CPUs give ddp, or leave it out"
-    if "barebones=True, " in text:
-        return ("trainer.barebones=true keeps neither curves nor checkpoints, which `rl fit` writes; leave it out, or "
-                "give it to Lightning's own Trainer in Python")  # fmt: skip
-    if (named := re.search(r"Trainer\((devices|num_nodes)=", text)) and trainer.get(named.group(1)) is not None:
-        return f"trainer.{named.group(1)}={trainer.get(named.group(1))!r} can't be used: {text}"
-    for name in ("profiler", "accelerator", "strategy", "devices", "precision", "gradient_clip_algorithm", "max_time"):
-        if name in text and trainer.get(name) is not None:
-            return f"trainer.{name}={trainer.get(name)!r} can't be used: {text}"
-    if "is not a valid duration" in text:
-        return f"trainer.max_time={trainer.get('max_time')!r} must be DD:HH:MM:SS, such as 00:01:30:00"
-    if "`mode` can be" in text:
-        return f"checkpoint.mode={config['checkpoint'].get('mode')!r} must be min or max"
-    return text
+def sentence(error: BaseException, trainer: Any) -> str:
+    """Returns Lightning's message about the Trainer's arguments, after those that it may be about."""
+    text = " ".join(str(error).split())
+    defaults = inspect.signature(Trainer.__init__).parameters
+    given = {name: value for name, value in vars(trainer).items()
+             if isinstance(value, str | int | float) and value != defaults[name].default}  # fmt: skip
+    named = {name: value for name, value in given.items() if name in text} or given
+    return f"{', '.join(f'trainer.{name}={value}' for name, value in named.items())} can't be used: {text}"

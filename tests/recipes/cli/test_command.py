@@ -163,7 +163,7 @@ def test_an_argument_of_a_users_network_can_be_given_alone(rl, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "why"),
-    [("nowhere.Noise", "No module named 'nowhere'"), ("rl_modules.action_noise.Noise", "has no attribute 'Noise'")],
+    [("nowhere.Noise", "No module named 'nowhere'"), ("rl_modules.action_noise.Noise", "has no 'Noise'")],
 )
 def test_a_class_in_a_config_that_does_not_exist_is_named(rl, tmp_path, path, why):
     noise = {"class_path": path, "init_args": {"sigma": 0.2}}
@@ -171,7 +171,7 @@ def test_a_class_in_a_config_that_does_not_exist_is_named(rl, tmp_path, path, wh
                 "data": {"class_path": "ReplayDataModule", "init_args": {"env_id": "Pendulum-v1"}}}  # fmt: skip
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
     code, _, err = rl("fit", "--config", str(tmp_path / "mine.yaml"))
-    assert code == 1 and f"model.action_noise='{path}' names no class that fits" in err and why in err
+    assert code == 1 and f"model.action_noise '{path}'" in err and why in err
 
 
 @pytest.mark.long
@@ -345,9 +345,12 @@ def test_optimizer_and_scheduler_from_the_command_line(rl):
         ),
         (
             ["fit", "--config", "ppo/cartpole.yaml", "--data.n_envs", "x"],
-            "data.n_envs='x' can't be used; it must be a whole number",
+            "data.n_envs='x' must be a number",
         ),
-        (["fit", "--config", "ppo/cartpole.yaml", "--trainer.max_epochs", "x"], "trainer.max_epochs='x' can't be used"),
+        (
+            ["fit", "--config", "ppo/cartpole.yaml", "--trainer.max_epochs", "x"],
+            "trainer.max_epochs='x' must be a number",
+        ),
         (["fit", "--config", "ppo/cartpole.yaml", "--data.batch_size", "100"], "batch_size=100 does not divide"),
         (["fit", "--config", "ppo/cartpole.yaml", "--model.gamma", "7"], "gamma=7.0 must lie in"),
         (["fit", "--config", "ppo/cartpole.yaml", "--data.env_id", "CartPol-v1"], "did you mean CartPole-v1"),
